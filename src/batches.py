@@ -1,0 +1,130 @@
+"""Which process sees which example at which step, and how per-example results come back in order.
+
+The order of the data is a function of the seed and the epoch alone, and a global batch holds the same examples
+however many processes share it. Nothing is padded, repeated or dropped: the last batches are smaller, and a process
+that has no example left computes on a stand-in of weight 0, because FSDP's forward and backward are collective.
+"""
+
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from src.config import Config
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one process passes through the model at once."""
+
+    data: Any
+    """Of the task's `collate`, on the process's device."""
+    examples: int
+    """How many examples it has; 0: it is a stand-in."""
+
+    @property
+    def weight(self) -> float:
+        """1.0; 0.0 for a stand-in."""
+        return float(self.examples > 0)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """One process's part of each chunk of micro_batch_size x world_size examples: every world_size-th.
+
+    A batch sampler: iterating yields lists of indices, one per micro-batch.
+    """
+
+    order: np.ndarray
+    """Indices into the dataset in the order of a single process; shape (examples,), int64."""
+    window: int
+    """Examples per optimizer step, over all processes and micro-batches."""
+    micro_batch_size: int
+    rank: int
+    world_size: int
+
+    def windows(self) -> Iterator[list[np.ndarray]]:
+        """For each window this process's indices, an array per micro-batch: the same number on all processes."""
+        chunk = self.micro_batch_size * self.world_size
+        for start in range(0, len(self.order), self.window):
+            window = self.order[start : start + self.window]
+            yield [window[i : i + chunk][self.rank :: self.world_size] for i in range(0, len(window), chunk)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for window in self.windows():
+            for share in window:
+                yield share.tolist() or self.order[:1].tolist()
+
+
+def training_windows(
+    accelerator: Accelerator, config: Config, dataset: Dataset, total_steps: int
+) -> Iterator[list[MicroBatch]]:
+    """For each optimizer step this process's micro-batches."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    step = epoch = 0
+    while step < total_steps:
+        order = np.random.default_rng([config.seed, epoch]).permutation(_size(dataset))
+        shares = Shares(order, config.global_batch_size, config.micro_batch(world_size), rank, world_size)
+        epoch_set = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: other randomness than the order's
+        for window in islice(_load(accelerator, config, epoch_set, shares), total_steps - step):
+            step += 1
+            yield window
+        epoch += 1
+
+
+def evaluation_batches(accelerator: Accelerator, config: Config, dataset: Dataset) -> Iterator[MicroBatch]:
+    """This process's part of the dataset, in order."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    micro_batch_size = config.micro_batch(world_size)
+    order = np.arange(_size(dataset))
+    shares = Shares(order, micro_batch_size * world_size, micro_batch_size, rank, world_size)
+    for (micro_batch,) in _load(accelerator, config, dataset, shares):
+        yield micro_batch
+
+
+def gather_in_order(accelerator: Accelerator, outputs: Tensor, examples: int) -> Tensor:
+    """Per-example outputs of all processes in the order of the dataset, on the CPU.
+
+    Args:
+        outputs: those of this process's `evaluation_batches`, shape (share, ...).
+        examples: how many there are over all processes.
+    """
+    world_size = accelerator.num_processes
+    missing = -(-examples // world_size) - len(outputs)  # 0 or 1, as shares are every world_size-th example
+    padded = torch.cat([outputs, outputs.new_zeros(missing, *outputs.shape[1:])])
+    gathered = accelerator.gather(padded).view(world_size, *padded.shape)
+    return gathered.transpose(0, 1).flatten(0, 1)[:examples].cpu()
+
+
+def examples_seen(step: int, config: Config, dataset: Dataset) -> int:
+    """Training examples in the first `step` optimizer steps, over all processes."""
+    steps_per_epoch = -(-_size(dataset) // config.global_batch_size)
+    epochs, steps = divmod(step, steps_per_epoch)
+    return epochs * _size(dataset) + steps * config.global_batch_size
+
+
+def _load(accelerator: Accelerator, config: Config, dataset: Dataset, shares: Shares) -> Iterator[list[MicroBatch]]:
+    loader = DataLoader(
+        dataset,
+        batch_sampler=shares,  # type: ignore[arg-type]  # any iterable of lists of indices will do
+        collate_fn=config.task.collate,
+        num_workers=config.num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+        generator=torch.Generator(),  # else each epoch draws from the generator that dropout uses
+    )
+    batches = iter(loader)
+    for window in shares.windows():
+        data = [send_to_device(next(batches), accelerator.device, non_blocking=True) for _ in window]
+        yield [MicroBatch(batch, len(share)) for batch, share in zip(data, window, strict=True)]
+
+
+def _size(dataset: Dataset) -> int:
+    assert isinstance(dataset, Sized)
+    return len(dataset)

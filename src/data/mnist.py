@@ -1,0 +1,113 @@
+"""Images of digits as one uint8 tensor, fetched a whole batch at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+@dataclass(frozen=True)
+class Digits(Dataset):
+    """Images of shape (examples, 28, 28), uint8, and their labels of shape (examples,), int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        return {"images": self.images[indices], "labels": self.labels[indices]}
+
+    def shifted(self, pixels: int, seed: list[int]) -> ShiftedDigits:
+        """Each image moved by -pixels to +pixels, drawn for both axes from `seed`; what comes in is black."""
+        offsets = np.random.default_rng(seed).integers(0, 2 * pixels + 1, size=(2, len(self)))
+        # A view with one 28 x 28 window per offset: (examples, 2 * pixels + 1, 2 * pixels + 1, 28, 28)
+        windows = F.pad(self.images, (pixels,) * 4).unfold(1, 28, 1).unfold(2, 28, 1)
+        return ShiftedDigits(self.images, self.labels, windows, torch.from_numpy(offsets))
+
+
+@dataclass(frozen=True)
+class ShiftedDigits(Digits):
+    """Digits, each seen through the window that its offset names."""
+
+    windows: Tensor
+    offsets: Tensor
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        rows, columns = self.offsets[:, indices]
+        return {"images": self.windows[indices, rows, columns], "labels": self.labels[indices]}
+
+
+def mnist(data_dir: str) -> tuple[Digits, Digits]:
+    """MNIST's training and test set; torchvision downloads what is not in `data_dir`.
+
+    Raises:
+        ValueError: the files can neither be found nor downloaded, or one is not what its name says.
+    """
+    folders = [Path(data_dir) / "MNIST" / "raw", Path(data_dir)]
+    complete = [folder for folder in folders if all((folder / name).is_file() for name in IDX_FILES)]
+    if not complete:
+        _download(data_dir)
+        complete = folders
+    files = [_read_idx(complete[0] / name) for name in IDX_FILES]
+    for images, labels, name in ((*files[:2], IDX_FILES[0]), (*files[2:], IDX_FILES[2])):
+        if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or not 0 < len(labels) or labels.max() > 9:
+            raise ValueError(
+                f"{complete[0] / name} and its labels are not MNIST's: images {tuple(images.shape)}, "
+                f"labels {tuple(labels.shape)}; delete them to download MNIST again, or set --task.data_dir"
+            )
+    return Digits(files[0], files[1].long()), Digits(files[2], files[3].long())
+
+
+def bundled_digits() -> tuple[Digits, Digits]:
+    """The 1,797 digits in scikit-learn, a fixed fifth of them for evaluation, enlarged to look like MNIST's.
+
+    Source: https://archive.ics.uci.edu/dataset/80 (8 x 8 pixels, 17 shades).
+    """
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    small = torch.from_numpy(images[order]).view(-1, 1, 8, 8) * (255 / 16)
+    large = F.pad(F.interpolate(small, size=20, mode="bilinear"), (4,) * 4)  # MNIST's digits fill 20 x 20 of 28 x 28
+    data = large.squeeze(1).round().to(torch.uint8), torch.from_numpy(labels[order]).long()
+    split = len(labels) // 5
+    return Digits(data[0][split:], data[1][split:]), Digits(data[0][:split], data[1][:split])
+
+
+def _download(data_dir: str) -> None:
+    from torchvision.datasets import MNIST  # takes seconds to import, and only a download needs it
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
+            MNIST(data_dir, download=True)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"MNIST is not in task.data_dir={data_dir} and could not be downloaded "
+            f"({str(error).strip().splitlines()[-1]}): set --task.data_dir=DIR to a folder with the four files "
+            f"{', '.join(IDX_FILES)}, or use the bundled digits with --task.source=digits"
+        ) from error
+
+
+def _read_idx(path: Path) -> Tensor:
+    """Reads the IDX format (http://yann.lecun.com/exdb/mnist): 0, 0, 8 for uint8, the rank, the sizes, the values."""
+    content = path.read_bytes()
+    rank = content[3] if content[:3] == b"\0\0\x08" and len(content) >= 4 else 0
+    shape = np.frombuffer(content[4 : 4 + 4 * rank], dtype=">u4").astype(int)
+    if rank != (3 if "images" in path.name else 1) or len(content) != 4 + 4 * rank + shape.prod():
+        raise ValueError(
+            f"{path}: truncated or not an IDX file of {'images' if 'images' in path.name else 'labels'} "
+            f"({len(content)} bytes); delete it to download MNIST again, or set --task.data_dir"
+        )
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * rank).copy()).view(*shape)

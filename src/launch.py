@@ -1,0 +1,224 @@
+"""The only place that builds an Accelerator, and the guard: what the accelerate yaml asks for is what runs.
+
+Accelerate lets a wrong yaml pass: misspelt FSDP keys are ignored, and on a machine without a GPU each process
+believes to be alone and trains a model of its own. Here each of these ends the run, in one line. Without a GPU
+every yaml runs as its CPU stand-in: the same processes, on gloo, sharding for real.
+"""
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from accelerate import Accelerator, PartialState
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from src.settings import nearest
+
+OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
+"""Environment variables that Accelerate puts above the script's arguments and the yaml, and its launcher never sets."""
+SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "FSDP_")
+"""What only the launcher should set, from the yaml; set in the shell, they add to what the yaml says."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What was asked for and what runs: printed, saved in summary.json and sent to W&B."""
+
+    config_file: str | None
+    """The accelerate yaml; None where another launcher than Accelerate's started the processes."""
+    requested: dict[str, Any]
+    """The yaml's (or command line's) distributed_type, num_processes and mixed_precision."""
+    strategy: str
+    """single, ddp, fsdp, fsdp_grad_op, fsdp_offload or fsdp_grad_op_offload."""
+    num_processes: int
+    device: str
+    precision: str
+    """fp32, bf16, fp16 or fp8; weights and optimizer are fp32 in all of them."""
+    backend: str | None
+    """Of the collectives: nccl, gloo, ...; None in a single process."""
+    note: str | None
+    """Where the machine makes it differ from the yaml: why."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The `accelerate launch` process above this one: its arguments, yaml and environment."""
+
+    arguments: Any
+    config_file: str | None
+    config: dict[str, Any]
+    environment: dict[str, str]
+
+
+def build_accelerator() -> tuple[Accelerator, Launch]:
+    """Joins the processes that the launcher started.
+
+    Raises:
+        ValueError: what would run is not what was asked for; one line per reason.
+    """
+    launcher = _find_launcher()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    wants_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    has_gpu = torch.accelerator.is_available() and not (world_size > 1 and torch.backends.mps.is_available())
+    on_cpu = wants_cpu or not has_gpu
+
+    mistakes = list(_mistakes(launcher, world_size, wants_fsdp))
+    if not on_cpu and local_size > torch.accelerator.device_count():
+        gpus = torch.accelerator.device_count()
+        mistakes.append(f"{local_size} processes on this machine, but it has {gpus} GPU(s): add --num_processes={gpus}")
+    precision, note = _precision(launcher, wants_precision, wants_cpu, on_cpu)
+    if precision == "fp16" and on_cpu:
+        mistakes.append("mixed_precision=fp16 needs a GPU: take bf16 or no")
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+
+    if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_size))  # the launcher's default is 1
+    if on_cpu and wants_fsdp:  # Accelerate shards only what it takes for a GPU job
+        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin() if wants_fsdp else None
+    if plugin and on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    if plugin and precision == "bf16":  # Accelerate's default also reduces gradients and returns outputs in bf16
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, fsdp_plugin=plugin)
+
+    if accelerator.num_processes != world_size:
+        raise ValueError(f"{world_size} processes were started, but each sees {accelerator.num_processes}: refusing to train separate models")
+    if wants_fsdp and not accelerator.is_fsdp2:
+        raise ValueError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
+    launch = Launch(
+        config_file=launcher.config_file if launcher else None,
+        requested={
+            "distributed_type": "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO",
+            "num_processes": world_size,
+            "mixed_precision": wants_precision,
+        },
+        strategy=_strategy(accelerator),
+        num_processes=accelerator.num_processes,
+        device=accelerator.device.type,
+        precision={"no": "fp32"}.get(precision, precision),
+        backend=torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        note=note,
+    )
+    return accelerator, launch
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+    """`accelerator.prepare`, and under FSDP the proof that blocks were wrapped and not only the whole model.
+
+    Raises:
+        ValueError: FSDP found no blocks to wrap.
+    """
+    if accelerator.is_fsdp2:
+        blocks = getattr(model, "_no_split_modules", None) or []
+        classes = {type(module).__name__ for module in model.modules()}
+        if missing := [name for name in blocks if name not in classes]:
+            raise ValueError(f"FSDP: {type(model).__name__}._no_split_modules names {missing[0]}, which the model has not{nearest(missing[0], sorted(classes))}")
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    if accelerator.is_fsdp2 and sharded_units(model) < 2:
+        raise ValueError(
+            f"FSDP wrapped nothing but the root: name the repeating blocks of {type(model).__name__} "
+            f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
+        )
+    return model, optimizers
+
+
+def sharded_units(model: nn.Module) -> int:
+    """How many units FSDP gathers and frees one after the other, the root among them; 0 without FSDP."""
+    return sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def peak_memory(accelerator: Accelerator) -> list[int]:
+    """Bytes at most held by each process: allocated on the GPU, or resident where it trains on the CPU."""
+    if accelerator.device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    else:
+        peak = torch.accelerator.max_memory_allocated()
+    return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
+
+
+def _find_launcher() -> _Launcher | None:
+    parent = psutil.Process().parent()
+    try:
+        command, environment, folder = parent.cmdline(), parent.environ(), Path(parent.cwd())
+    except (AttributeError, psutil.Error):
+        return None
+    names = [Path(word).name for word in command]
+    for start, name in enumerate(names[:3]):
+        if name == "accelerate" and names[start + 1 : start + 2] == ["launch"]:
+            words = command[start + 2 :]
+        elif name in ("accelerate-launch", "accelerate.commands.launch"):
+            words = command[start + 1 :]
+        else:
+            continue
+        break
+    else:
+        return None
+    arguments = launch_command_parser().parse_args(words)
+    file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
+    config = yaml.safe_load((folder / file).read_text()) if file else {}
+    return _Launcher(arguments, file, config, environment)
+
+
+def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> Iterator[str]:
+    shell = launcher.environment if launcher else os.environ
+    for name in shell:
+        if name in OVERRIDING or (launcher and name.startswith(SWITCHES)):
+            yield f"{name}={shell[name]} is set in the environment and would override the settings: unset it"
+    for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
+            yield f"{name.lower()} is not supported here: take one of accelerate_configs/"
+    if launcher:
+        asked = launcher.arguments.num_processes or launcher.config.get("num_processes")
+        if asked and int(asked) != world_size:
+            yield (
+                f"{asked} processes were asked for, but {launcher.config_file} starts {world_size}: "
+                f"take a yaml for several, such as accelerate_configs/ddp.yaml"
+            )
+        known = [action.dest for action in launch_command_parser()._actions if action.dest.startswith("fsdp_")]
+        for key in launcher.config.get("fsdp_config") or {}:
+            if (key if key.startswith("fsdp") else f"fsdp_{key}") not in known:
+                yield f"{launcher.config_file}: fsdp_config has no key {key}{nearest(key, known)}"
+    if wants_fsdp and os.environ.get("FSDP_VERSION") != "2":
+        yield "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
+    if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
+        yield "fsdp_activation_checkpointing computes wrong gradients with dropout: take it out of the yaml"
+
+
+def _precision(launcher: _Launcher | None, asked: str, wants_cpu: bool, on_cpu: bool) -> tuple[str, str | None]:
+    """The mixed precision that runs and, where the machine is not the one that the yaml is for, a note."""
+    if on_cpu and not wants_cpu:
+        explicit = launcher is None or launcher.arguments.mixed_precision
+        return asked if explicit else "no", "no GPU here: this is the CPU stand-in"
+    if asked == "bf16" and not on_cpu and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+        return "no", f"{torch.cuda.get_device_name()} has no bf16: training in fp32"
+    return asked, None
+
+
+def _strategy(accelerator: Accelerator) -> str:
+    if not accelerator.is_fsdp2:
+        return "ddp" if accelerator.use_distributed else "single"
+    plugin = accelerator.state.fsdp_plugin
+    grad_op = "" if plugin.reshard_after_forward else "_grad_op"
+    offload = "_offload" if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else ""
+    return f"fsdp{grad_op}{offload}"

@@ -1,0 +1,112 @@
+"""Optimizers by name, the learning rate as a function of the step, and the scaling of gradients."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adadelta, AdamW, Optimizer
+
+from src.config import Optim
+
+
+def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
+    """One optimizer; two for muon, which takes the weight matrices between the first and the last layer.
+
+    Raises:
+        ValueError: this torch has no Muon.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.name == "muon":
+        if not hasattr(torch.optim, "Muon"):  # torch < 2.9
+            raise ValueError(f"optim.name=muon: torch {torch.__version__} has no Muon; update torch, or take adamw")
+        ends = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        ends.add([m.weight for m in model.modules() if isinstance(m, nn.Linear)][-1])
+        hidden = [p for p in parameters if p.ndim == 2 and p not in ends]
+        rest = [p for p in parameters if p.ndim != 2 or p in ends]
+        return [
+            torch.optim.Muon(
+                hidden,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                adjust_lr_fn="match_rms_adamw",  # updates of adamw's size, so that both share one learning rate
+            ),
+            AdamW(_decay_groups(config, rest), lr=config.lr, betas=config.betas, fused=True),
+        ]
+    groups = _decay_groups(config, parameters)
+    match config.name:
+        case "adamw":
+            return [AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
+        case "sgd":
+            return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)]
+        case "adadelta":
+            return [Adadelta(groups, lr=config.lr)]
+
+
+def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0.
+
+    constant; linear and cosine: from the peak to final_lr_ratio of it; step: times decay_factor each decay_epochs
+    epochs (torch's StepLR); one_cycle: cosine up from a 25th of the peak, cosine down (Smith & Topin 2018,
+    https://arxiv.org/abs/1708.07120, as torch's OneCycleLR). All but one_cycle warm up linearly.
+    """
+    warmup = round(config.warmup_steps * schedule_steps) if config.warmup_steps < 1 else config.warmup_steps
+    if step < warmup:
+        rise = (step + 1) / warmup
+        return config.lr * (_cosine(1 / 25, 1, rise) if config.schedule == "one_cycle" else rise)
+    progress = (step - warmup) / max(1, schedule_steps - warmup)
+    match config.schedule:
+        case "constant":
+            return config.lr
+        case "linear":
+            return config.lr * (1 + (config.final_lr_ratio - 1) * progress)
+        case "cosine" | "one_cycle":
+            return config.lr * _cosine(1, config.final_lr_ratio, progress)
+        case "step":
+            return config.lr * config.decay_factor ** math.floor(step / steps_per_epoch / config.decay_epochs + 1e-9)
+
+
+def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+
+@torch.no_grad()
+def scale_and_clip(
+    accelerator: Accelerator, model: nn.Module, scale: Tensor, max_norm: float | None, want_norm: bool
+) -> Tensor | None:
+    """Multiplies the gradients by `scale`, and down to a global L2 norm of `max_norm` where one is given.
+
+    Args:
+        scale: on the accelerator's device, shape ().
+        want_norm: whether to compute the norm where clipping doesn't need it.
+
+    Returns:
+        The norm before clipping, over all processes, shape (); None where it wasn't computed.
+    """
+    accelerator.unscale_gradients()  # fp16: what the loss was multiplied by
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = None
+    scale = scale.to(gradients[0].device, gradients[0].dtype)  # FSDP offload keeps the gradients on the CPU
+    if max_norm is not None or want_norm:
+        norm = nn.utils.get_total_norm(gradients)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * scale
+    if max_norm is not None:
+        scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1)
+    torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+def _decay_groups(config: Optim, parameters: list[nn.Parameter]) -> list[dict]:
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,6 @@
+"""The tasks that `--task.name` picks from. To add one, import it here."""
+
+from src.tasks.base import Task
+from src.tasks.mnist import Mnist  # noqa: F401
+
+TASKS: dict[str, type[Task]] = {task.model_fields["name"].default: task for task in Task.__subclasses__()}

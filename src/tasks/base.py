@@ -1,0 +1,70 @@
+"""What a task is: settings that know how to build a model and data, and how to score them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from src.settings import Settings
+
+if TYPE_CHECKING:  # settings are checked, and --help answers, before torch is imported
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+
+class Task(Settings, ABC):
+    """Subclass it in a file of its own and import that file in `src/tasks/__init__.py`.
+
+    The fields are the task's settings (`--task.<field>`); `name` picks it. Every method is called on every process.
+    """
+
+    name: str
+    """The task to train."""
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """The model, fp32, on the CPU. Same seed, same weights.
+
+        For FSDP, `_no_split_modules` on it lists the class names of its repeating blocks, as transformers does.
+        """
+
+    @abstractmethod
+    def build_datasets(self) -> tuple[Dataset, Dataset]:
+        """The training and the evaluation examples, map-style and sized.
+
+        One that has `__getitems__(indices)` is asked for whole batches. The process that downloads, or writes
+        a cache, goes first: the other ones on its machine find the result.
+
+        Raises:
+            ValueError: in one line, what is wrong with the user's data and what to do.
+        """
+
+    def augmented(self, train: Dataset, seed: list[int]) -> Dataset:
+        """`train` as one epoch sees it. Randomness comes from `seed` (of the run, the epoch) and the index alone:
+        so it is the same on any number of processes. (A class of its own, as workers may have to pickle it.)"""
+        return train
+
+    def collate(self, samples: list[Any]) -> Any:
+        """A batch, nested tensors with the examples first, from what the dataset returned."""
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
+        """Returns: the loss summed over what it counts (examples, tokens), in fp32, and that count.
+
+        The loop divides by the count over all processes and micro-batches: never average here.
+        """
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
+        """Returns: `loss`, and what `metrics` needs, by name: tensors of shape (examples, ...)."""
+        return *self.loss(model, batch), {}
+
+    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        """The metrics of the whole evaluation set, by name.
+
+        Args:
+            outputs: from `evaluate`, each example exactly once, in the dataset's order, on the CPU.
+        """
+        return {}

@@ -1,0 +1,61 @@
+"""Handwritten digits with the CNN of pytorch/examples: `--task.name=mnist`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt
+
+from src.tasks.base import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from src.data.mnist import Digits
+
+
+class Mnist(Task):
+    """Which digit is it?"""
+
+    name: Literal["mnist"] = "mnist"
+    """The task to train."""
+    source: Literal["mnist", "digits"] = "mnist"
+    """mnist: 60,000 + 10,000 images, downloaded once; digits: 1,437 + 360 that come with scikit-learn."""
+    data_dir: str = "data"
+    """Folder with the four IDX files of MNIST, here or in MNIST/raw; they are downloaded where missing."""
+    shift: Annotated[NonNegativeInt, Field(le=8)] = 2
+    """Each image is moved by up to so many pixels in both directions, anew in each epoch; 0: never."""
+    dropout: Annotated[float, Field(ge=0, lt=2)] = 1.0
+    """Scales the model's two dropout rates, 0.25 and 0.5; 0 switches them off."""
+
+    def build_model(self) -> nn.Module:
+        from src.models.mnist_cnn import MnistCnn
+
+        return MnistCnn(dropout=self.dropout)
+
+    def build_datasets(self) -> tuple[Digits, Digits]:
+        from src.data.mnist import bundled_digits, mnist
+
+        return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
+
+    def augmented(self, train: Any, seed: list[int]) -> Any:
+        return train.shifted(self.shift, seed) if self.shift else train
+
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        return samples  # Digits.__getitems__ returns a whole batch
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        loss, count, _ = self.evaluate(model, batch)
+        return loss, count
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+        from torch.nn.functional import cross_entropy
+
+        logits, labels = model(batch["images"]).float(), batch["labels"]
+        outputs = {"predictions": logits.detach().argmax(1), "references": labels}
+        return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
+
+    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        from src.metrics import Accuracy
+
+        return Accuracy().compute(**outputs)

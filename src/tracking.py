@@ -1,0 +1,140 @@
+"""The run's record: metrics.jsonl, Weights & Biases and the terminal, all written by the main process alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from src.config import Config
+from src.launch import Launch
+
+
+class Tracker:
+    """Opens the output folder and the W&B run; as a context manager, ends a run that raises as crashed."""
+
+    def __init__(self, config: Config, launch: Launch, facts: dict[str, Any], total_steps: int, is_main: bool) -> None:
+        """Args:
+        facts: what the start-up summary says besides the launch, by title.
+        """
+        self.folder = Path(config.output_dir)
+        self.is_main = is_main
+        self.total_steps = total_steps
+        self._started = time.perf_counter()
+        self._wandb: Any = None
+        if not is_main:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        self._metrics = (self.folder / "metrics.jsonl").open("w")
+        wandb_says = self._start_wandb(config, launch)
+        asked = f"asked for by {launch.config_file}" if launch.config_file else "not started by an accelerate yaml"
+        processes = f"{launch.num_processes} process" + ("es" if launch.num_processes > 1 else "")
+        backend = f" on {launch.backend}" if launch.backend else ""
+        if launch.note:
+            print(f"{launch.note}")
+        print(f"{config.run_name}: {config.task.name}")
+        strategy = f"{launch.strategy} ({asked}), {processes}{backend}, {launch.device}, {launch.precision}"
+        for title, text in {"strategy": strategy, **facts, "output": str(self.folder), "W&B": wandb_says}.items():
+            print(f"  {title:<10} {text}")
+        sys.stdout.flush()
+        self._bar = tqdm(
+            total=total_steps, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty(), smoothing=0.05
+        )
+
+    def _start_wandb(self, config: Config, launch: Launch) -> str:
+        """Returns: for the start-up summary, where the run is recorded."""
+        if config.wandb.mode == "disabled":
+            return "disabled"
+        import wandb
+
+        settings = config.wandb
+        mode, why = settings.mode, "as set"
+        if mode == "auto":
+            signed_in = wandb.login(prompt=False, verify=False)
+            mode, why = ("online", "") if signed_in else ("offline", "no credentials: `wandb login` for online")
+        arguments = {
+            "project": settings.project,
+            "entity": settings.entity,
+            "tags": settings.tags,
+            "name": config.run_name,
+            "dir": self.folder,
+            "config": config.model_dump(mode="json") | {"launch": launch.as_dict()},
+            "settings": wandb.Settings(silent=True),
+        }
+        try:
+            self._wandb = wandb.init(mode=mode, **arguments)
+        except wandb.errors.Error as error:
+            mode, why = "offline", f"could not go online: {str(error).splitlines()[0]}"
+            self._wandb = wandb.init(mode=mode, **arguments)
+        self._wandb.define_metric("step", hidden=True)
+        self._wandb.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
+        (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
+        return f"{mode} ({why})" if self._wandb.offline else self._wandb.url
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Records metrics named train/…, eval/… or perf/…, after optimizer step `step` (counted from 1)."""
+        if not self.is_main:
+            return
+        record = {"step": step, **metrics}
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        if self._wandb:
+            self._wandb.log(record)
+        if "train/loss" in metrics:
+            speed = metrics["perf/samples_per_second"]
+            says = f"loss {metrics['train/loss']:.4f}  lr {metrics['train/lr']:.2e}  {speed:,.0f} samples/s"
+            if self._bar.disable:
+                left = (time.perf_counter() - self._started) / step * (self.total_steps - step)
+                print(f"step {step:>6}/{self.total_steps}  {says}  eta {tqdm.format_interval(left)}", flush=True)
+            else:
+                self._bar.set_postfix_str(says, refresh=False)
+        else:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith("eval/"))
+            self._say(f"step {step:>6}/{self.total_steps}  {shown}")
+
+    def advance(self) -> None:
+        """Moves the progress bar by one step."""
+        if self.is_main:
+            self._bar.update()
+
+    def summarize(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json and the closing block."""
+        if not self.is_main:
+            return
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        if self._wandb:
+            self._wandb.summary.update(summary)
+        self._bar.close()
+        result = "  ".join(f"{name} {value:.4f}" for name, value in summary.items() if name.startswith("eval/"))
+        print(f"done in {tqdm.format_interval(summary['seconds'])}: {result}")
+        print(f"  model      {self.folder / 'model' / 'model.safetensors'}")
+        print(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml")
+        if self._wandb and self._wandb.offline:
+            print(f"  upload     wandb sync {shlex.quote(str(Path(self._wandb.settings.sync_dir)))}")
+        elif self._wandb:
+            print(f"  W&B        {self._wandb.url}")
+        sys.stdout.flush()
+
+    def _say(self, line: str) -> None:
+        if self._bar.disable:
+            print(line, flush=True)
+        else:
+            self._bar.write(line)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.is_main:
+            self._bar.close()
+            self._metrics.close()
+            if self._wandb:
+                self._wandb.finish(exit_code=1 if kind else 0)

@@ -1,0 +1,162 @@
+"""Trains one task under the strategy that an accelerate yaml chooses. Read it top to bottom.
+
+    accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.config import Config, load_config
+from src.exit_codes import exit_codes
+
+if TYPE_CHECKING:  # torch is imported in the functions: the settings come first, and mistakes in them are fast
+    from accelerate import Accelerator
+    from torch import nn
+    from torch.utils.data import Dataset
+
+
+def main() -> None:
+    with exit_codes():
+        config = load_config(sys.argv[1:])
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(train)(config)  # puts the traceback of the process that failed first into the launcher's table
+
+
+@exit_codes()
+def train(config: Config) -> None:
+    import torch
+    from accelerate.utils import set_seed
+
+    from src.batches import examples_seen, training_windows
+    from src.launch import build_accelerator, peak_memory, prepare
+    from src.optim import build_optimizers, lr_at, scale_and_clip, set_lr
+    from src.tracking import Tracker
+
+    # ------------------------------------------------------------------------------------------- build and prepare
+    task, global_batch_size = config.task, config.global_batch_size
+    accelerator, launch = build_accelerator()
+    world_size, device = accelerator.num_processes, accelerator.device
+    with accelerator.local_main_process_first():  # the first one downloads
+        train_set, eval_set = task.build_datasets()
+    set_seed(config.seed)  # the same weights on all processes
+    model = task.build_model()
+    parameters = sum(p.numel() for p in model.parameters())
+    model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model))
+    set_seed(config.seed, device_specific=True)  # other dropout on each
+
+    steps_per_epoch = -(-len(train_set) // global_batch_size)
+    total_steps, schedule_steps = config.steps(steps_per_epoch)
+    eval_every = config.eval_every or steps_per_epoch
+    facts = {
+        "model": f"{parameters:,} parameters",
+        "data": f"{len(train_set):,} examples to train on, {len(eval_set):,} to evaluate on",
+        "batch": f"{global_batch_size} = {config.micro_batch(world_size)} per micro-batch x {world_size} processes"
+        f" x {config.accumulation(world_size)} accumulated",
+        "steps": f"{total_steps:,} = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch:,}",
+    }
+    with Tracker(config, launch, facts, total_steps, accelerator.is_main_process) as tracker:
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # sums over many steps stay exact
+        interval = torch.zeros(2, dtype=dtype, device=device)  # loss sum and count since the last record
+        started = interval_started = time.perf_counter()
+        training_seconds = 0.0
+        model.train()
+        for step, window in enumerate(training_windows(accelerator, config, train_set, total_steps), start=1):
+            # ------------------------------------------------------------------------------- one optimizer step
+            totals = torch.zeros_like(interval)
+            for i, micro_batch in enumerate(window, start=1):
+                with contextlib.nullcontext() if i == len(window) else accelerator.no_sync(model):
+                    loss, count = task.loss(model, micro_batch.data)
+                    # DDP and FSDP average the gradients: times world_size, that is their sum over the processes
+                    accelerator.backward(loss * (micro_batch.weight * world_size / global_batch_size))
+                totals[0] += loss.detach() * micro_batch.weight
+                totals[1] += count * micro_batch.weight
+            totals = accelerator.reduce(totals, "sum")
+            interval += totals
+            log_now = step % config.log_every == 0 or step == total_steps
+            grad_norm = scale_and_clip(  # from the sum / global_batch_size to the mean over what the loss counts
+                accelerator, model, global_batch_size / totals[1].clamp(min=1), config.optim.max_grad_norm, log_now
+            )
+            lr = lr_at(step - 1, config.optim, schedule_steps, steps_per_epoch)
+            set_lr(optimizers, lr)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            tracker.advance()
+            # ---------------------------------------------------------------------------------------------------
+            if log_now:
+                loss_sum, count = interval.tolist()  # waits for the device, as nothing above does
+                now = time.perf_counter()
+                seconds, interval_started = now - interval_started, now
+                training_seconds += seconds
+                examples = examples_seen(step, config, train_set)
+                last_logged = (step - 1) // config.log_every * config.log_every
+                metrics = {
+                    "epoch": step / steps_per_epoch,
+                    "train/loss": loss_sum / count,
+                    "train/lr": lr,
+                    "train/grad_norm": float(grad_norm),
+                    "perf/samples_per_second": (examples - examples_seen(last_logged, config, train_set)) / seconds,
+                }
+                tracker.log(step, metrics)
+                interval.zero_()
+            if step % eval_every == 0 or step == total_steps:
+                paused = time.perf_counter()
+                evaluation = evaluate(accelerator, config, model, eval_set)
+                tracker.log(step, {"epoch": step / steps_per_epoch, **evaluation})
+                interval_started += time.perf_counter() - paused
+
+        accelerator.save_model(model, Path(config.output_dir) / "model")
+        tracker.summarize(
+            {
+                "step": total_steps,
+                "epoch": total_steps / steps_per_epoch,
+                "train/loss": metrics["train/loss"],
+                **evaluation,
+                "seconds": time.perf_counter() - started,
+                "samples_per_second": examples / training_seconds,
+                "parameters": parameters,
+                "peak_memory_bytes": peak_memory(accelerator),
+                **launch.as_dict(),
+            }
+        )
+    accelerator.wait_for_everyone()  # gloo sometimes aborts where one process leaves before the others are done
+    accelerator.end_training()
+
+
+def evaluate(accelerator: Accelerator, config: Config, model: nn.Module, dataset: Dataset) -> dict[str, float]:
+    """Loss and metrics over each example exactly once; the metrics on the main process only."""
+    import torch
+
+    from src.batches import evaluation_batches, gather_in_order
+
+    model.eval()
+    totals = torch.zeros(3, dtype=torch.float32, device=accelerator.device)
+    outputs: dict[str, list[Any]] = {}
+    for micro_batch in evaluation_batches(accelerator, config, dataset):
+        with torch.no_grad():
+            loss, count, batch_outputs = config.task.evaluate(model, micro_batch.data)
+        totals[0] += loss * micro_batch.weight
+        totals[1] += count * micro_batch.weight
+        totals[2] += micro_batch.examples
+        for name, output in batch_outputs.items():
+            outputs.setdefault(name, []).append(output[: micro_batch.examples])
+    model.train()
+    loss_sum, count, examples = accelerator.reduce(totals, "sum").tolist()
+    gathered = {name: gather_in_order(accelerator, torch.cat(o), len(dataset)) for name, o in outputs.items()}
+    metrics = config.task.metrics(gathered) if accelerator.is_main_process else {}
+    return {
+        "eval/loss": loss_sum / count,
+        "eval/examples": int(examples),
+        **{f"eval/{name}": value for name, value in metrics.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
