@@ -151,18 +151,19 @@ def load_config(argv: list[str]) -> Config:
 
 
 def _batch_mistakes(config: Config, world_size: int) -> Iterator[str]:
-    size = config.global_batch_size
-    unit = (config.micro_batch_size or 1) * world_size
-    if size % unit:
-        whole = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
-        product = f"{config.micro_batch_size or 1} (micro_batch_size) x {world_size} (processes)"
-        micros = [micro for micro in range(1, size + 1) if size % (micro * world_size) == 0]
-        near = sorted(sorted(micros, key=lambda micro: abs(micro - (config.micro_batch_size or 1)))[:2])
-        yield (
-            f"global_batch_size={size}: not a multiple of {product} = {unit}; nearest that are: "
-            f"global_batch_size={' or '.join(map(str, whole))}"
-            + (f", micro_batch_size={' or '.join(map(str, near))}" if near and config.micro_batch_size else "")
-        )
+    size, micro = config.global_batch_size, config.micro_batch_size
+    unit = (micro or 1) * world_size
+    if size % unit == 0:
+        return
+    product = f"{micro} (micro_batch_size) x {world_size} processes = {unit}" if micro else f"{unit} processes"
+    nearest_sizes = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit if size > unit else unit})
+    line = f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size="
+    line += " or ".join(map(str, nearest_sizes))
+    if micro and size % world_size == 0:
+        divisors = [d for d in range(1, size // world_size + 1) if size // world_size % d == 0]
+        below, above = [d for d in divisors if d < micro][-1:], [d for d in divisors if d > micro][:1]
+        line += ", micro_batch_size=" + " or ".join(map(str, below + above))
+    yield line
 
 
 def _output_mistakes(folder: Path) -> Iterator[str]:

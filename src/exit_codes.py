@@ -9,25 +9,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROJECT = Path(__file__).parent.parent
+GRACE_SECONDS = 5.0
+"""How long a process keeps quiet that may be failing only because another one did: the launcher ends it meanwhile."""
 
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turns a ValueError that this project raised into its message and exit code 2.
+    """Turns a `raise ValueError` of this project into its message and exit code 2; all else keeps its traceback.
 
-    One that a library raised is a bug, and keeps its traceback. Of several processes the first one speaks: the
-    others are ended by the launcher while they wait, unless the mistake is theirs alone (a file that only their
-    machine lacks).
+    Of several processes the first one speaks, and the others only where the mistake is theirs alone (a file that is
+    missing on their machine). One that merely lost its peers leaves the word to the one that failed.
     """
+    rank = int(os.environ.get("RANK", "0"))
     try:
         yield
     except ValueError as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if PROJECT not in raised_in.parents or "site-packages" in raised_in.parts:
+        origin = traceback.extract_tb(error.__traceback__)[-1]
+        ours = PROJECT in Path(origin.filename).parents and "site-packages" not in origin.filename
+        if not (ours and (origin.line or "").startswith("raise ")):
             raise
-        rank = int(os.environ.get("RANK", "0"))
         if rank > 0:
-            time.sleep(5)
+            time.sleep(GRACE_SECONDS)
         for line in str(error).splitlines():
             print(f"train.py: {line}" + (f" [process {rank}]" if rank else ""), file=sys.stderr, flush=True)
         sys.exit(2)
+    except RuntimeError as error:
+        if "gloo" in str(error) or "NCCL" in str(error):
+            time.sleep(GRACE_SECONDS)
+        raise

@@ -84,7 +84,8 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
     if not on_cpu and local_size > torch.accelerator.device_count():
         gpus = torch.accelerator.device_count()
         mistakes.append(f"{local_size} processes on this machine, but it has {gpus} GPU(s): add --num_processes={gpus}")
-    precision, note = _precision(launcher, wants_precision, wants_cpu, on_cpu)
+    is_stand_in = on_cpu and not wants_cpu
+    precision, note = _precision(launcher, wants_precision, is_stand_in)
     if precision == "fp16" and on_cpu:
         mistakes.append("mixed_precision=fp16 needs a GPU: take bf16 or no")
     if mistakes:
@@ -106,8 +107,16 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
         raise ValueError(f"{world_size} processes were started, but each sees {accelerator.num_processes}: refusing to train separate models")
     if wants_fsdp and not accelerator.is_fsdp2:
         raise ValueError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
+    precision = {"no": "fp32"}.get(precision, precision)
+    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+    config_file = launcher.config_file if launcher else None
+    if is_stand_in:
+        what = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
+        on = f" on {backend}" if backend else ""
+        sharding = ", sharding for real" if wants_fsdp else ""
+        note = f"no GPU here: {what}, {world_size} process{'es'[: 2 * (world_size > 1)]}{on}{sharding}, {precision}"
     launch = Launch(
-        config_file=launcher.config_file if launcher else None,
+        config_file=config_file,
         requested={
             "distributed_type": "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO",
             "num_processes": world_size,
@@ -116,8 +125,8 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
         strategy=_strategy(accelerator),
         num_processes=accelerator.num_processes,
         device=accelerator.device.type,
-        precision={"no": "fp32"}.get(precision, precision),
-        backend=torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        precision=precision,
+        backend=backend,
         note=note,
     )
     return accelerator, launch
@@ -134,10 +143,11 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimiz
         classes = {type(module).__name__ for module in model.modules()}
         if missing := [name for name in blocks if name not in classes]:
             raise ValueError(f"FSDP: {type(model).__name__}._no_split_modules names {missing[0]}, which the model has not{nearest(missing[0], sorted(classes))}")
+    name = type(model).__name__
     model, *optimizers = accelerator.prepare(model, *optimizers)
     if accelerator.is_fsdp2 and sharded_units(model) < 2:
         raise ValueError(
-            f"FSDP wrapped nothing but the root: name the repeating blocks of {type(model).__name__} "
+            f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
             f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
         )
     return model, optimizers
@@ -182,9 +192,10 @@ def _find_launcher() -> _Launcher | None:
 
 def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> Iterator[str]:
     shell = launcher.environment if launcher else os.environ
-    for name in shell:
-        if name in OVERRIDING or (launcher and name.startswith(SWITCHES)):
+    if overriding := [name for name in shell if name in OVERRIDING or (launcher and name.startswith(SWITCHES))]:
+        for name in overriding:
             yield f"{name}={shell[name]} is set in the environment and would override the settings: unset it"
+        return  # what follows would judge their effect
     for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
             yield f"{name.lower()} is not supported here: take one of accelerate_configs/"
@@ -205,12 +216,11 @@ def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> 
         yield "fsdp_activation_checkpointing computes wrong gradients with dropout: take it out of the yaml"
 
 
-def _precision(launcher: _Launcher | None, asked: str, wants_cpu: bool, on_cpu: bool) -> tuple[str, str | None]:
-    """The mixed precision that runs and, where the machine is not the one that the yaml is for, a note."""
-    if on_cpu and not wants_cpu:
-        explicit = launcher is None or launcher.arguments.mixed_precision
-        return asked if explicit else "no", "no GPU here: this is the CPU stand-in"
-    if asked == "bf16" and not on_cpu and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+def _precision(launcher: _Launcher | None, asked: str, is_stand_in: bool) -> tuple[str, str | None]:
+    """The mixed precision that runs and, where this machine makes it another than was asked for, why."""
+    if is_stand_in and launcher and not launcher.arguments.mixed_precision:
+        return "no", None  # the yaml means its GPUs; --mixed_precision on the command line means this run
+    if asked == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "no", f"{torch.cuda.get_device_name()} has no bf16: training in fp32"
     return asked, None
 

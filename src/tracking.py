@@ -39,7 +39,7 @@ class Tracker:
         processes = f"{launch.num_processes} process" + ("es" if launch.num_processes > 1 else "")
         backend = f" on {launch.backend}" if launch.backend else ""
         if launch.note:
-            print(f"{launch.note}")
+            print(launch.note)
         print(f"{config.run_name}: {config.task.name}")
         strategy = f"{launch.strategy} ({asked}), {processes}{backend}, {launch.device}, {launch.precision}"
         for title, text in {"strategy": strategy, **facts, "output": str(self.folder), "W&B": wandb_says}.items():

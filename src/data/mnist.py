@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,8 +105,8 @@ def _read_idx(path: Path) -> Tensor:
     """Reads the IDX format (http://yann.lecun.com/exdb/mnist): 0, 0, 8 for uint8, the rank, the sizes, the values."""
     content = path.read_bytes()
     rank = content[3] if content[:3] == b"\0\0\x08" and len(content) >= 4 else 0
-    shape = np.frombuffer(content[4 : 4 + 4 * rank], dtype=">u4").astype(int)
-    if rank != (3 if "images" in path.name else 1) or len(content) != 4 + 4 * rank + shape.prod():
+    shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, 4 + 4 * rank, 4)]
+    if rank != (3 if "images" in path.name else 1) or len(content) != 4 + 4 * rank + math.prod(shape):
         raise ValueError(
             f"{path}: truncated or not an IDX file of {'images' if 'images' in path.name else 'labels'} "
             f"({len(content)} bytes); delete it to download MNIST again, or set --task.data_dir"

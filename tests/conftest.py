@@ -1,0 +1,87 @@
+"""What the tests share: `launch`, which runs train.py as a user does, and the real MNIST where it is at hand."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECT = Path(__file__).parent.parent
+MNIST = PROJECT.parent / "shared" / "data" / "mnist"
+BIN = Path(sys.executable).parent
+
+needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"needs the real MNIST in {MNIST}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished `accelerate launch … train.py …`."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+    @property
+    def messages(self) -> list[str]:
+        """What train.py told a user who erred."""
+        return [line for line in self.stderr.splitlines() if line.startswith("train.py: ")]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        """The training losses, in the order of their steps."""
+        return [record["train/loss"] for record in self.records if "train/loss" in record]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def succeeded(self) -> "Run":
+        assert self.exit_code == 0, self.stdout + self.stderr
+        return self
+
+
+Launch = Callable[..., Run]
+
+
+def run_command(command: list[str], folder: Path, cwd: Path = PROJECT, **environment: str) -> Run:
+    """Runs it with one thread per process, as two cores are all that CI has, and without credentials."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NETRC": os.devnull} | environment
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return Run(done.returncode, done.stdout, done.stderr, folder)
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """launch("fsdp", "--epochs=1", processes=2): train.py on the digits under accelerate_configs/fsdp.yaml."""
+
+    def launch(
+        config: str | Path,
+        *arguments: str,
+        processes: int | None = None,
+        launcher_arguments: tuple[str, ...] = (),
+        wandb: str = "disabled",
+        project: Path = PROJECT,
+        **environment: str,
+    ) -> Run:
+        folder = tmp_path_factory.mktemp("launch") / "run"
+        yaml = project / "accelerate_configs" / f"{config}.yaml" if isinstance(config, str) else config
+        command = [str(BIN / "accelerate"), "launch", "--config_file", str(yaml), "--main_process_port", "0"]
+        command += [f"--num_processes={processes}"] if processes else []
+        command += [*launcher_arguments, "train.py", f"--output_dir={folder}", f"--wandb.mode={wandb}"]
+        command += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]
+        command += arguments
+        return run_command(command, folder, project, **environment)
+
+    return launch

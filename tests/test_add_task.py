@@ -1,0 +1,95 @@
+"""Adding a task is one file and one line: here a copy of the project gets one, and trains it under FSDP."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROJECT, Launch, Run
+
+TASK = '''
+"""Learn the mean of a ragged number of values: most examples count for several, some for none."""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from src.metrics import Accuracy
+from src.tasks.base import Task
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(x).relu()
+
+
+class Sign(Task):
+    name: Literal["sign"] = "sign"
+    """The task."""
+    width: int = 16
+    """Of each layer."""
+
+    def build_model(self):
+        model = nn.Sequential(nn.Linear(8, self.width), Block(self.width), Block(self.width), nn.Linear(self.width, 2))
+        model._no_split_modules = ["Block"]
+        return model
+
+    def build_datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(500, 8, generator=generator)
+        labels = (inputs.sum(1) > 0).long()
+        counts = torch.randint(0, 4, (500,), generator=generator)
+        examples = list(zip(inputs, labels, counts))
+        return examples[:403], examples[403:]
+
+    def loss(self, model, batch):
+        loss, count, _ = self.evaluate(model, batch)
+        return loss, count
+
+    def evaluate(self, model, batch):
+        inputs, labels, counts = batch
+        logits = model(inputs).float()
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        return (losses * counts).sum(), counts.sum(), {"predictions": logits.argmax(1), "references": labels}
+
+    def metrics(self, outputs):
+        return Accuracy().compute(**outputs)
+'''
+ARGUMENTS = ("--task.name=sign", "--task.width=32", "--epochs=20", "--global_batch_size=32", "--micro_batch_size=4")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("project") / "copy"
+    for name in ("src", "accelerate_configs"):
+        shutil.copytree(PROJECT / name, copy / name)
+    shutil.copy(PROJECT / "train.py", copy)
+    (copy / "src/tasks/sign.py").write_text(TASK)
+    registry = copy / "src/tasks/__init__.py"
+    line = "from src.tasks.sign import Sign"
+    registry.write_text(registry.read_text().replace("\n\nTASKS", f"\n{line}\n\nTASKS"))
+    return copy
+
+
+def train(launch: Launch, project: Path, yaml: str, processes: int) -> Run:
+    return launch(yaml, *ARGUMENTS, project=project, processes=processes)
+
+
+def test_a_new_task_trains_the_same_under_every_strategy(launch: Launch, project: Path) -> None:
+    alone = train(launch, project, "cpu", 1).succeeded()
+    assert alone.summary["eval/accuracy"] > 0.9
+    for yaml, processes in (("ddp", 2), ("fsdp", 4)):
+        run = train(launch, project, yaml, processes).succeeded()
+        assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+        assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
+        assert run.summary["eval/examples"] == 97
+
+
+def test_its_settings_are_checked_and_documented_like_any(launch: Launch, project: Path) -> None:
+    run = launch("cpu", "--task.name=sign", "--task.widht=3", project=project)
+    assert run.messages == ["train.py: --task.widht=3: unknown setting, did you mean task.width?"]

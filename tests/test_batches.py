@@ -1,0 +1,40 @@
+"""Each example once, in the same order, on any number of processes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from src.batches import Shares
+
+EXAMPLES = 103
+
+
+def shares(world_size: int, window: int = 24, micro_batch_size: int = 2) -> Iterator[Shares]:
+    order = np.random.default_rng(0).permutation(EXAMPLES)
+    for rank in range(world_size):
+        yield Shares(order, window, micro_batch_size, rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_each_window_holds_the_same_examples_on_any_number_of_processes(world_size: int) -> None:
+    (alone,) = shares(1)
+    together = zip(*(share.windows() for share in shares(world_size)), strict=True)
+    for expected, ranks in zip(alone.windows(), together, strict=True):
+        split = np.concatenate([micro_batch for rank in ranks for micro_batch in rank])
+        assert sorted(split) == sorted(np.concatenate(expected))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_every_example_comes_once_and_every_process_runs_as_many_micro_batches(world_size: int) -> None:
+    ranks = [list(share.windows()) for share in shares(world_size)]
+    seen = [index for rank in ranks for window in rank for micro_batch in window for index in micro_batch]
+    assert sorted(seen) == list(range(EXAMPLES))
+    assert len({tuple(len(window) for window in rank) for rank in ranks}) == 1
+
+
+def test_a_process_without_examples_gets_a_stand_in() -> None:
+    order = np.array([7, 8, 9])
+    ranks = [Shares(order, 8, 2, rank, 4) for rank in range(4)]
+    assert [list(rank) for rank in ranks] == [[[7]], [[8]], [[9]], [[7]]]
+    assert [len(share) for rank in ranks for (share,) in rank.windows()] == [1, 1, 1, 0]

@@ -1,0 +1,131 @@
+"""What this project relies on, or protects from, in the libraries.
+
+A canary that fails says that a library changed: look at the code it names before changing the canary.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader, Dataset
+
+from tests.conftest import BIN, Run, run_command
+
+ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
+SAY = "import os; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"  # in one piece
+
+
+def launched(folder: Path, code: str, **config: object) -> Run:
+    """Runs `code` under an accelerate yaml, without this project."""
+    (folder / "script.py").write_text(SAY + code)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **config}))
+    command = [str(BIN / "accelerate"), "launch", "--config_file=config.yaml", "--main_process_port=0", "script.py"]
+    return run_command(command, folder, cwd=folder).succeeded()
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP"])
+def test_without_a_gpu_each_process_believes_to_be_alone(tmp_path: Path, kind: str) -> None:
+    """src/launch.py: why it builds with cpu=True and counts the processes."""
+    fsdp = {"fsdp_config": {"fsdp_version": 2}} if kind == "FSDP" else {}
+    run = launched(tmp_path, ALONE, distributed_type=kind, use_cpu=True, **fsdp)
+    assert sorted(run.stdout.split()) == ["1", "1", "DistributedType.NO", "DistributedType.NO"]
+
+
+def test_a_misspelt_fsdp_key_is_ignored(tmp_path: Path) -> None:
+    """src/launch.py: why it reads the yaml again."""
+    code = "say(os.environ['FSDP_VERSION'])"
+    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config={"fsdp_vresion": 2})
+    assert run.stdout.split() == ["1", "1"]
+
+
+def test_cpu_ram_efficient_loading_is_on_unless_the_yaml_says_otherwise(tmp_path: Path) -> None:
+    """accelerate_configs/fsdp*.yaml: why they say so."""
+    code = "say(os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'])"
+    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config={"fsdp_version": 2})
+    assert run.stdout.split() == ["true", "true"]
+
+
+def test_the_launcher_gives_each_process_one_thread(tmp_path: Path) -> None:
+    """src/launch.py: why it sets the number of threads."""
+    (tmp_path / "script.py").write_text(SAY + "say(os.environ['OMP_NUM_THREADS'])")
+    command = f"unset OMP_NUM_THREADS; {BIN}/accelerate launch --multi_gpu --num_processes=2 --main_process_port=0 script.py"
+    run = run_command(["bash", "-c", command], tmp_path, cwd=tmp_path).succeeded()
+    assert run.stdout.split() == ["1", "1"]
+
+
+def test_the_launchers_parser_knows_the_fsdp_keys() -> None:
+    """src/launch.py: where the known keys come from."""
+    names = {action.dest for action in launch_command_parser()._actions}
+    assert {"fsdp_version", "fsdp_auto_wrap_policy", "fsdp_offload_params", "config_file", "num_processes"} <= names
+    assert "num_cpu_threads_per_process" in names
+
+
+def test_a_processs_parent_is_the_launcher(tmp_path: Path) -> None:
+    """src/launch.py: how it finds the yaml."""
+    run = launched(tmp_path, "import psutil; say(psutil.Process().parent().cmdline())", distributed_type="MULTI_GPU")
+    for line in run.stdout.splitlines():
+        assert "'launch', '--config_file=config.yaml'" in line
+
+
+def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
+    """src/launch.py: gradients are reduced in fp32."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16  # what it would be
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
+
+
+def test_iterating_a_loader_draws_from_the_global_generator() -> None:
+    """src/batches.py: why the loader has a generator of its own."""
+
+    def draws(**arguments: torch.Generator) -> bool:
+        before = torch.get_rng_state()
+        list(DataLoader([1, 2], **arguments))
+        return not torch.equal(before, torch.get_rng_state())
+
+    assert draws()
+    assert not draws(generator=torch.Generator())
+
+
+def test_a_loader_asks_for_whole_batches() -> None:
+    """src/batches.py, src/data/mnist.py: `__getitems__`."""
+
+    class Whole(Dataset):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices
+
+    loader = DataLoader(Whole(), batch_sampler=[[3, 1], [2]], collate_fn=lambda batch: batch)
+    assert list(loader) == [[3, 1], [2]]
+
+
+def test_backward_divides_by_nothing() -> None:
+    """train.py: the loop scales by itself."""
+    weight = nn.Parameter(torch.tensor(1.0))
+    Accelerator(cpu=True).backward(weight * 3)
+    assert weight.grad == 3
+
+
+def test_wandb_login_answers_without_a_prompt(tmp_path: Path) -> None:
+    """src/tracking.py: how it decides for offline."""
+    code = "import wandb; print(wandb.login(prompt=False, verify=False))"
+    run = run_command([sys.executable, "-c", code], tmp_path, HOME=str(tmp_path)).succeeded()
+    assert run.stdout.split() == ["False"]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_fused_optimizers_run_on_the_cpu(optimizer: type[torch.optim.Optimizer]) -> None:
+    """src/optim.py: fused=True everywhere."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer([weight], lr=0.1, fused=True).step()  # type: ignore[call-arg]
+    assert (weight < 1).all()

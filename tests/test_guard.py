@@ -1,0 +1,168 @@
+"""What the yaml asks for is what runs, or nothing does: one line, exit code 2, no traceback, no file."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import BIN, PROJECT, Launch, Run, run_command
+
+FSDP = yaml.safe_load((PROJECT / "accelerate_configs" / "fsdp.yaml").read_text())
+
+
+def refused(run: Run) -> str:
+    """The one line that ends `run`, first on standard error, with nothing written."""
+    assert run.exit_code != 0, run.stdout
+    (message,) = run.messages
+    shown = [line for line in run.stderr.splitlines() if "Warning" not in line]
+    assert shown[0] == message
+    assert "train.py\", line" not in run.stderr, "a traceback"
+    assert not run.folder.exists()
+    return message.removeprefix("train.py: ")
+
+
+def fsdp_yaml(folder: Path, **changes: object) -> Path:
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(FSDP | {"fsdp_config": FSDP["fsdp_config"] | changes}))
+    return file
+
+
+def test_the_exit_code_is_2(tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", "--sed=1", f"--output_dir={tmp_path}/run"]
+    run = run_command(command, tmp_path / "run")
+    assert (run.exit_code, run.stderr) == (2, "train.py: --sed=1: unknown setting, did you mean seed?\n")
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_one_message_for_all_processes(launch: Launch, processes: int) -> None:
+    assert refused(launch("ddp", "--sed=1", processes=processes)) == "--sed=1: unknown setting, did you mean seed?"
+
+
+def test_a_batch_that_processes_cannot_share(launch: Launch) -> None:
+    assert refused(launch("ddp", processes=3)).startswith("global_batch_size=64: not a multiple of 3 processes")
+
+
+def test_data_that_cannot_be_read_is_one_message_too(launch: Launch, tmp_path: Path) -> None:
+    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        (tmp_path / name).write_bytes(b"\0\0\x08\x03\0")
+    says = refused(launch("fsdp", "--task.source=mnist", f"--task.data_dir={tmp_path}"))
+    assert says.startswith(f"{tmp_path}/train-images-idx3-ubyte: truncated or not an IDX file of images (5 bytes)")
+
+
+def test_a_yaml_that_starts_one_process_where_several_are_asked_for(launch: Launch) -> None:
+    says = refused(launch("cpu", processes=2))
+    assert says.startswith("2 processes were asked for, but ")
+    assert says.endswith("cpu.yaml starts 1: take a yaml for several, such as accelerate_configs/ddp.yaml")
+
+
+def test_a_misspelt_fsdp_key(launch: Launch, tmp_path: Path) -> None:
+    file = fsdp_yaml(tmp_path, fsdp_ofload_params=True)
+    says = refused(launch(file))
+    assert says == f"{file}: fsdp_config has no key fsdp_ofload_params, did you mean fsdp_offload_params?"
+
+
+def test_fsdp_version_1(launch: Launch, tmp_path: Path) -> None:
+    says = refused(launch(fsdp_yaml(tmp_path, fsdp_version=1)))
+    assert says == "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
+
+
+def test_fsdps_own_activation_checkpointing(launch: Launch, tmp_path: Path) -> None:
+    says = refused(launch(fsdp_yaml(tmp_path, fsdp_activation_checkpointing=True)))
+    assert says.startswith("fsdp_activation_checkpointing computes wrong gradients with dropout")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "name", "value"),
+    [
+        ("cpu", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("ddp", "ACCELERATE_USE_FSDP", "true"),
+        ("fsdp", "FSDP_IGNORED_MODULES", "fc1"),
+        ("cpu", "ACCELERATE_TORCH_DEVICE", "cpu"),
+    ],
+)
+def test_a_variable_that_overrides_the_settings(launch: Launch, yaml: str, name: str, value: str) -> None:
+    says = refused(launch(yaml, **{name: value}))
+    assert says == f"{name}={value} is set in the environment and would override the settings: unset it"
+
+
+def test_fp16_without_a_gpu(launch: Launch) -> None:
+    says = refused(launch("cpu", launcher_arguments=("--mixed_precision=fp16",)))
+    assert says == "mixed_precision=fp16 needs a GPU: take bf16 or no"
+
+
+def run_with(code: str, launch: Launch, *launcher_arguments: str) -> Run:
+    """Runs train.py after `code`, as a user's change to it."""
+    folder = launch("cpu", "--seed=-1").folder
+    script = folder.with_name("changed.py")
+    script.write_text(f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{code}\nimport train; train.main()")
+    command = [str(BIN / "accelerate"), "launch", "--main_process_port=0", *launcher_arguments, str(script)]
+    settings = ["--task.source=digits", f"--output_dir={folder}", "--wandb.mode=disabled", "--max_steps=1"]
+    return run_command([*command, *settings], folder)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [
+        ("[]", "FSDP wrapped nothing but the root: name the repeating blocks of MnistCnn in its _no_split_modules"),
+        ("['Conv2D']", "FSDP: MnistCnn._no_split_modules names Conv2D, which the model has not, did you mean Conv2d?"),
+    ],
+)
+def test_fsdp_that_wraps_only_the_root(launch: Launch, blocks: str, says: str) -> None:
+    code = f"from src.models.mnist_cnn import MnistCnn; MnistCnn._no_split_modules = {blocks}"
+    assert refused(run_with(code, launch, "--config_file=accelerate_configs/fsdp.yaml")).startswith(says)
+
+
+def test_processes_that_do_not_see_each_other(launch: Launch) -> None:
+    code = "import accelerate, src.launch; src.launch.Accelerator = lambda cpu, **_: accelerate.Accelerator()"
+    says = refused(run_with(code, launch, "--config_file=accelerate_configs/ddp.yaml"))
+    assert says == "2 processes were started, but each sees 1: refusing to train separate models"
+
+
+def test_fsdp_silently_dropped(launch: Launch) -> None:
+    code = (
+        "import os, accelerate, src.launch\n"
+        "def without_fsdp(cpu, **_):\n"
+        "    del os.environ['ACCELERATE_USE_FSDP']\n"
+        "    return accelerate.Accelerator(cpu=cpu)\n"
+        "src.launch.Accelerator = without_fsdp"
+    )
+    says = refused(run_with(code, launch, "--config_file=accelerate_configs/fsdp.yaml"))
+    assert says.startswith("the yaml asks for FSDP, but Accelerate chose ")
+
+
+def test_a_bug_keeps_its_traceback(launch: Launch) -> None:
+    code = "import src.optim, torch; src.optim.set_lr = lambda *_: torch.zeros(2).view(3)"
+    run = run_with(code, launch, "--config_file=accelerate_configs/ddp.yaml")
+    assert run.exit_code != 0
+    assert run.messages == []
+    assert "RuntimeError: shape '[3]' is invalid" in run.stderr
+
+
+def test_torchrun_works_without_an_accelerate_yaml(tmp_path: Path) -> None:
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node=2", "train.py", "--task.source=digits"]
+    command += ["--max_steps=2", f"--output_dir={tmp_path}/run", "--wandb.mode=disabled"]
+    run = run_command(command, tmp_path / "run").succeeded()
+    assert (run.summary["strategy"], run.summary["num_processes"]) == ("ddp", 2)
+    assert "not started by an accelerate yaml" in run.stdout
+
+
+def test_plain_python_is_one_process(tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", "--task.source=digits", "--max_steps=2", "--wandb.mode=disabled"]
+    run = run_command([*command, f"--output_dir={tmp_path}/run"], tmp_path / "run").succeeded()
+    assert (run.summary["strategy"], run.summary["num_processes"]) == ("single", 1)
+
+
+@pytest.mark.parametrize("file", sorted((PROJECT / "accelerate_configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_each_yaml_opens_with_when_to_use_it_and_its_command(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert any(line.startswith(f"#   accelerate launch --config_file accelerate_configs/{file.name}") for line in lines)
+
+
+def test_train_py_is_small_enough_to_read() -> None:
+    """The contract: a loop that grows past about 150 lines lacks a part."""
+    assert len((PROJECT / "train.py").read_text().splitlines()) <= 200
+    done = subprocess.run(["grep", "-rln", "import train$", PROJECT / "src"], capture_output=True, text=True)
+    assert done.stdout == ""

@@ -1,0 +1,130 @@
+"""The MNIST task: the CNN of pytorch/examples, images as one tensor, and what happens to wrong files."""
+
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from src.data.mnist import IDX_FILES, Digits, bundled_digits, mnist
+from src.models.mnist_cnn import MnistCnn
+from tests.conftest import MNIST, needs_mnist
+
+
+def write_mnist(folder: Path, examples: int = 5) -> None:
+    """Four small but valid IDX files."""
+    folder.mkdir(parents=True)
+    for name in IDX_FILES:
+        shape = (examples, 28, 28) if "images" in name else (examples,)
+        header = struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape)
+        (folder / name).write_bytes(header + np.arange(np.prod(shape), dtype=np.uint8).tobytes())
+
+
+def reference_forward(model: MnistCnn, images: Tensor) -> Tensor:
+    """As written in pytorch/examples/mnist/main.py, without dropout."""
+    x = (images.unsqueeze(1) / 255 - 0.1307) / 0.3081
+    x = F.relu(model.conv2(F.relu(model.conv1(x))))
+    x = torch.flatten(F.max_pool2d(x, 2), 1)
+    return model.fc2(F.relu(model.fc1(x)))
+
+
+def test_the_cnn_is_that_of_pytorch_examples() -> None:
+    model = MnistCnn().eval()
+    assert sum(p.numel() for p in model.parameters()) == 1_199_882
+    images = torch.randint(0, 256, (4, 28, 28), dtype=torch.uint8)
+    torch.testing.assert_close(model(images), reference_forward(model, images))
+
+
+def test_dropout_scales_both_rates() -> None:
+    assert [(m.dropout1.p, m.dropout2.p) for m in map(MnistCnn, (1, 0.5, 0))] == [(0.25, 0.5), (0.125, 0.25), (0, 0)]
+
+
+def test_a_batch_is_fetched_at_once() -> None:
+    train, _ = bundled_digits()
+    batch = train.__getitems__([3, 1])
+    assert batch["images"].dtype == torch.uint8
+    assert torch.equal(batch["images"], train.images[[3, 1]])
+    assert torch.equal(batch["labels"], train.labels[[3, 1]])
+
+
+def test_the_bundled_digits_look_like_mnists() -> None:
+    train, evaluation = bundled_digits()
+    assert (len(train), len(evaluation)) == (1438, 359)
+    assert train.images.shape[1:] == (28, 28)
+    assert train.images.max() == 255
+    assert train.images[:, :4].max() == train.images[:, :, -4:].max() == 0
+    assert set(train.labels.tolist()) == set(evaluation.labels.tolist()) == set(range(10))
+
+
+def test_shifts_move_each_image_by_up_to_so_many_pixels_and_depend_on_the_seed_alone() -> None:
+    images = torch.zeros(500, 28, 28, dtype=torch.uint8)
+    images[:, 14, 14] = 255
+    digits = Digits(images, torch.zeros(500).long())
+    shifted = digits.shifted(2, [0, 1])
+    moved = shifted.__getitems__(list(range(500)))["images"]
+    rows, columns = moved.nonzero()[:, 1:].T
+    assert len(rows) == 500
+    assert set(rows.tolist()) == set(columns.tolist()) == {12, 13, 14, 15, 16}
+    again = digits.shifted(2, [0, 1]).__getitems__([7, 3])["images"]
+    assert torch.equal(again, moved[[7, 3]])
+    assert not torch.equal(digits.shifted(2, [0, 2]).__getitems__(list(range(500)))["images"], moved)
+
+
+@pytest.mark.parametrize("layout", ["MNIST/raw", "."])
+def test_the_four_files_are_found_in_torchvisions_layout_and_plainly(tmp_path: Path, layout: str) -> None:
+    write_mnist(tmp_path / "data" / layout)
+    train, evaluation = mnist(str(tmp_path / "data"))
+    assert train.images.shape == evaluation.images.shape == (5, 28, 28)
+    assert train.labels.tolist() == [0, 1, 2, 3, 4]
+
+
+@needs_mnist
+def test_the_real_mnist_is_torchvisions() -> None:
+    from torchvision.datasets import MNIST as TorchvisionMnist
+
+    for ours, is_train in zip(mnist(str(MNIST)), (True, False), strict=True):
+        theirs = TorchvisionMnist(MNIST, train=is_train)
+        assert torch.equal(ours.images, theirs.data)
+        assert torch.equal(ours.labels, theirs.targets)
+
+
+@pytest.mark.parametrize("file", IDX_FILES)
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "swapped"])
+def test_a_wrong_file_is_named_with_what_to_do(tmp_path: Path, file: str, damage: str) -> None:
+    write_mnist(tmp_path / "data")
+    path = tmp_path / "data" / file
+    match damage:
+        case "truncated":
+            path.write_bytes(path.read_bytes()[:-1])
+        case "empty":
+            path.write_bytes(b"")
+        case "text":
+            path.write_text("<html>404</html>")
+        case "swapped":
+            other = file.replace("labels-idx1", "images-idx3") if "labels" in file else file.replace("images-idx3", "labels-idx1")
+            shutil.copy(tmp_path / "data" / other, path)
+    with pytest.raises(ValueError, match=f"{path}: truncated or not an IDX file.*set --task.data_dir"):
+        mnist(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("labels", [b"\0\0\x08\x01\0\0\0\x02\1\2", b"\0\0\x08\x01\0\0\0\x05\1\2\3\4\x0a"])
+def test_labels_that_do_not_belong_to_the_images(tmp_path: Path, labels: bytes) -> None:
+    write_mnist(tmp_path / "data")
+    (tmp_path / "data" / "t10k-labels-idx1-ubyte").write_bytes(labels)
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte and its labels are not MNIST's"):
+        mnist(str(tmp_path / "data"))
+
+
+def test_a_failed_download_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import MNIST as TorchvisionMnist
+
+    monkeypatch.setattr(TorchvisionMnist, "mirrors", ["http://127.0.0.1:9/"])
+    with pytest.raises(ValueError, match="could not be downloaded") as error:
+        mnist(str(tmp_path))
+    assert "\n" not in str(error.value)
+    assert "--task.data_dir=DIR to a folder with the four files train-images-idx3-ubyte" in str(error.value)
+    assert "--task.source=digits" in str(error.value)

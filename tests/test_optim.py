@@ -1,0 +1,103 @@
+"""Optimizers by name, the learning rate as a function of the step, exact scaling and clipping."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
+
+from src.config import Optim
+from src.models.mnist_cnn import MnistCnn
+from src.optim import build_optimizers, lr_at, scale_and_clip, set_lr
+
+
+def torch_schedule(make: type[LRScheduler], steps: int, **arguments: float) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = make(optimizer, **arguments)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def ours(steps: int, steps_per_epoch: int = 10, **settings: object) -> list[float]:
+    config = Optim.model_validate({"lr": 0.5, "warmup_steps": 0, **settings})
+    return [lr_at(step, config, steps, steps_per_epoch) for step in range(steps)]
+
+
+def test_step_decay_is_torchs_step_lr_per_epoch() -> None:
+    expected = torch_schedule(StepLR, 50, step_size=10, gamma=0.7)
+    assert ours(50, schedule="step", decay_factor=0.7) == pytest.approx(expected)
+
+
+def test_cosine_is_torchs() -> None:
+    expected = torch_schedule(CosineAnnealingLR, 50, T_max=50, eta_min=0.05)
+    assert ours(50, schedule="cosine", final_lr_ratio=0.1) == pytest.approx(expected)
+
+
+def test_constant_and_linear() -> None:
+    assert ours(4, schedule="constant") == [0.5] * 4
+    assert ours(4, schedule="linear", final_lr_ratio=0.2) == pytest.approx([0.5, 0.4, 0.3, 0.2])
+
+
+@pytest.mark.parametrize("warmup", [5, 0.1])
+def test_warm_up_rises_to_the_peak_in_steps_or_as_a_share(warmup: float) -> None:
+    rates = ours(50, schedule="constant", warmup_steps=warmup)
+    assert rates[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+
+
+def test_one_cycle_rises_from_a_25th_and_falls_to_the_final_rate() -> None:
+    rates = ours(1000, schedule="one_cycle", warmup_steps=0.3)
+    assert rates[0] == pytest.approx(0.02, rel=0.01)
+    assert max(rates) == rates[299] == 0.5
+    assert rates[-1] < 1e-5
+    assert rates[:300] == sorted(rates[:300])
+    assert rates[299:] == sorted(rates[299:], reverse=True)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adadelta", "muon"])
+def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    config = Optim.model_validate({"name": name, "lr": 0.5 if name == "adadelta" else 0.02, "weight_decay": 0.1})
+    optimizers = build_optimizers(config, model)
+    inputs = torch.randn(64, 8)
+    losses = []
+    for _ in range(100):
+        loss = (model(inputs).squeeze() - inputs.sum(1)).square().mean()
+        loss.backward()
+        set_lr(optimizers, config.lr)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    assert sum(len(group["params"]) for group in groups) == 6
+    for group in groups:
+        assert group["weight_decay"] == (0.1 if group["params"][0].ndim > 1 else 0)
+
+
+def test_muon_takes_the_hidden_matrices_only() -> None:
+    muon, rest = build_optimizers(Optim(name="muon"), MnistCnn())
+    assert [p.shape for group in muon.param_groups for p in group["params"]] == [(128, 9216)]
+    assert sum(len(group["params"]) for group in rest.param_groups) == 7
+
+
+def test_without_muon_in_torch_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match="optim.name=muon: torch .* has no Muon"):
+        build_optimizers(Optim(name="muon"), MnistCnn())
+
+
+def test_scaling_and_clipping_are_torchs() -> None:
+    gradients = [torch.randn(3, 4), torch.randn(5)]
+    ours, theirs = nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)]), nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)])
+    for a, b, gradient in zip(ours, theirs, gradients, strict=True):
+        a.grad, b.grad = gradient * 7, gradient.clone()
+    norm = scale_and_clip(Accelerator(cpu=True), ours, torch.tensor(1 / 7), max_norm=0.5, want_norm=True)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

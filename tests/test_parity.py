@@ -1,0 +1,56 @@
+"""The same curve on 1, 2 or 4 processes, DDP or FSDP: every training loss within 1e-5, relative."""
+
+import pytest
+
+from tests.conftest import MNIST, Launch, Run, needs_mnist
+
+STRATEGIES = [
+    ("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("fsdp_grad_op", 2), ("fsdp_offload", 2),
+]  # fmt: skip
+# 1,438 digits make 22 windows of 64 and one of 30, of which four processes with micro-batches of 4 get 4, 4 and at
+# last an empty one: 50 steps pass two such ends of an epoch. (The shift stays on: it must not depend on processes.)
+DIGITS = ("--micro_batch_size=4", "--max_steps=50", "--log_every=1", "--task.dropout=0", "--optim.max_grad_norm=1")
+REAL = (f"--task.data_dir={MNIST}", "--task.source=mnist", "--max_steps=50", "--log_every=1", "--task.dropout=0")
+
+
+def assert_same_curve(run: Run, alone: Run, examples: int) -> None:
+    assert len(run.losses) == len(alone.losses) == 50
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert run.summary["eval/examples"] == alone.summary["eval/examples"] == examples
+    assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
+    assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def digits_alone(launch: Launch) -> Run:
+    return launch("cpu", *DIGITS).succeeded()
+
+
+@pytest.mark.parametrize(("yaml", "processes"), STRATEGIES)
+def test_digits_with_accumulation_clipping_and_ragged_windows(
+    launch: Launch, digits_alone: Run, yaml: str, processes: int
+) -> None:
+    run = launch(yaml, *DIGITS, processes=processes).succeeded()
+    assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml, processes)
+    assert_same_curve(run, digits_alone, 359)
+
+
+def test_accumulation_changes_nothing_but_memory(launch: Launch, digits_alone: Run) -> None:
+    at_once = [argument for argument in DIGITS if "micro" not in argument]
+    assert_same_curve(launch("cpu", *at_once).succeeded(), digits_alone, 359)
+
+
+def test_three_processes_agree_too(launch: Launch) -> None:
+    arguments = [*DIGITS[1:], "--global_batch_size=60"]
+    assert_same_curve(launch("fsdp", *arguments, processes=3).succeeded(), launch("cpu", *arguments).succeeded(), 359)
+
+
+@pytest.fixture(scope="module")
+def mnist_alone(launch: Launch) -> Run:
+    return launch("cpu", *REAL).succeeded()
+
+
+@needs_mnist
+@pytest.mark.parametrize(("yaml", "processes"), STRATEGIES)
+def test_mnist(launch: Launch, mnist_alone: Run, yaml: str, processes: int) -> None:
+    assert_same_curve(launch(yaml, *REAL, processes=processes).succeeded(), mnist_alone, 10_000)

@@ -1,0 +1,226 @@
+"""Whole runs, started as a user starts them: what they reach, write, print and leave in W&B."""
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from src.data.mnist import bundled_digits
+from src.models.mnist_cnn import MnistCnn
+from tests.conftest import BIN, Launch, Run, run_command
+
+GPU_YAMLS = ["single_gpu", "ddp", "fsdp", "fsdp_grad_op", "fsdp_offload"]
+
+
+@pytest.fixture(scope="module")
+def digits(launch: Launch) -> Run:
+    """A short version of `make train`."""
+    arguments = ("--config=configs/digits.yaml", "--epochs=8", "--eval_every=92", "--log_every=23")
+    return launch("cpu", *arguments, wandb="auto").succeeded()
+
+
+def test_the_digits_are_learnt(digits: Run) -> None:
+    assert digits.summary["eval/accuracy"] >= 0.97
+    assert digits.losses[0] > 1
+    assert digits.losses[-1] < 0.4
+
+
+def test_exactly_these_files_are_written(digits: Run) -> None:
+    assert {path.name for path in digits.folder.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "summary.json", "model", "wandb",
+    }  # fmt: skip
+    assert [path.name for path in (digits.folder / "model").iterdir()] == ["model.safetensors"]
+
+
+def test_the_summary_says_what_ran_and_what_came_out(digits: Run) -> None:
+    summary = digits.summary
+    assert summary["step"] == 184
+    assert summary["epoch"] == 8
+    assert summary["parameters"] == 1_199_882
+    assert (summary["strategy"], summary["num_processes"], summary["device"]) == ("single", 1, "cpu")
+    assert summary["precision"] == "fp32"
+    assert summary["requested"] == {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}
+    assert summary["eval/examples"] == 359
+    assert [peak > 2**20 for peak in summary["peak_memory_bytes"]] == [True]
+    assert 0 < 8 * 1438 / summary["samples_per_second"] < summary["seconds"]
+    assert summary["train/loss"] == digits.losses[-1]
+
+
+def test_each_record_is_a_json_object_with_its_step_first(digits: Run) -> None:
+    assert all(next(iter(record)) == "step" for record in digits.records)
+    training = [record for record in digits.records if "train/loss" in record]
+    evaluation = [record for record in digits.records if "eval/loss" in record]
+    assert [record["step"] for record in training] == list(range(23, 185, 23))
+    assert [record["step"] for record in evaluation] == [92, 184]
+    for record in training:
+        assert set(record) - {"step", "epoch"} == {
+            "train/loss", "train/lr", "train/grad_norm", "perf/samples_per_second",
+        }  # fmt: skip
+
+
+def test_the_terminal_tells_the_start_the_course_and_the_end_and_nothing_else(digits: Run) -> None:
+    lines = digits.stdout.splitlines()
+    titles = [line.split()[0] for line in lines[1:8]]
+    assert titles == ["strategy", "model", "data", "batch", "steps", "output", "W&B"]
+    assert "single (asked for by" in lines[1]
+    assert re.fullmatch(r"step +23/184  loss \d\.\d{4}  lr .* samples/s  eta \d\d:\d\d", lines[8])
+    end = lines.index(next(line for line in lines if line.startswith("done in ")))
+    assert [line.split()[0] for line in lines[end + 1 :]] == ["model", "record", "upload"]
+    assert digits.stderr == ""
+
+
+def wandb_records(run: Run) -> Iterator[dict]:
+    (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
+    shown = run_command([str(BIN / "wandb"), "leet", "inspect", "--json", str(file)], run.folder)
+    assert shown.exit_code == 0, shown.stderr
+    for line in shown.stdout.splitlines():
+        yield json.loads(line)
+
+
+def test_wandb_offline_holds_config_strategy_history_and_success(digits: Run) -> None:
+    text = json.dumps(list(wandb_records(digits)))
+    run_id = (digits.folder / "wandb" / "run_id").read_text()
+    for expected in (run_id, "train/loss", "eval/accuracy", "digits", "requested", "accelerate_configs/cpu.yaml"):
+        assert expected in text
+    exits = [record["exit"] for record in wandb_records(digits) if "exit" in record]
+    assert [e.get("exit_code", 0) for e in exits] == [0]
+
+
+def test_the_export_gives_the_reported_accuracy_without_the_loop(digits: Run) -> None:
+    model = MnistCnn().eval()
+    model.load_state_dict(load_file(digits.folder / "model" / "model.safetensors"))
+    _, evaluation = bundled_digits()
+    with torch.no_grad():
+        accuracy = (model(evaluation.images).argmax(1) == evaluation.labels).double().mean().item()
+    assert accuracy == pytest.approx(digits.summary["eval/accuracy"])
+
+
+def test_config_yaml_repeats_the_run_to_the_last_digit(launch: Launch, digits: Run) -> None:
+    again = launch("cpu", f"--config={digits.folder / 'config.yaml'}", wandb="auto").succeeded()
+    assert again.losses == digits.losses
+
+
+def test_a_folder_with_a_run_is_refused_and_keeps_it(launch: Launch, digits: Run) -> None:
+    before = (digits.folder / "summary.json").read_bytes()
+    refused = launch("ddp", f"--output_dir={digits.folder}", processes=2)
+    assert refused.exit_code != 0
+    assert len(refused.messages) == 1
+    assert "holds a run already" in refused.messages[0]
+    assert (digits.folder / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("yaml", GPU_YAMLS)
+def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, yaml: str) -> None:
+    run = launch(yaml, "--max_steps=2", "--optim.max_grad_norm=0.1").succeeded()
+    processes = 1 if yaml == "single_gpu" else 2
+    strategy = yaml.replace("single_gpu", "single")
+    first = run.stdout.splitlines()[0]
+    assert first.startswith("no GPU here: the CPU stand-in for ")
+    assert f"{yaml}.yaml, {processes} process" in first
+    assert ("sharding for real" in first) == yaml.startswith("fsdp")
+    assert (run.summary["strategy"], run.summary["num_processes"]) == (strategy, processes)
+    assert run.summary["requested"]["mixed_precision"] == "bf16"
+    assert run.summary["precision"] == "fp32"
+    assert len(run.summary["peak_memory_bytes"]) == processes
+    assert sorted(load_file(run.folder / "model" / "model.safetensors")) == sorted(MnistCnn().state_dict())
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize(("yaml", "optimizer"), [("fsdp", "muon"), ("fsdp_offload", "adadelta"), ("fsdp", "sgd"), ("ddp", "muon")])
+def test_every_optimizer_runs_sharded(launch: Launch, yaml: str, optimizer: str) -> None:
+    arguments = (f"--optim.name={optimizer}", "--optim.lr=0.05", "--optim.schedule=constant", "--max_steps=20")
+    run = launch(yaml, *arguments, "--log_every=10").succeeded()
+    assert run.losses[-1] < 0.8 * run.losses[0]
+
+
+@pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("fsdp", 2)])
+def test_bf16_on_request(launch: Launch, yaml: str, processes: int) -> None:
+    arguments = ("--max_steps=23", "--log_every=1", "--task.dropout=0", "--optim.schedule=constant")
+    half = launch(yaml, *arguments, processes=processes, launcher_arguments=("--mixed_precision=bf16",)).succeeded()
+    full = launch(yaml, *arguments, processes=processes).succeeded()
+    assert (half.summary["precision"], full.summary["precision"]) == ("bf16", "fp32")
+    assert half.losses != full.losses
+    assert half.losses[:5] == pytest.approx(full.losses[:5], rel=0.02)
+    weights = load_file(half.folder / "model" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+def test_workers_change_nothing(launch: Launch) -> None:
+    arguments = ("--max_steps=30", "--log_every=1")  # over the end of an epoch
+    without = launch("cpu", *arguments).succeeded()
+    assert launch("cpu", *arguments, "--num_workers=2").succeeded().losses == without.losses
+
+
+def test_fewer_steps_are_the_same_curve_cut_off(launch: Launch) -> None:
+    short = launch("cpu", "--max_steps=5", "--log_every=1").succeeded()
+    longer = launch("cpu", "--max_steps=8", "--log_every=1").succeeded()
+    assert longer.losses[:5] == short.losses
+    assert [len(short.losses), len(longer.losses)] == [5, 8]
+
+
+def test_a_record_is_the_mean_over_the_steps_since_the_last(launch: Launch) -> None:
+    arguments = ("--max_steps=25", "--global_batch_size=1000", "--task.dropout=0")  # windows of 1,000 and 438
+    each = launch("cpu", *arguments, "--log_every=1").succeeded()
+    pairs = launch("cpu", *arguments, "--log_every=2").succeeded()
+    expected = [(1000 * a + 438 * b) / 1438 for a, b in zip(each.losses[::2], each.losses[1::2], strict=False)]
+    assert pairs.losses[:-1] == pytest.approx(expected, rel=1e-12)
+    assert pairs.losses[-1] == each.losses[-1]
+
+
+def test_several_machines_train_one_model(launch: Launch, tmp_path: Path) -> None:
+    """Two launchers stand in for two machines, joined by --main_process_ip and --main_process_port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = ("--max_steps=5", "--log_every=1", "--task.dropout=0")
+
+    def machine(rank: int) -> Run:
+        folder = tmp_path / "run"
+        where = f"--num_machines=2 --machine_rank={rank} --main_process_ip=127.0.0.1 --main_process_port={port}"
+        command = [str(BIN / "accelerate"), "launch", "--config_file=accelerate_configs/fsdp.yaml", *where.split()]
+        command += ["train.py", "--task.source=digits", f"--output_dir={folder}", "--wandb.mode=disabled", *settings]
+        return run_command(command, folder)
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(machine, (0, 1))
+    assert second.succeeded().stdout == ""
+    alone = launch("cpu", *settings).succeeded()
+    assert first.succeeded().summary["num_processes"] == 2
+    assert first.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def test_a_crash_ends_the_run_as_crashed(launch: Launch) -> None:
+    code = "import train, src.optim\nsrc.optim.set_lr = None\ntrain.main()"
+    folder = launch("cpu", "--seed=-1").folder
+    command = [str(BIN / "python"), "-c", code, "--task.source=digits", f"--output_dir={folder}"]
+    run = run_command(command, folder)
+    assert run.exit_code == 1
+    assert "TypeError: 'NoneType' object is not callable" in run.stderr
+    (exit_record,) = [record["exit"] for record in wandb_records(run) if "exit" in record]
+    assert exit_record["exit_code"] == 1
+    assert not (folder / "summary.json").exists()
+
+
+def test_wandb_online_without_a_network_falls_back_to_offline(launch: Launch) -> None:
+    run = launch(
+        "cpu", "--max_steps=2", wandb="auto",
+        WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_INIT_TIMEOUT="3",
+    ).succeeded()  # fmt: skip
+    assert "W&B        offline (could not go online: " in run.stdout
+    assert list(run.folder.glob("wandb/offline-run-*"))
+
+
+def test_the_progress_bar_shows_in_a_terminal(tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", "--task.source=digits", "--max_steps=3", "--log_every=1"]
+    command += ["--wandb.mode=disabled", f"--output_dir={tmp_path}/run"]
+    in_terminal = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn({command})))"
+    run = run_command([sys.executable, "-c", in_terminal], tmp_path / "run").succeeded()
+    assert re.search(r"100%.* 3/3 .*loss \d.*lr .*samples/s", run.stdout)
+    assert run.stdout.count("done in") == 1
