@@ -37,7 +37,7 @@ format: setup  ## let the linter and the formatter change what they can
 	@$(BIN)/ruff format .
 
 bench: setup  ## measure the loop and the data path against plain PyTorch; ARGS='--data_dir=DIR' for real MNIST
-	@$(BIN)/python benchmarks/loop_overhead.py $(ARGS)
+	@$(BIN)/python -m benchmarks.loop_overhead $(ARGS)
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
 	@rm -rf .venv .*_cache

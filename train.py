@@ -1,6 +1,6 @@
 """Trains one task under the strategy that an accelerate yaml chooses. Read it top to bottom.
 
-    accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
+accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from src.exit_codes import exit_codes
 if TYPE_CHECKING:  # torch is imported in the functions: the settings come first, and mistakes in them are fast
     from accelerate import Accelerator
     from torch import nn
-    from torch.utils.data import Dataset
+
+    from src.tasks.base import Examples
 
 
 def main() -> None:
@@ -48,7 +49,8 @@ def train(config: Config) -> None:
     set_seed(config.seed)  # the same weights on all processes
     model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
-    model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model))
+    optimizers = build_optimizers(config.optim, model, is_sharded=accelerator.is_fsdp2)
+    model, optimizers = prepare(accelerator, model, optimizers)
     set_seed(config.seed, device_specific=True)  # other dropout on each
 
     steps_per_epoch = -(-len(train_set) // global_batch_size)
@@ -101,7 +103,7 @@ def train(config: Config) -> None:
                     "epoch": step / steps_per_epoch,
                     "train/loss": loss_sum / count,
                     "train/lr": lr,
-                    "train/grad_norm": float(grad_norm),
+                    "train/grad_norm": grad_norm.item(),
                     "perf/samples_per_second": (examples - examples_seen(last_logged, config, train_set)) / seconds,
                 }
                 tracker.log(step, metrics)
@@ -130,7 +132,7 @@ def train(config: Config) -> None:
     accelerator.end_training()
 
 
-def evaluate(accelerator: Accelerator, config: Config, model: nn.Module, dataset: Dataset) -> dict[str, float]:
+def evaluate(accelerator: Accelerator, config: Config, model: nn.Module, dataset: Examples) -> dict[str, float]:
     """Loss and metrics over each example exactly once; the metrics on the main process only."""
     import torch
 

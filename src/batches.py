@@ -5,7 +5,7 @@ however many processes share it. Nothing is padded, repeated or dropped: the las
 that has no example left computes on a stand-in of weight 0, because FSDP's forward and backward are collective.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from src.config import Config
+from src.tasks.base import Examples
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ class Shares:
 
 
 def training_windows(
-    accelerator: Accelerator, config: Config, dataset: Dataset, total_steps: int
+    accelerator: Accelerator, config: Config, dataset: Examples, total_steps: int
 ) -> Iterator[list[MicroBatch]]:
     """For each optimizer step this process's micro-batches."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     step = epoch = 0
     while step < total_steps:
-        order = np.random.default_rng([config.seed, epoch]).permutation(_size(dataset))
+        order = np.random.default_rng([config.seed, epoch]).permutation(len(dataset))
         shares = Shares(order, config.global_batch_size, config.micro_batch(world_size), rank, world_size)
         epoch_set = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: other randomness than the order's
         for window in islice(_load(accelerator, config, epoch_set, shares), total_steps - step):
@@ -79,11 +80,11 @@ def training_windows(
         epoch += 1
 
 
-def evaluation_batches(accelerator: Accelerator, config: Config, dataset: Dataset) -> Iterator[MicroBatch]:
+def evaluation_batches(accelerator: Accelerator, config: Config, dataset: Examples) -> Iterator[MicroBatch]:
     """This process's part of the dataset, in order."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     micro_batch_size = config.micro_batch(world_size)
-    order = np.arange(_size(dataset))
+    order = np.arange(len(dataset))
     shares = Shares(order, micro_batch_size * world_size, micro_batch_size, rank, world_size)
     for (micro_batch,) in _load(accelerator, config, dataset, shares):
         yield micro_batch
@@ -103,17 +104,17 @@ def gather_in_order(accelerator: Accelerator, outputs: Tensor, examples: int) ->
     return gathered.transpose(0, 1).flatten(0, 1)[:examples].cpu()
 
 
-def examples_seen(step: int, config: Config, dataset: Dataset) -> int:
+def examples_seen(step: int, config: Config, dataset: Examples) -> int:
     """Training examples in the first `step` optimizer steps, over all processes."""
-    steps_per_epoch = -(-_size(dataset) // config.global_batch_size)
+    steps_per_epoch = -(-len(dataset) // config.global_batch_size)
     epochs, steps = divmod(step, steps_per_epoch)
-    return epochs * _size(dataset) + steps * config.global_batch_size
+    return epochs * len(dataset) + steps * config.global_batch_size
 
 
-def _load(accelerator: Accelerator, config: Config, dataset: Dataset, shares: Shares) -> Iterator[list[MicroBatch]]:
-    loader = DataLoader(
-        dataset,
-        batch_sampler=shares,  # type: ignore[arg-type]  # any iterable of lists of indices will do
+def _load(accelerator: Accelerator, config: Config, dataset: Examples, shares: Shares) -> Iterator[list[MicroBatch]]:
+    loader: DataLoader[Any] = DataLoader(
+        dataset,  # type: ignore[arg-type]  # torch's Dataset need not have a length
+        batch_sampler=shares,
         collate_fn=config.task.collate,
         num_workers=config.num_workers,
         pin_memory=accelerator.device.type == "cuda",
@@ -123,8 +124,3 @@ def _load(accelerator: Accelerator, config: Config, dataset: Dataset, shares: Sh
     for window in shares.windows():
         data = [send_to_device(next(batches), accelerator.device, non_blocking=True) for _ in window]
         yield [MicroBatch(batch, len(share)) for batch, share in zip(data, window, strict=True)]
-
-
-def _size(dataset: Dataset) -> int:
-    assert isinstance(dataset, Sized)
-    return len(dataset)

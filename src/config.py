@@ -58,11 +58,11 @@ class Wandb(Settings):
     """Weights & Biases. Its own WANDB_* environment variables work too."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: online where there are credentials, else offline."""
-    project: str = "accelerate-template"
-    """Project that the run is filed under."""
+    """auto: WANDB_MODE, else online where there are credentials, else offline."""
+    project: str | None = None
+    """Project that the run is filed under; null: WANDB_PROJECT, else accelerate-template."""
     entity: str | None = None
-    """User or team that owns the project; null: the account's default."""
+    """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
     tags: list[str] = []
     """Labels to find the run by."""
 
@@ -99,7 +99,9 @@ class Config(Settings):
 
     def model_post_init(self, _: Any) -> None:
         self.run_name = self.run_name or self.task.name
-        self.output_dir = self.output_dir.replace("{run_name}", self.run_name)
+        # `wandb agent` starts the same command again and again: each trial of a sweep gets a folder of its own
+        trial = f"-{os.environ['WANDB_RUN_ID']}" if "WANDB_SWEEP_ID" in os.environ else ""
+        self.output_dir = self.output_dir.replace("{run_name}", self.run_name + trial)
 
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
         """Optimizer steps to take, and those that the learning rate's schedule spans."""

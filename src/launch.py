@@ -104,7 +104,10 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, fsdp_plugin=plugin)
 
     if accelerator.num_processes != world_size:
-        raise ValueError(f"{world_size} processes were started, but each sees {accelerator.num_processes}: refusing to train separate models")
+        raise ValueError(
+            f"{world_size} processes were started, but each sees {accelerator.num_processes}: "
+            f"refusing to train separate models"
+        )
     if wants_fsdp and not accelerator.is_fsdp2:
         raise ValueError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
     precision = {"no": "fp32"}.get(precision, precision)
@@ -132,7 +135,9 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
     return accelerator, launch
 
 
-def prepare(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer]
+) -> tuple[nn.Module, list[Optimizer]]:
     """`accelerator.prepare`, and under FSDP the proof that blocks were wrapped and not only the whole model.
 
     Raises:
@@ -141,8 +146,10 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimiz
     if accelerator.is_fsdp2:
         blocks = getattr(model, "_no_split_modules", None) or []
         classes = {type(module).__name__ for module in model.modules()}
-        if missing := [name for name in blocks if name not in classes]:
-            raise ValueError(f"FSDP: {type(model).__name__}._no_split_modules names {missing[0]}, which the model has not{nearest(missing[0], sorted(classes))}")
+        for block in blocks:
+            if block not in classes:
+                hint = nearest(block, sorted(classes))
+                raise ValueError(f"{type(model).__name__}._no_split_modules names {block}, which it has not{hint}")
     name = type(model).__name__
     model, *optimizers = accelerator.prepare(model, *optimizers)
     if accelerator.is_fsdp2 and sharded_units(model) < 2:
@@ -168,10 +175,10 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
 
 
 def _find_launcher() -> _Launcher | None:
-    parent = psutil.Process().parent()
     try:
+        parent = psutil.Process(os.getppid())
         command, environment, folder = parent.cmdline(), parent.environ(), Path(parent.cwd())
-    except (AttributeError, psutil.Error):
+    except psutil.Error:
         return None
     names = [Path(word).name for word in command]
     for start, name in enumerate(names[:3]):

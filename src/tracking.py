@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -56,12 +57,16 @@ class Tracker:
         import wandb
 
         settings = config.wandb
-        mode, why = settings.mode, "as set"
-        if mode == "auto":
-            signed_in = wandb.login(prompt=False, verify=False)
-            mode, why = ("online", "") if signed_in else ("offline", "no credentials: `wandb login` for online")
-        arguments = {
-            "project": settings.project,
+        mode: Any = settings.mode
+        why = "as asked"
+        if mode == "auto" and "WANDB_MODE" in os.environ:
+            mode = None
+        elif mode == "auto" and not wandb.login(prompt=False, verify=False):
+            mode, why = "offline", "no credentials: `wandb login` for online"
+        elif mode == "auto":
+            mode = "online"
+        arguments: dict[str, Any] = {
+            "project": settings.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
             "entity": settings.entity,
             "tags": settings.tags,
             "name": config.run_name,
@@ -77,7 +82,9 @@ class Tracker:
         self._wandb.define_metric("step", hidden=True)
         self._wandb.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
         (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
-        return f"{mode} ({why})" if self._wandb.offline else self._wandb.url
+        if self._wandb.disabled:
+            return "disabled"
+        return f"offline ({why})" if self._wandb.offline else self._wandb.url
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records metrics named train/…, eval/… or perf/…, after optimizer step `step` (counted from 1)."""
@@ -97,8 +104,7 @@ class Tracker:
             else:
                 self._bar.set_postfix_str(says, refresh=False)
         else:
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith("eval/"))
-            self._say(f"step {step:>6}/{self.total_steps}  {shown}")
+            self._say(f"step {step:>6}/{self.total_steps}  {_evaluation(metrics)}")
 
     def advance(self) -> None:
         """Moves the progress bar by one step."""
@@ -113,8 +119,7 @@ class Tracker:
         if self._wandb:
             self._wandb.summary.update(summary)
         self._bar.close()
-        result = "  ".join(f"{name} {value:.4f}" for name, value in summary.items() if name.startswith("eval/"))
-        print(f"done in {tqdm.format_interval(summary['seconds'])}: {result}")
+        print(f"done in {tqdm.format_interval(summary['seconds'])}: {_evaluation(summary)}")
         print(f"  model      {self.folder / 'model' / 'model.safetensors'}")
         print(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml")
         if self._wandb and self._wandb.offline:
@@ -138,3 +143,10 @@ class Tracker:
             self._metrics.close()
             if self._wandb:
                 self._wandb.finish(exit_code=1 if kind else 0)
+
+
+def _evaluation(metrics: dict[str, Any]) -> str:
+    found = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    return "  ".join(
+        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in found.items()
+    )

@@ -14,7 +14,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.conftest import BIN, Run, run_command
 
@@ -55,7 +55,9 @@ def test_cpu_ram_efficient_loading_is_on_unless_the_yaml_says_otherwise(tmp_path
 def test_the_launcher_gives_each_process_one_thread(tmp_path: Path) -> None:
     """src/launch.py: why it sets the number of threads."""
     (tmp_path / "script.py").write_text(SAY + "say(os.environ['OMP_NUM_THREADS'])")
-    command = f"unset OMP_NUM_THREADS; {BIN}/accelerate launch --multi_gpu --num_processes=2 --main_process_port=0 script.py"
+    command = (
+        f"unset OMP_NUM_THREADS; {BIN}/accelerate launch --multi_gpu --num_processes=2 --main_process_port=0 script.py"
+    )
     run = run_command(["bash", "-c", command], tmp_path, cwd=tmp_path).succeeded()
     assert run.stdout.split() == ["1", "1"]
 
@@ -88,13 +90,13 @@ def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
 def test_iterating_a_loader_draws_from_the_global_generator() -> None:
     """src/batches.py: why the loader has a generator of its own."""
 
-    def draws(**arguments: torch.Generator) -> bool:
+    def draws(generator: torch.Generator | None) -> bool:
         before = torch.get_rng_state()
-        list(DataLoader([1, 2], **arguments))
+        list(DataLoader(TensorDataset(torch.zeros(2)), generator=generator))
         return not torch.equal(before, torch.get_rng_state())
 
-    assert draws()
-    assert not draws(generator=torch.Generator())
+    assert draws(None)
+    assert not draws(torch.Generator())
 
 
 def test_a_loader_asks_for_whole_batches() -> None:
@@ -129,3 +131,20 @@ def test_fused_optimizers_run_on_the_cpu(optimizer: type[torch.optim.Optimizer])
     weight.grad = torch.ones(3)
     optimizer([weight], lr=0.1, fused=True).step()  # type: ignore[call-arg]
     assert (weight < 1).all()
+
+
+def test_fused_sgd_cannot_step_sharded_parameters() -> None:
+    """src/optim.py: why it is not fused under FSDP, as AdamW is."""
+    from torch.distributed.tensor._ops import _pointwise_ops
+
+    source = Path(_pointwise_ops.__file__).read_text()
+    assert "_fused_adamw_" in source
+    assert "_fused_sgd_" not in source
+
+
+def test_torchs_norm_on_the_cpu_is_imprecise() -> None:
+    """src/optim.py: why it computes the gradient norm in float64."""
+    values = torch.randn(1_179_648, generator=torch.Generator().manual_seed(0))
+    exact = values.double().norm()
+    assert abs(nn.utils.get_total_norm([values]).double() / exact - 1) > 1e-5
+    assert abs(torch._foreach_norm([values], 2, dtype=torch.float64)[0] / exact - 1) < 1e-12

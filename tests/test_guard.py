@@ -18,7 +18,7 @@ def refused(run: Run) -> str:
     (message,) = run.messages
     shown = [line for line in run.stderr.splitlines() if "Warning" not in line]
     assert shown[0] == message
-    assert "train.py\", line" not in run.stderr, "a traceback"
+    assert 'train.py", line' not in run.stderr, "a traceback"
     assert not run.folder.exists()
     return message.removeprefix("train.py: ")
 
@@ -45,7 +45,12 @@ def test_a_batch_that_processes_cannot_share(launch: Launch) -> None:
 
 
 def test_data_that_cannot_be_read_is_one_message_too(launch: Launch, tmp_path: Path) -> None:
-    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+    for name in (
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    ):
         (tmp_path / name).write_bytes(b"\0\0\x08\x03\0")
     says = refused(launch("fsdp", "--task.source=mnist", f"--task.data_dir={tmp_path}"))
     assert says.startswith(f"{tmp_path}/train-images-idx3-ubyte: truncated or not an IDX file of images (5 bytes)")
@@ -106,7 +111,7 @@ def run_with(code: str, launch: Launch, *launcher_arguments: str) -> Run:
     ("blocks", "says"),
     [
         ("[]", "FSDP wrapped nothing but the root: name the repeating blocks of MnistCnn in its _no_split_modules"),
-        ("['Conv2D']", "FSDP: MnistCnn._no_split_modules names Conv2D, which the model has not, did you mean Conv2d?"),
+        ("['Conv2D']", "MnistCnn._no_split_modules names Conv2D, which it has not, did you mean Conv2d?"),
     ],
 )
 def test_fsdp_that_wraps_only_the_root(launch: Launch, blocks: str, says: str) -> None:

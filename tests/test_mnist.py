@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision import datasets
 
 from src.data.mnist import IDX_FILES, Digits, bundled_digits, mnist
 from src.models.mnist_cnn import MnistCnn
@@ -60,18 +61,33 @@ def test_the_bundled_digits_look_like_mnists() -> None:
     assert set(train.labels.tolist()) == set(evaluation.labels.tolist()) == set(range(10))
 
 
-def test_shifts_move_each_image_by_up_to_so_many_pixels_and_depend_on_the_seed_alone() -> None:
+def dots(row: int, column: int) -> Digits:
+    """500 black images with one white pixel."""
     images = torch.zeros(500, 28, 28, dtype=torch.uint8)
-    images[:, 14, 14] = 255
-    digits = Digits(images, torch.zeros(500).long())
-    shifted = digits.shifted(2, [0, 1])
-    moved = shifted.__getitems__(list(range(500)))["images"]
-    rows, columns = moved.nonzero()[:, 1:].T
+    images[:, row, column] = 255
+    return Digits(images, torch.zeros(500).long())
+
+
+def test_each_image_is_shifted_by_up_to_so_many_whole_pixels() -> None:
+    rows, columns = dots(14, 14).moved(0, 2, [0]).images.nonzero()[:, 1:].T
     assert len(rows) == 500
     assert set(rows.tolist()) == set(columns.tolist()) == {12, 13, 14, 15, 16}
-    again = digits.shifted(2, [0, 1]).__getitems__([7, 3])["images"]
-    assert torch.equal(again, moved[[7, 3]])
-    assert not torch.equal(digits.shifted(2, [0, 2]).__getitems__(list(range(500)))["images"], moved)
+
+
+def test_each_image_is_turned_by_up_to_so_many_degrees() -> None:
+    images = dots(4, 14).moved(20, 0, [0]).images.double()
+    centers = (images * (torch.arange(28) - 13.5)).sum((1, 2)) / images.sum((1, 2))  # of the white, along the row
+    reach = 9.5 * np.sin(np.radians(20)) + 0.5
+    assert 0.9 * reach < centers.abs().max() < 1.1 * reach
+    assert centers.min() < 0 < centers.max()
+
+
+def test_where_images_move_depends_on_the_seed_alone() -> None:
+    train, _ = bundled_digits()
+    moved = train.moved(10, 2, [0, 1]).images
+    assert torch.equal(moved, train.moved(10, 2, [0, 1]).images)
+    assert not torch.equal(moved, train.moved(10, 2, [0, 2]).images)
+    assert torch.equal(train.moved(0, 0, [0]).images, train.images)
 
 
 @pytest.mark.parametrize("layout", ["MNIST/raw", "."])
@@ -84,10 +100,8 @@ def test_the_four_files_are_found_in_torchvisions_layout_and_plainly(tmp_path: P
 
 @needs_mnist
 def test_the_real_mnist_is_torchvisions() -> None:
-    from torchvision.datasets import MNIST as TorchvisionMnist
-
     for ours, is_train in zip(mnist(str(MNIST)), (True, False), strict=True):
-        theirs = TorchvisionMnist(MNIST, train=is_train)
+        theirs = datasets.MNIST(MNIST, train=is_train)
         assert torch.equal(ours.images, theirs.data)
         assert torch.equal(ours.labels, theirs.targets)
 
@@ -105,7 +119,11 @@ def test_a_wrong_file_is_named_with_what_to_do(tmp_path: Path, file: str, damage
         case "text":
             path.write_text("<html>404</html>")
         case "swapped":
-            other = file.replace("labels-idx1", "images-idx3") if "labels" in file else file.replace("images-idx3", "labels-idx1")
+            other = (
+                file.replace("labels-idx1", "images-idx3")
+                if "labels" in file
+                else file.replace("images-idx3", "labels-idx1")
+            )
             shutil.copy(tmp_path / "data" / other, path)
     with pytest.raises(ValueError, match=f"{path}: truncated or not an IDX file.*set --task.data_dir"):
         mnist(str(tmp_path / "data"))
@@ -115,14 +133,12 @@ def test_a_wrong_file_is_named_with_what_to_do(tmp_path: Path, file: str, damage
 def test_labels_that_do_not_belong_to_the_images(tmp_path: Path, labels: bytes) -> None:
     write_mnist(tmp_path / "data")
     (tmp_path / "data" / "t10k-labels-idx1-ubyte").write_bytes(labels)
-    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte and its labels are not MNIST's"):
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte are not MNIST's"):
         mnist(str(tmp_path / "data"))
 
 
 def test_a_failed_download_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchvision.datasets import MNIST as TorchvisionMnist
-
-    monkeypatch.setattr(TorchvisionMnist, "mirrors", ["http://127.0.0.1:9/"])
+    monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     with pytest.raises(ValueError, match="could not be downloaded") as error:
         mnist(str(tmp_path))
     assert "\n" not in str(error.value)

@@ -1,5 +1,7 @@
 """Optimizers by name, the learning rate as a function of the step, exact scaling and clipping."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -11,7 +13,7 @@ from src.models.mnist_cnn import MnistCnn
 from src.optim import build_optimizers, lr_at, scale_and_clip, set_lr
 
 
-def torch_schedule(make: type[LRScheduler], steps: int, **arguments: float) -> list[float]:
+def torch_schedule(make: Callable[..., LRScheduler], steps: int, **arguments: float) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     scheduler = make(optimizer, **arguments)
     rates = []
@@ -62,7 +64,7 @@ def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     config = Optim.model_validate({"name": name, "lr": 0.5 if name == "adadelta" else 0.02, "weight_decay": 0.1})
-    optimizers = build_optimizers(config, model)
+    optimizers = build_optimizers(config, model, is_sharded=False)
     inputs = torch.randn(64, 8)
     losses = []
     for _ in range(100):
@@ -81,7 +83,7 @@ def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
 
 
 def test_muon_takes_the_hidden_matrices_only() -> None:
-    muon, rest = build_optimizers(Optim(name="muon"), MnistCnn())
+    muon, rest = build_optimizers(Optim(name="muon"), MnistCnn(), is_sharded=False)
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(128, 9216)]
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
 
@@ -89,15 +91,19 @@ def test_muon_takes_the_hidden_matrices_only() -> None:
 def test_without_muon_in_torch_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ValueError, match="optim.name=muon: torch .* has no Muon"):
-        build_optimizers(Optim(name="muon"), MnistCnn())
+        build_optimizers(Optim(name="muon"), MnistCnn(), is_sharded=False)
 
 
 def test_scaling_and_clipping_are_torchs() -> None:
     gradients = [torch.randn(3, 4), torch.randn(5)]
-    ours, theirs = nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)]), nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)])
+    ours, theirs = (
+        nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)]),
+        nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)]),
+    )
     for a, b, gradient in zip(ours, theirs, gradients, strict=True):
         a.grad, b.grad = gradient * 7, gradient.clone()
-    norm = scale_and_clip(Accelerator(cpu=True), ours, torch.tensor(1 / 7), max_norm=0.5, want_norm=True)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
+    scale = torch.tensor(1 / 7, dtype=torch.float64)
+    norm = scale_and_clip(Accelerator(cpu=True), ours, scale, max_norm=0.5, want_norm=True)
+    torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)

@@ -133,11 +133,14 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, ya
     assert run.stderr == ""
 
 
-@pytest.mark.parametrize(("yaml", "optimizer"), [("fsdp", "muon"), ("fsdp_offload", "adadelta"), ("fsdp", "sgd"), ("ddp", "muon")])
-def test_every_optimizer_runs_sharded(launch: Launch, yaml: str, optimizer: str) -> None:
-    arguments = (f"--optim.name={optimizer}", "--optim.lr=0.05", "--optim.schedule=constant", "--max_steps=20")
-    run = launch(yaml, *arguments, "--log_every=10").succeeded()
-    assert run.losses[-1] < 0.8 * run.losses[0]
+@pytest.mark.parametrize(("optimizer", "lr"), [("muon", 0.02), ("adadelta", 1.0), ("sgd", 0.02)])
+def test_every_optimizer_learns_the_same_sharded_and_offloaded(launch: Launch, optimizer: str, lr: float) -> None:
+    arguments = (f"--optim.name={optimizer}", f"--optim.lr={lr}", "--task.dropout=0", "--max_steps=20", "--log_every=1")
+    alone = launch("cpu", *arguments).succeeded()
+    assert alone.losses[-1] < 0.8 * alone.losses[0]
+    sharded = launch("fsdp_offload", *arguments).succeeded()
+    assert sharded.losses[:5] == pytest.approx(alone.losses[:5], rel=1e-5)
+    assert sharded.losses[-1] == pytest.approx(alone.losses[-1], rel=0.05)  # rates this high magnify rounding
 
 
 @pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("fsdp", 2)])
@@ -166,7 +169,7 @@ def test_fewer_steps_are_the_same_curve_cut_off(launch: Launch) -> None:
 
 
 def test_a_record_is_the_mean_over_the_steps_since_the_last(launch: Launch) -> None:
-    arguments = ("--max_steps=25", "--global_batch_size=1000", "--task.dropout=0")  # windows of 1,000 and 438
+    arguments = ("--max_steps=5", "--global_batch_size=1000", "--task.dropout=0")  # windows of 1,000 and 438
     each = launch("cpu", *arguments, "--log_every=1").succeeded()
     pairs = launch("cpu", *arguments, "--log_every=2").succeeded()
     expected = [(1000 * a + 438 * b) / 1438 for a, b in zip(each.losses[::2], each.losses[1::2], strict=False)]
@@ -220,7 +223,8 @@ def test_wandb_online_without_a_network_falls_back_to_offline(launch: Launch) ->
 def test_the_progress_bar_shows_in_a_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "train.py", "--task.source=digits", "--max_steps=3", "--log_every=1"]
     command += ["--wandb.mode=disabled", f"--output_dir={tmp_path}/run"]
-    in_terminal = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn({command})))"
+    shell = f"stty cols 140; exec {' '.join(command)}"
+    in_terminal = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(['sh', '-c', {shell!r}])))"
     run = run_command([sys.executable, "-c", in_terminal], tmp_path / "run").succeeded()
     assert re.search(r"100%.* 3/3 .*loss \d.*lr .*samples/s", run.stdout)
     assert run.stdout.count("done in") == 1

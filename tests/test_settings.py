@@ -1,5 +1,6 @@
 """Settings: code < yaml < command line, typed, every mistake at once, and nothing heavy imported for an answer."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,13 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(name: str) -> None:
     assert held.read_text() == "precious"
 
 
+def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    monkeypatch.setenv("WANDB_RUN_ID", "r1")
+    config = load_config(["--optim.lr=0.003", "--task.dropout=0.5"])
+    assert (config.run_name, config.output_dir, config.optim.lr) == ("mnist", "runs/mnist-r1", 0.003)
+
+
 def test_config_yaml_reproduces_the_settings() -> None:
     config = load_config(["--optim.lr=3e-3", "--task.source=digits", "--wandb.tags=[x]", "--max_steps=3"])
     Path("config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -160,7 +168,10 @@ def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command(file
 
 def test_help_documents_every_setting_of_the_chosen_task_with_its_default() -> None:
     shown = subprocess.run(
-        [sys.executable, PROJECT / "train.py", "--help", "--task.name=mnist"], capture_output=True, text=True, check=True
+        [sys.executable, PROJECT / "train.py", "--help", "--task.name=mnist"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     for line in (
         "--optim.lr=0.002\n        Peak learning rate.",
@@ -169,7 +180,7 @@ def test_help_documents_every_setting_of_the_chosen_task_with_its_default() -> N
     ):
         assert line in shown
     documented = shown.splitlines()
-    for line, documentation in zip(documented, documented[1:], strict=False):
+    for line, documentation in itertools.pairwise(documented):
         assert not line.startswith("  --") or documentation.strip(), f"undocumented: {line}"
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from src.settings import Settings
 
 if TYPE_CHECKING:  # settings are checked, and --help answers, before torch is imported
     from torch import Tensor, nn
-    from torch.utils.data import Dataset
+
+
+class Examples(Protocol):
+    """A map-style dataset: `[index]` gives an example or, where it has one, `__getitems__(indices)` a whole batch."""
+
+    def __len__(self) -> int: ...
 
 
 class Task(Settings, ABC):
@@ -29,19 +34,18 @@ class Task(Settings, ABC):
         """
 
     @abstractmethod
-    def build_datasets(self) -> tuple[Dataset, Dataset]:
-        """The training and the evaluation examples, map-style and sized.
+    def build_datasets(self) -> tuple[Examples, Examples]:
+        """What to train on and what to evaluate on.
 
-        One that has `__getitems__(indices)` is asked for whole batches. The process that downloads, or writes
-        a cache, goes first: the other ones on its machine find the result.
+        The first process of each machine goes first: the others find what it downloaded or cached.
 
         Raises:
             ValueError: in one line, what is wrong with the user's data and what to do.
         """
 
-    def augmented(self, train: Dataset, seed: list[int]) -> Dataset:
-        """`train` as one epoch sees it. Randomness comes from `seed` (of the run, the epoch) and the index alone:
-        so it is the same on any number of processes. (A class of its own, as workers may have to pickle it.)"""
+    def augmented(self, train: Any, seed: list[int]) -> Examples:
+        """`train` as one epoch sees it. Randomness comes from `seed`, the run's and the epoch's, and the index alone,
+        so that it is the same on any number of processes."""
         return train
 
     def collate(self, samples: list[Any]) -> Any:

@@ -24,7 +24,9 @@ class Mnist(Task):
     data_dir: str = "data"
     """Folder with the four IDX files of MNIST, here or in MNIST/raw; they are downloaded where missing."""
     shift: Annotated[NonNegativeInt, Field(le=8)] = 2
-    """Each image is moved by up to so many pixels in both directions, anew in each epoch; 0: never."""
+    """Each training image is moved by up to so many pixels along both axes, anew in each epoch."""
+    rotation: Annotated[float, Field(ge=0, le=180)] = 10.0
+    """And turned by up to so many degrees."""
     dropout: Annotated[float, Field(ge=0, lt=2)] = 1.0
     """Scales the model's two dropout rates, 0.25 and 0.5; 0 switches them off."""
 
@@ -39,7 +41,7 @@ class Mnist(Task):
         return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
-        return train.shifted(self.shift, seed) if self.shift else train
+        return train.moved(self.rotation, self.shift, seed) if self.rotation or self.shift else train
 
     def collate(self, samples: Any) -> dict[str, Tensor]:
         return samples  # Digits.__getitems__ returns a whole batch
