@@ -6,7 +6,6 @@ every yaml runs as its CPU stand-in: the same processes, on gloo, sharding for r
 """
 
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -111,6 +110,7 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
     if wants_fsdp and not accelerator.is_fsdp2:
         raise ValueError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
     precision = {"no": "fp32"}.get(precision, precision)
+    kind = "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO"
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     config_file = launcher.config_file if launcher else None
     if is_stand_in:
@@ -121,7 +121,7 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
     launch = Launch(
         config_file=config_file,
         requested={
-            "distributed_type": "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO",
+            "distributed_type": (launcher.config if launcher else {}).get("distributed_type", kind),
             "num_processes": world_size,
             "mixed_precision": wants_precision,
         },
@@ -144,12 +144,14 @@ def prepare(
         ValueError: FSDP found no blocks to wrap.
     """
     if accelerator.is_fsdp2:
-        blocks = getattr(model, "_no_split_modules", None) or []
+        from_yaml = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+        blocks = from_yaml or getattr(model, "_no_split_modules", None) or []
         classes = {type(module).__name__ for module in model.modules()}
         for block in blocks:
             if block not in classes:
                 hint = nearest(block, sorted(classes))
-                raise ValueError(f"{type(model).__name__}._no_split_modules names {block}, which it has not{hint}")
+                where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
+                raise ValueError(f"{where} names {block}, which {type(model).__name__} has not{hint}")
     name = type(model).__name__
     model, *optimizers = accelerator.prepare(model, *optimizers)
     if accelerator.is_fsdp2 and sharded_units(model) < 2:
@@ -168,6 +170,8 @@ def sharded_units(model: nn.Module) -> int:
 def peak_memory(accelerator: Accelerator) -> list[int]:
     """Bytes at most held by each process: allocated on the GPU, or resident where it trains on the CPU."""
     if accelerator.device.type == "cpu":
+        import resource  # not on Windows
+
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     else:
         peak = torch.accelerator.max_memory_allocated()

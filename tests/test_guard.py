@@ -73,6 +73,11 @@ def test_fsdp_version_1(launch: Launch, tmp_path: Path) -> None:
     assert says == "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
 
 
+def test_blocks_in_the_yaml_that_the_model_has_not(launch: Launch, tmp_path: Path) -> None:
+    says = refused(launch(fsdp_yaml(tmp_path, fsdp_transformer_layer_cls_to_wrap="Linea")))
+    assert says == "fsdp_transformer_layer_cls_to_wrap names Linea, which MnistCnn has not, did you mean Linear?"
+
+
 def test_fsdps_own_activation_checkpointing(launch: Launch, tmp_path: Path) -> None:
     says = refused(launch(fsdp_yaml(tmp_path, fsdp_activation_checkpointing=True)))
     assert says.startswith("fsdp_activation_checkpointing computes wrong gradients with dropout")
@@ -111,7 +116,7 @@ def run_with(code: str, launch: Launch, *launcher_arguments: str) -> Run:
     ("blocks", "says"),
     [
         ("[]", "FSDP wrapped nothing but the root: name the repeating blocks of MnistCnn in its _no_split_modules"),
-        ("['Conv2D']", "MnistCnn._no_split_modules names Conv2D, which it has not, did you mean Conv2d?"),
+        ("['Conv2D']", "_no_split_modules names Conv2D, which MnistCnn has not, did you mean Conv2d?"),
     ],
 )
 def test_fsdp_that_wraps_only_the_root(launch: Launch, blocks: str, says: str) -> None:
