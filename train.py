@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.config import Config, load_config
@@ -32,10 +31,9 @@ def main() -> None:
 
 @exit_codes()
 def train(config: Config) -> None:
-    import torch
     from accelerate.utils import set_seed
 
-    from src.batches import examples_seen, training_windows
+    from src.batches import examples_seen, training_windows, zeros
     from src.launch import build_accelerator, peak_memory, prepare
     from src.optim import build_optimizers, lr_at, scale_and_clip, set_lr
     from src.tracking import Tracker
@@ -43,14 +41,13 @@ def train(config: Config) -> None:
     # ------------------------------------------------------------------------------------------- build and prepare
     task, global_batch_size = config.task, config.global_batch_size
     accelerator, launch = build_accelerator()
-    world_size, device = accelerator.num_processes, accelerator.device
+    world_size = accelerator.num_processes
     with accelerator.local_main_process_first():  # the first one downloads
         train_set, eval_set = task.build_datasets()
     set_seed(config.seed)  # the same weights on all processes
     model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
-    optimizers = build_optimizers(config.optim, model, is_sharded=accelerator.is_fsdp2)
-    model, optimizers = prepare(accelerator, model, optimizers)
+    model, optimizers = prepare(accelerator, model, build_optimizers(accelerator, config.optim, model))
     set_seed(config.seed, device_specific=True)  # other dropout on each
 
     steps_per_epoch = -(-len(train_set) // global_batch_size)
@@ -64,17 +61,18 @@ def train(config: Config) -> None:
         "steps": f"{total_steps:,} = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch:,}",
     }
     with Tracker(config, launch, facts, total_steps, accelerator.is_main_process) as tracker:
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # sums over many steps stay exact
-        interval = torch.zeros(2, dtype=dtype, device=device)  # loss sum and count since the last record
+        interval = zeros(accelerator, 2)  # loss sum and count since the last record
         started = interval_started = time.perf_counter()
         training_seconds = 0.0
         model.train()
         for step, window in enumerate(training_windows(accelerator, config, train_set, total_steps), start=1):
             # ------------------------------------------------------------------------------- one optimizer step
-            totals = torch.zeros_like(interval)
+            totals = zeros(accelerator, 2)
             for i, micro_batch in enumerate(window, start=1):
-                with contextlib.nullcontext() if i == len(window) else accelerator.no_sync(model):
-                    loss, count = task.loss(model, micro_batch.data)
+                # FSDP reduces after each micro-batch: it would have to keep whole gradients to do so only at the end
+                is_reduced = i == len(window) or accelerator.is_fsdp2
+                with contextlib.nullcontext() if is_reduced else accelerator.no_sync(model):
+                    loss, count = task.loss(model, micro_batch.to(accelerator.device))
                     # DDP and FSDP average the gradients: times world_size, that is their sum over the processes
                     accelerator.backward(loss * (micro_batch.weight * world_size / global_batch_size))
                 totals[0] += loss.detach() * micro_batch.weight
@@ -93,7 +91,9 @@ def train(config: Config) -> None:
             tracker.advance()
             # ---------------------------------------------------------------------------------------------------
             if log_now:
-                loss_sum, count = interval.tolist()  # waits for the device, as nothing above does
+                loss_sum, count = (
+                    interval.tolist()
+                )  # waits for the device, as nothing above does (but for FSDP offload)
                 now = time.perf_counter()
                 seconds, interval_started = now - interval_started, now
                 training_seconds += seconds
@@ -109,12 +109,13 @@ def train(config: Config) -> None:
                 tracker.log(step, metrics)
                 interval.zero_()
             if step % eval_every == 0 or step == total_steps:
+                interval.tolist()  # training ends here, also on the device
                 paused = time.perf_counter()
                 evaluation = evaluate(accelerator, config, model, eval_set)
                 tracker.log(step, {"epoch": step / steps_per_epoch, **evaluation})
                 interval_started += time.perf_counter() - paused
 
-        accelerator.save_model(model, Path(config.output_dir) / "model")
+        accelerator.save_model(model, config.folder / "model")
         tracker.summarize(
             {
                 "step": total_steps,
@@ -136,14 +137,14 @@ def evaluate(accelerator: Accelerator, config: Config, model: nn.Module, dataset
     """Loss and metrics over each example exactly once; the metrics on the main process only."""
     import torch
 
-    from src.batches import evaluation_batches, gather_in_order
+    from src.batches import evaluation_batches, gather_in_order, zeros
 
     model.eval()
-    totals = torch.zeros(3, dtype=torch.float32, device=accelerator.device)
+    totals = zeros(accelerator, 3)
     outputs: dict[str, list[Any]] = {}
     for micro_batch in evaluation_batches(accelerator, config, dataset):
         with torch.no_grad():
-            loss, count, batch_outputs = config.task.evaluate(model, micro_batch.data)
+            loss, count, batch_outputs = config.task.evaluate(model, micro_batch.to(accelerator.device))
         totals[0] += loss * micro_batch.weight
         totals[1] += count * micro_batch.weight
         totals[2] += micro_batch.examples

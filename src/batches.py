@@ -26,9 +26,13 @@ class MicroBatch:
     """What one process passes through the model at once."""
 
     data: Any
-    """Of the task's `collate`, on the process's device."""
+    """Of the task's `collate`, on the CPU."""
     examples: int
     """How many examples it has; 0: it is a stand-in."""
+
+    def to(self, device: torch.device) -> Any:
+        """The data on the device."""
+        return send_to_device(self.data, device, non_blocking=True)
 
     @property
     def weight(self) -> float:
@@ -90,6 +94,12 @@ def evaluation_batches(accelerator: Accelerator, config: Config, dataset: Exampl
         yield micro_batch
 
 
+def zeros(accelerator: Accelerator, size: int) -> Tensor:
+    """A vector to sum losses and counts in, exactly: float64, but for MPS, which has none."""
+    dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
+    return torch.zeros(size, dtype=dtype, device=accelerator.device)
+
+
 def gather_in_order(accelerator: Accelerator, outputs: Tensor, examples: int) -> Tensor:
     """Per-example outputs of all processes in the order of the dataset, on the CPU.
 
@@ -122,5 +132,4 @@ def _load(accelerator: Accelerator, config: Config, dataset: Examples, shares: S
     )
     batches = iter(loader)
     for window in shares.windows():
-        data = [send_to_device(next(batches), accelerator.device, non_blocking=True) for _ in window]
-        yield [MicroBatch(batch, len(share)) for batch, share in zip(data, window, strict=True)]
+        yield [MicroBatch(next(batches), len(share)) for share in window]

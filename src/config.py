@@ -32,7 +32,7 @@ class Optim(Settings):
 
     name: Literal["adamw", "sgd", "adadelta", "muon"] = "adamw"
     """The optimizer. muon takes the hidden weight matrices and leaves the rest to adamw, at the same rate."""
-    lr: PositiveFloat = 2e-3
+    lr: PositiveFloat = 3e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled for adamw and muon. Biases, norms and other vectors never decay."""
@@ -74,7 +74,7 @@ class Config(Settings):
     """Name of the run; empty: the task's name."""
     output_dir: str = "runs/{run_name}"
     """Folder that the run writes into. One that holds a run already is refused."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
     """Of the initial weights, the order of the data, the augmentation and the dropout."""
     epochs: PositiveInt | None = 10
     """Passes over the training data, and what the learning rate's schedule spans."""
@@ -99,9 +99,12 @@ class Config(Settings):
 
     def model_post_init(self, _: Any) -> None:
         self.run_name = self.run_name or self.task.name
-        # `wandb agent` starts the same command again and again: each trial of a sweep gets a folder of its own
+
+    @property
+    def folder(self) -> Path:
+        """output_dir, filled in. `wandb agent` repeats one command: each trial of a sweep gets a folder of its own."""
         trial = f"-{os.environ['WANDB_RUN_ID']}" if "WANDB_SWEEP_ID" in os.environ else ""
-        self.output_dir = self.output_dir.replace("{run_name}", self.run_name + trial)
+        return Path(self.output_dir.replace("{run_name}", self.run_name + trial))
 
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
         """Optimizer steps to take, and those that the learning rate's schedule spans."""
@@ -128,9 +131,9 @@ def load_config(argv: list[str]) -> Config:
     mistakes: list[str] = []
     values, written = read_arguments([a for a in argv if a not in ("--help", "-h")], mistakes)
 
-    name = values.get("task.name", "mnist")
+    name = str(values.get("task.name", "mnist"))
     if name not in TASKS:
-        mistakes.append(f"{written['task.name']}: no such task{nearest(str(name), list(TASKS))} ({', '.join(TASKS)})")
+        mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(TASKS))} ({', '.join(TASKS)})")
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
         name = "mnist"
     task_class = TASKS[name]
@@ -146,7 +149,7 @@ def load_config(argv: list[str]) -> Config:
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
     if not bad & {"run_name", "output_dir"}:
-        mistakes.extend(_output_mistakes(Path(config.output_dir)))
+        mistakes.extend(_output_mistakes(config.folder))
     if mistakes:
         raise ValueError("\n".join(mistakes))
     return config
@@ -169,14 +172,14 @@ def _batch_mistakes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _output_mistakes(folder: Path) -> Iterator[str]:
-    held = [name for name in RUN_FILES if (folder / name).exists()]
+    held = [name for name in RUN_FILES if os.path.lexists(folder / name)]
     if held:
         yield (
             f"output_dir={folder}: holds a run already ({', '.join(held)}); "
             f"choose another --run_name or --output_dir, or move that folder away"
         )
         return
-    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
     if not parent.is_dir():
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
     elif not os.access(parent, os.W_OK | os.X_OK):

@@ -17,10 +17,10 @@ GRACE_SECONDS = 5.0
 def exit_codes() -> Iterator[None]:
     """Turns a `raise ValueError` of this project into its message and exit code 2; all else keeps its traceback.
 
-    Of several processes the first one speaks, and the others only where the mistake is theirs alone (a file that is
-    missing on their machine). One that merely lost its peers leaves the word to the one that failed.
+    Of a machine's processes the first one speaks, and the others only where the mistake is theirs alone. One that
+    merely lost its peers leaves the word to the one that failed.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     try:
         yield
     except ValueError as error:
@@ -28,7 +28,7 @@ def exit_codes() -> Iterator[None]:
         ours = PROJECT in Path(origin.filename).parents and "site-packages" not in origin.filename
         if not (ours and (origin.line or "").startswith("raise ")):
             raise
-        if rank > 0:
+        if local_rank > 0:
             time.sleep(GRACE_SECONDS)
         for line in str(error).splitlines():
             print(f"train.py: {line}" + (f" [process {rank}]" if rank else ""), file=sys.stderr, flush=True)

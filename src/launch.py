@@ -27,7 +27,7 @@ from src.settings import nearest
 
 OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
 """Environment variables that Accelerate puts above the script's arguments and the yaml, and its launcher never sets."""
-SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "FSDP_")
+SWITCHES = ("ACCELERATE_USE_", "FSDP_")
 """What only the launcher should set, from the yaml; set in the shell, they add to what the yaml says."""
 
 
@@ -82,7 +82,10 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
     mistakes = list(_mistakes(launcher, world_size, wants_fsdp))
     if not on_cpu and local_size > torch.accelerator.device_count():
         gpus = torch.accelerator.device_count()
-        mistakes.append(f"{local_size} processes on this machine, but it has {gpus} GPU(s): add --num_processes={gpus}")
+        fitting = gpus * (world_size // local_size)
+        mistakes.append(
+            f"{local_size} processes on this machine, but it has {gpus} GPU(s): add --num_processes={fitting}"
+        )
     is_stand_in = on_cpu and not wants_cpu
     precision, note = _precision(launcher, wants_precision, is_stand_in)
     if precision == "fp16" and on_cpu:
@@ -98,8 +101,8 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
     plugin = FullyShardedDataParallelPlugin() if wants_fsdp else None
     if plugin and on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    if plugin and precision == "bf16":  # Accelerate's default also reduces gradients and returns outputs in bf16
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    if plugin and precision == "bf16":  # Accelerate's default reduces gradients in bf16 too
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, fsdp_plugin=plugin)
 
     if accelerator.num_processes != world_size:
@@ -185,7 +188,7 @@ def _find_launcher() -> _Launcher | None:
     except psutil.Error:
         return None
     names = [Path(word).name for word in command]
-    for start, name in enumerate(names[:3]):
+    for start, name in enumerate(names):
         if name == "accelerate" and names[start + 1 : start + 2] == ["launch"]:
             words = command[start + 2 :]
         elif name in ("accelerate-launch", "accelerate.commands.launch"):
@@ -217,12 +220,18 @@ def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> 
                 f"{asked} processes were asked for, but {launcher.config_file} starts {world_size}: "
                 f"take a yaml for several, such as accelerate_configs/ddp.yaml"
             )
+        if launcher.config.get("distributed_type") == "FSDP" and not wants_fsdp:
+            yield f"{launcher.config_file} asks for FSDP, but the command line switched it off: take another yaml"
+        if launcher.config.get("use_cpu") and world_size > 1:
+            yield f"{launcher.config_file}: use_cpu has no effect on several processes: take it out"
         known = [action.dest for action in launch_command_parser()._actions if action.dest.startswith("fsdp_")]
         for key in launcher.config.get("fsdp_config") or {}:
             if (key if key.startswith("fsdp") else f"fsdp_{key}") not in known:
                 yield f"{launcher.config_file}: fsdp_config has no key {key}{nearest(key, known)}"
     if wants_fsdp and os.environ.get("FSDP_VERSION") != "2":
         yield "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
+    if wants_fsdp and launcher and "fsdp_sharding_strategy" in (launcher.config.get("fsdp_config") or {}):
+        yield "fsdp_sharding_strategy has no effect in FSDP2: set fsdp_reshard_after_forward to true or false instead"
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
         yield "fsdp_activation_checkpointing computes wrong gradients with dropout: take it out of the yaml"
 

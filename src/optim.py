@@ -12,21 +12,18 @@ from torch.optim import SGD, Adadelta, AdamW, Optimizer
 from src.config import Optim
 
 
-def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool) -> list[Optimizer]:
+def build_optimizers(accelerator: Accelerator, config: Optim, model: nn.Module) -> list[Optimizer]:
     """One optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer.
 
-    Args:
-        is_sharded: FSDP will shard the model, which torch's fused SGD can't step.
-
     Raises:
-        ValueError: this torch has no Muon.
+        ValueError: muon in fp16.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.name == "muon":
-        if not hasattr(torch.optim, "Muon"):  # torch < 2.9
-            raise ValueError(f"optim.name=muon: torch {torch.__version__} has no Muon; update torch, or take adamw")
+        if accelerator.mixed_precision == "fp16":  # its scaler would unscale the second optimizer's gradients twice
+            raise ValueError("optim.name=muon works in bf16 or fp32, not in fp16")
         ends = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        ends.add([m.weight for m in model.modules() if isinstance(m, nn.Linear)][-1])
+        ends.update([m.weight for m in model.modules() if isinstance(m, nn.Linear)][-1:])
         hidden = [p for p in parameters if p.ndim == 2 and p not in ends]
         rest = [p for p in parameters if p.ndim != 2 or p in ends]
         return [
@@ -44,7 +41,7 @@ def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool) -> list[
         case "adamw":
             return [AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
         case "sgd":
-            return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
+            return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not accelerator.is_fsdp2)]
         case "adadelta":
             return [Adadelta(groups, lr=config.lr)]
 

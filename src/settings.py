@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 
 class Settings(BaseModel):
     """A group of settings. The docstring under each field is what `--help` prints."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _scientific_notation(cls, value: Any) -> Any:
+    def _scientific_notation(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML and pydantic read `1e3` as text; as a whole number it is welcome in an integer field too."""
-        if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        is_text = str in (annotation, *get_args(annotation))
+        if isinstance(value, str) and not is_text and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
             return int(number) if (number := float(value)).is_integer() else number
         return value
 

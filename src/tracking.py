@@ -25,7 +25,7 @@ class Tracker:
         """Args:
         facts: what the start-up summary says besides the launch, by title.
         """
-        self.folder = Path(config.output_dir)
+        self.folder = config.folder
         self.is_main = is_main
         self.total_steps = total_steps
         self._started = time.perf_counter()
@@ -81,9 +81,9 @@ class Tracker:
             self._wandb = wandb.init(mode=mode, **arguments)
         self._wandb.define_metric("step", hidden=True)
         self._wandb.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
-        (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
         if self._wandb.disabled:
             return "disabled"
+        (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
         return f"offline ({why})" if self._wandb.offline else self._wandb.url
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -120,7 +120,7 @@ class Tracker:
             self._wandb.summary.update(summary)
         self._bar.close()
         print(f"done in {tqdm.format_interval(summary['seconds'])}: {_evaluation(summary)}")
-        print(f"  model      {self.folder / 'model' / 'model.safetensors'}")
+        print(f"  model      {self.folder / 'model'}")
         print(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml")
         if self._wandb and self._wandb.offline:
             print(f"  upload     wandb sync {shlex.quote(str(Path(self._wandb.settings.sync_dir)))}")

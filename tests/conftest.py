@@ -55,9 +55,14 @@ Launch = Callable[..., Run]
 
 
 def run_command(command: list[str], folder: Path, cwd: Path = PROJECT, **environment: str) -> Run:
-    """Runs it with one thread per process, as two cores are all that CI has, and without credentials."""
+    """Runs it with one thread per process, as two cores are all that CI has, without credentials or GPUs."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NETRC": os.devnull} | environment
+    env |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "NETRC": os.devnull,
+    } | environment
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     return Run(done.returncode, done.stdout, done.stderr, folder)
 

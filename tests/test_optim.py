@@ -1,6 +1,8 @@
 """Optimizers by name, the learning rate as a function of the step, exact scaling and clipping."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -64,7 +66,7 @@ def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     config = Optim.model_validate({"name": name, "lr": 0.5 if name == "adadelta" else 0.02, "weight_decay": 0.1})
-    optimizers = build_optimizers(config, model, is_sharded=False)
+    optimizers = build_optimizers(Accelerator(cpu=True), config, model)
     inputs = torch.randn(64, 8)
     losses = []
     for _ in range(100):
@@ -83,15 +85,15 @@ def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
 
 
 def test_muon_takes_the_hidden_matrices_only() -> None:
-    muon, rest = build_optimizers(Optim(name="muon"), MnistCnn(), is_sharded=False)
+    muon, rest = build_optimizers(Accelerator(cpu=True), Optim(name="muon"), MnistCnn())
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(128, 9216)]
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
 
 
-def test_without_muon_in_torch_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ValueError, match="optim.name=muon: torch .* has no Muon"):
-        build_optimizers(Optim(name="muon"), MnistCnn(), is_sharded=False)
+def test_muon_in_fp16_is_refused() -> None:
+    accelerator = SimpleNamespace(mixed_precision="fp16", is_fsdp2=False)
+    with pytest.raises(ValueError, match="optim.name=muon works in bf16 or fp32, not in fp16"):
+        build_optimizers(cast("Accelerator", accelerator), Optim(name="muon"), MnistCnn())
 
 
 def test_scaling_and_clipping_are_torchs() -> None:

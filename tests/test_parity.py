@@ -5,6 +5,8 @@ rounding makes of the order of a sum doubles every few steps, in plain PyTorch t
 """
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.conftest import MNIST, Launch, Run, needs_mnist
 
@@ -27,6 +29,8 @@ def norms(run: Run) -> list[float]:
 def assert_same_curve(run: Run, alone: Run, examples: int) -> None:
     assert len(run.losses) == len(alone.losses) == 50
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    weights, expected = (load_file(r.folder / "model" / "model.safetensors") for r in (run, alone))
+    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5)
     assert norms(run)[:10] == pytest.approx(norms(alone)[:10], rel=1e-5)
     assert run.summary["eval/examples"] == alone.summary["eval/examples"] == examples
     assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]

@@ -220,6 +220,18 @@ def test_wandb_online_without_a_network_falls_back_to_offline(launch: Launch) ->
     assert list(run.folder.glob("wandb/offline-run-*"))
 
 
+def test_wandb_switched_off_by_its_own_variable(launch: Launch) -> None:
+    run = launch("cpu", "--max_steps=2", wandb="auto", WANDB_MODE="disabled").succeeded()
+    assert "W&B        disabled" in run.stdout
+    assert not (run.folder / "wandb").exists()
+
+
+@pytest.mark.parametrize("yaml", ["fsdp", "fsdp_offload", "ddp"])
+def test_one_process_is_enough_for_every_yaml(launch: Launch, yaml: str) -> None:
+    run = launch(yaml, "--max_steps=2", processes=1).succeeded()
+    assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.replace("ddp", "single"), 1)
+
+
 def test_the_progress_bar_shows_in_a_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "train.py", "--task.source=digits", "--max_steps=3", "--log_every=1"]
     command += ["--wandb.mode=disabled", f"--output_dir={tmp_path}/run"]

@@ -39,9 +39,10 @@ def test_scientific_notation_is_a_number_on_the_command_line_and_in_yaml() -> No
 
 
 def test_text_stays_text_and_null_empties() -> None:
-    config = load_config(["--run_name=007", "--max_steps=null", "--wandb.tags=[a, b]"])
+    config = load_config(["--run_name=007", "--max_steps=null", "--wandb.tags=[a, b]", "--wandb.entity=7e10"])
     assert (config.run_name, config.max_steps, config.wandb.tags) == ("007", None, ["a", "b"])
-    assert config.output_dir == "runs/007"
+    assert config.wandb.entity == "7e10"
+    assert config.folder == Path("runs/007")
 
 
 def test_every_mistake_is_one_line_with_the_nearest_name_and_where_it_was_written() -> None:
@@ -145,7 +146,22 @@ def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
     config = load_config(["--optim.lr=0.003", "--task.dropout=0.5"])
-    assert (config.run_name, config.output_dir, config.optim.lr) == ("mnist", "runs/mnist-r1", 0.003)
+    assert (config.run_name, config.folder, config.optim.lr) == ("mnist", Path("runs/mnist-r1"), 0.003)
+
+
+def test_an_output_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root, who runs CI, may write anywhere
+    assert mistakes("--output_dir=a/b") == [
+        f"output_dir=a/b: no permission to write in {Path.cwd()}; choose another --output_dir"
+    ]
+
+
+def test_numbers_out_of_reach_are_refused() -> None:
+    assert mistakes("--seed=5000000000", "--optim.lr=inf", "--task.name=[a]") == [
+        "--task.name=[a]: no such task (mnist)",
+        "--seed=5000000000: must be less than 4294967296",
+        "--optim.lr=inf: must be a finite number",
+    ]
 
 
 def test_config_yaml_reproduces_the_settings() -> None:
@@ -174,7 +190,7 @@ def test_help_documents_every_setting_of_the_chosen_task_with_its_default() -> N
         check=True,
     ).stdout
     for line in (
-        "--optim.lr=0.002\n        Peak learning rate.",
+        "--optim.lr=0.003\n        Peak learning rate.",
         "--task.source=mnist   (mnist | digits)\n        mnist: 60,000 + 10,000 images",
         "--max_steps=null\n        Optimizer steps to take",
     ):

@@ -20,7 +20,8 @@ class Examples(Protocol):
 class Task(Settings, ABC):
     """Subclass it in a file of its own and import that file in `src/tasks/__init__.py`.
 
-    The fields are the task's settings (`--task.<field>`); `name` picks it. Every method is called on every process.
+    The fields are the task's settings (`--task.<field>`); `name` picks it. All methods but `metrics` are called on
+    every process. Derive from this class directly.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Task(Settings, ABC):
 
     def augmented(self, train: Any, seed: list[int]) -> Examples:
         """`train` as one epoch sees it. Randomness comes from `seed`, the run's and the epoch's, and the index alone,
-        so that it is the same on any number of processes."""
+        so that it is the same on any number of processes. All of them compute it, before the epoch starts."""
         return train
 
     def collate(self, samples: list[Any]) -> Any:
@@ -58,7 +59,9 @@ class Task(Settings, ABC):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Returns: the loss summed over what it counts (examples, tokens), in fp32, and that count.
 
-        The loop divides by the count over all processes and micro-batches: never average here.
+        The loop divides by the count over all processes and micro-batches: never average here. Take the loss of
+        `logits.float()`: FSDP hands them over in the dtype it computes in. BatchNorm would see each process's
+        examples alone, and a stand-in where one has none: better a norm that looks at one example.
         """
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
