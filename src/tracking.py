@@ -82,6 +82,7 @@ class Tracker:
         self._wandb.define_metric("step", hidden=True)
         self._wandb.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
         if self._wandb.disabled:
+            self._wandb = None
             return "disabled"
         (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
         return f"offline ({why})" if self._wandb.offline else self._wandb.url

@@ -28,8 +28,8 @@ def digits(launch: Launch) -> Run:
 
 def test_the_digits_are_learnt(digits: Run) -> None:
     assert digits.summary["eval/accuracy"] >= 0.97
-    assert digits.losses[0] > 1
-    assert digits.losses[-1] < 0.4
+    assert digits.summary["eval/loss"] < 0.3
+    assert digits.losses[0] > 2 * digits.losses[-1]
 
 
 def test_exactly_these_files_are_written(digits: Run) -> None:
@@ -133,14 +133,18 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, ya
     assert run.stderr == ""
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("muon", 0.02), ("adadelta", 1.0), ("sgd", 0.02)])
-def test_every_optimizer_learns_the_same_sharded_and_offloaded(launch: Launch, optimizer: str, lr: float) -> None:
-    arguments = (f"--optim.name={optimizer}", f"--optim.lr={lr}", "--task.dropout=0", "--max_steps=20", "--log_every=1")
+@pytest.mark.parametrize(
+    ("optimizer", "lr", "within"), [("muon", 5e-4, 1e-4), ("adadelta", 0.1, 1e-5), ("sgd", 0.005, 1e-5)]
+)
+def test_every_optimizer_takes_the_same_steps_sharded_and_offloaded(
+    launch: Launch, optimizer: str, lr: float, within: float
+) -> None:
+    """torch's Muon computes in bf16: there rounding is larger."""
+    arguments = [f"--optim.name={optimizer}", f"--optim.lr={lr}", "--optim.schedule=constant", "--optim.warmup_steps=0"]
+    arguments += ["--task.dropout=0", "--max_steps=10", "--log_every=1"]
     alone = launch("cpu", *arguments).succeeded()
-    assert alone.losses[-1] < 0.8 * alone.losses[0]
-    sharded = launch("fsdp_offload", *arguments).succeeded()
-    assert sharded.losses[:5] == pytest.approx(alone.losses[:5], rel=1e-5)
-    assert sharded.losses[-1] == pytest.approx(alone.losses[-1], rel=0.05)  # rates this high magnify rounding
+    assert alone.losses[-1] < alone.losses[0] - 0.02
+    assert launch("fsdp_offload", *arguments).succeeded().losses == pytest.approx(alone.losses, rel=within)
 
 
 @pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("fsdp", 2)])
@@ -235,7 +239,7 @@ def test_one_process_is_enough_for_every_yaml(launch: Launch, yaml: str) -> None
 def test_the_progress_bar_shows_in_a_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "train.py", "--task.source=digits", "--max_steps=3", "--log_every=1"]
     command += ["--wandb.mode=disabled", f"--output_dir={tmp_path}/run"]
-    shell = f"stty cols 140; exec {' '.join(command)}"
+    shell = f"stty cols 140 rows 40; exec {' '.join(command)}"
     in_terminal = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(['sh', '-c', {shell!r}])))"
     run = run_command([sys.executable, "-c", in_terminal], tmp_path / "run").succeeded()
     assert re.search(r"100%.* 3/3 .*loss \d.*lr .*samples/s", run.stdout)
