@@ -5,7 +5,6 @@ rounding makes of the order of a sum doubles every few steps, in plain PyTorch t
 """
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.conftest import MNIST, Launch, Run, needs_mnist
@@ -30,7 +29,9 @@ def assert_same_curve(run: Run, alone: Run, examples: int) -> None:
     assert len(run.losses) == len(alone.losses) == 50
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
     weights, expected = (load_file(r.folder / "model" / "model.safetensors") for r in (run, alone))
-    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():  # in norm: AdamW turns the rounding of a gradient near 0 into a whole step
+        assert (weight - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
     assert norms(run)[:10] == pytest.approx(norms(alone)[:10], rel=1e-5)
     assert run.summary["eval/examples"] == alone.summary["eval/examples"] == examples
     assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
