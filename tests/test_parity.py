@@ -31,7 +31,7 @@ def assert_same_curve(run: Run, alone: Run, examples: int) -> None:
     weights, expected = (load_file(r.folder / "model" / "model.safetensors") for r in (run, alone))
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():  # in norm: AdamW turns the rounding of a gradient near 0 into a whole step
-        assert (weight - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
+        assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
     assert norms(run)[:10] == pytest.approx(norms(alone)[:10], rel=1e-5)
     assert run.summary["eval/examples"] == alone.summary["eval/examples"] == examples
     assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
