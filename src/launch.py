@@ -224,7 +224,7 @@ def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> 
             yield f"{launcher.config_file} asks for FSDP, but the command line switched it off: take another yaml"
         if launcher.config.get("use_cpu") and world_size > 1:
             yield f"{launcher.config_file}: use_cpu has no effect on several processes: take it out"
-        known = [action.dest for action in launch_command_parser()._actions if action.dest.startswith("fsdp_")]
+        known = [name for name in vars(launcher.arguments) if name.startswith("fsdp_")]
         for key in launcher.config.get("fsdp_config") or {}:
             if (key if key.startswith("fsdp") else f"fsdp_{key}") not in known:
                 yield f"{launcher.config_file}: fsdp_config has no key {key}{nearest(key, known)}"

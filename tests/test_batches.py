@@ -1,11 +1,15 @@
 """Each example once, in the same order, on any number of processes."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
+from accelerate import Accelerator
 
-from src.batches import Shares
+from src.batches import Shares, gather_in_order
 
 EXAMPLES = 103
 
@@ -38,3 +42,14 @@ def test_a_process_without_examples_gets_a_stand_in() -> None:
     ranks = [Shares(order, 8, 2, rank, 4) for rank in range(4)]
     assert [list(rank) for rank in ranks] == [[[7]], [[8]], [[9]], [[7]]]
     assert [len(share) for rank in ranks for (share,) in rank.windows()] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("examples", "world_size"), [(7, 1), (7, 2), (8, 4), (5, 4), (2, 4)])
+def test_outputs_come_back_in_the_order_of_the_dataset(examples: int, world_size: int) -> None:
+    dataset = torch.arange(examples * 3).view(examples, 3)
+    sent = torch.zeros(world_size, -(-examples // world_size), 3, dtype=torch.long)
+    for rank in range(world_size):
+        share = dataset[rank::world_size]
+        sent[rank, : len(share)] = share
+    accelerator = SimpleNamespace(num_processes=world_size, gather=lambda _: sent.flatten(0, 1))
+    assert torch.equal(gather_in_order(cast("Accelerator", accelerator), dataset[::world_size], examples), dataset)
