@@ -75,7 +75,8 @@ def training_windows(
     rank, world_size = accelerator.process_index, accelerator.num_processes
     step = epoch = 0
     while step < total_steps:
-        order = np.random.default_rng([config.seed, epoch]).permutation(len(dataset))
+        random = np.random.default_rng([config.seed, epoch])
+        order = config.task.order(dataset, random, config.global_batch_size)
         shares = Shares(order, config.global_batch_size, config.micro_batch(world_size), rank, world_size)
         epoch_set = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: other randomness than the order's
         for window in islice(_load(accelerator, config, epoch_set, shares), total_steps - step):

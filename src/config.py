@@ -4,6 +4,7 @@ Nothing here imports torch: a mistake or `--help` is answered before anything he
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,12 +85,18 @@ class Config(Settings):
     """Examples per optimizer step, over all processes and accumulated micro-batches."""
     micro_batch_size: PositiveInt | None = None
     """Examples per forward pass of a process; null: global_batch_size / processes, without accumulation."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
+    compile: bool = False
+    """Compile the model, a transformer block by block. The first steps then take a minute."""
     num_workers: NonNegativeInt = 0
     """Processes that load data for each training process; 0: it loads them itself."""
     log_every: PositiveInt = 50
     """Steps between records of the training metrics."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations; null: at the end of each epoch. The last step is always followed by one."""
+    push_to_hub: str | None = None
+    """Private repository on the Hub, USER/NAME, that the exported model is uploaded to at the end; null: none."""
     task: Task
     """What is trained."""
     optim: Optim = Optim()
@@ -150,6 +157,10 @@ def load_config(argv: list[str]) -> Config:
         mistakes.append("epochs and max_steps are both null: set one of them")
     if not bad & {"run_name", "output_dir"}:
         mistakes.extend(_output_mistakes(config.folder))
+    if not any(name.startswith("task") for name in bad):
+        mistakes.extend(config.task.mistakes())
+    if config.push_to_hub:
+        mistakes.extend(_hub_mistakes(config.push_to_hub))
     if mistakes:
         raise ValueError("\n".join(mistakes))
     return config
@@ -184,3 +195,14 @@ def _output_mistakes(folder: Path) -> Iterator[str]:
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
     elif not os.access(parent, os.W_OK | os.X_OK):
         yield f"output_dir={folder}: no permission to write in {parent}; choose another --output_dir"
+
+
+def _hub_mistakes(repository: str) -> Iterator[str]:
+    from huggingface_hub import constants, get_token
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        yield f"push_to_hub={repository}: must be USER/NAME"
+    elif constants.HF_HUB_OFFLINE:
+        yield f"push_to_hub={repository}: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
+    elif get_token() is None:
+        yield f"push_to_hub={repository}: no credentials; `hf auth login` first"

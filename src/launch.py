@@ -18,7 +18,7 @@ import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradScalerKwargs
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -88,8 +88,6 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
         )
     is_stand_in = on_cpu and not wants_cpu
     precision, note = _precision(launcher, wants_precision, is_stand_in)
-    if precision == "fp16" and on_cpu:
-        mistakes.append("mixed_precision=fp16 needs a GPU: take bf16 or no")
     if mistakes:
         raise ValueError("\n".join(mistakes))
 
@@ -101,9 +99,13 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
     plugin = FullyShardedDataParallelPlugin() if wants_fsdp else None
     if plugin and on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    if plugin and precision == "bf16":  # Accelerate's default reduces gradients in bf16 too
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, fsdp_plugin=plugin)
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if plugin and precision in halves:  # Accelerate's default reduces gradients in half precision too
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(halves[precision], reduce_dtype=torch.float32)
+    no_scaler = GradScalerKwargs(enabled=False)  # src/loss_scale.py takes its place
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=[no_scaler])
+    if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, and say fp16
+        accelerator.native_amp = True
 
     if accelerator.num_processes != world_size:
         raise ValueError(

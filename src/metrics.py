@@ -10,10 +10,11 @@ from typing import Any
 import datasets
 import evaluate
 import numpy as np
+from sklearn.metrics import f1_score, matthews_corrcoef
 
 
-class Accuracy(evaluate.Metric):
-    """The share of predictions that equal their reference."""
+class _OfLabels(evaluate.Metric):
+    """Compares predicted labels with references, both int64 of shape (examples,)."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(keep_in_memory=True, **kwargs)
@@ -25,5 +26,24 @@ class Accuracy(evaluate.Metric):
             features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
         )
 
+
+class Accuracy(_OfLabels):
+    """The share of predictions that equal their reference."""
+
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
         return {"accuracy": float(np.mean(np.equal(predictions, references)))}
+
+
+class F1(_OfLabels):
+    """The harmonic mean of precision and recall: of label 1 where there are two, else the mean over the labels."""
+
+    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
+        average = "binary" if max(*predictions, *references) <= 1 else "macro"
+        return {"f1": float(f1_score(references, predictions, average=average, zero_division=0))}
+
+
+class Matthews(_OfLabels):
+    """Matthews' correlation coefficient, -1 to 1; 0 is chance, however uneven the labels."""
+
+    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
+        return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}

@@ -13,15 +13,9 @@ from src.config import Optim
 
 
 def build_optimizers(accelerator: Accelerator, config: Optim, model: nn.Module) -> list[Optimizer]:
-    """One optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer.
-
-    Raises:
-        ValueError: muon in fp16.
-    """
+    """One optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.name == "muon":
-        if accelerator.mixed_precision == "fp16":  # its scaler would unscale the second optimizer's gradients twice
-            raise ValueError("optim.name=muon works in bf16 or fp32, not in fp16")
         ends = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         ends.update([m.weight for m in model.modules() if isinstance(m, nn.Linear)][-1:])
         hidden = [p for p in parameters if p.ndim == 2 and p not in ends]
@@ -88,7 +82,6 @@ def scale_and_clip(
     Returns:
         The norm before clipping, over all processes, shape (); NaN where it wasn't computed.
     """
-    accelerator.unscale_gradients()  # fp16: what the loss was multiplied by
     gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
     scale = scale.to(gradients[0].device)  # FSDP offload keeps the gradients on the CPU
     norm = torch.tensor(math.nan)

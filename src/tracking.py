@@ -87,18 +87,24 @@ class Tracker:
         (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
         return f"offline ({why})" if self._wandb.offline else self._wandb.url
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Records metrics named train/…, eval/… or perf/…, after optimizer step `step` (counted from 1)."""
+    def log(self, step: int, metrics: dict[str, float], tables: dict[str, list[dict[str, str]]] | None = None) -> None:
+        """Records metrics named train/…, eval/… or perf/…, after optimizer step `step` (counted from 1).
+
+        Args:
+            tables: of text, by a name of the same kind; rows with the same keys.
+        """
         if not self.is_main:
             return
         record = {"step": step, **metrics}
-        self._metrics.write(json.dumps(record) + "\n")
+        tables = tables or {}
+        self._metrics.write(json.dumps(record | tables) + "\n")
         self._metrics.flush()
         if self._wandb:
-            self._wandb.log(record)
+            self._wandb.log(record | {name: _wandb_table(rows) for name, rows in tables.items()})
         if "train/loss" in metrics:
-            speed = metrics["perf/samples_per_second"]
-            says = f"loss {metrics['train/loss']:.4f}  lr {metrics['train/lr']:.2e}  {speed:,.0f} samples/s"
+            unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
+            speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
+            says = f"loss {metrics['train/loss']:.4f}  lr {metrics['train/lr']:.2e}  {speed}"
             if self._bar.disable:
                 left = (time.perf_counter() - self._started) / step * (self.total_steps - step)
                 print(f"step {step:>6}/{self.total_steps}  {says}  eta {tqdm.format_interval(left)}", flush=True)
@@ -106,6 +112,8 @@ class Tracker:
                 self._bar.set_postfix_str(says, refresh=False)
         else:
             self._say(f"step {step:>6}/{self.total_steps}  {_evaluation(metrics)}")
+            for row in (row for rows in tables.values() for row in rows):
+                self._say("  " + _one_line(" | ".join(row.values())))
 
     def advance(self) -> None:
         """Moves the progress bar by one step."""
@@ -144,6 +152,17 @@ class Tracker:
             self._metrics.close()
             if self._wandb:
                 self._wandb.finish(exit_code=1 if kind else 0)
+
+
+def _one_line(text: str, width: int = 110) -> str:
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _wandb_table(rows: list[dict[str, str]]) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
 
 def _evaluation(metrics: dict[str, Any]) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from src.settings import Settings
 
 if TYPE_CHECKING:  # settings are checked, and --help answers, before torch is imported
+    import numpy as np
+    import torch
     from torch import Tensor, nn
 
 
@@ -20,12 +24,19 @@ class Examples(Protocol):
 class Task(Settings, ABC):
     """Subclass it in a file of its own and import that file in `src/tasks/__init__.py`.
 
-    The fields are the task's settings (`--task.<field>`); `name` picks it. All methods but `metrics` are called on
-    every process. Derive from this class directly.
+    The fields are the task's settings (`--task.<field>`); `name` picks it. All methods but `metrics` and `export`
+    are called on every process. Derive from this class directly.
     """
 
     name: str
     """The task to train."""
+
+    def mistakes(self) -> Iterator[str]:
+        """What no single field can tell: settings that contradict each other, files that are not there; one line each.
+
+        Called before anything is loaded.
+        """
+        yield from ()
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -44,6 +55,15 @@ class Task(Settings, ABC):
             ValueError: in one line, what is wrong with the user's data and what to do.
         """
 
+    def describe(self, train: Any, evaluation: Any) -> dict[str, float]:
+        """Figures about the data, by name, for summary.json and the terminal."""
+        return {}
+
+    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
+        """The order of an epoch: indices into `train`, each once. Drawn from `random` alone, so that it is the same on
+        any number of processes."""
+        return random.permutation(len(train))
+
     def augmented(self, train: Any, seed: list[int]) -> Examples:
         """`train` as one epoch sees it. Randomness comes from `seed`, the run's and the epoch's, and the index alone,
         so that it is the same on any number of processes. All of them compute it, before the epoch starts."""
@@ -54,6 +74,10 @@ class Task(Settings, ABC):
         from torch.utils.data import default_collate
 
         return default_collate(samples)
+
+    def tokens(self, batch: Any) -> tuple[int, int]:
+        """For text: the tokens in a batch of `collate`, without the padding and with it. Known without the device."""
+        return 0, 0
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
@@ -74,4 +98,24 @@ class Task(Settings, ABC):
         Args:
             outputs: from `evaluate`, each example exactly once, in the dataset's order, on the CPU.
         """
+        return {}
+
+    def report(self, model: Any, device: torch.device) -> dict[str, list[dict[str, str]]]:
+        """Tables of text to record at each evaluation, by name: rows of equal keys, such as a prompt and its
+        continuation. Every process calls the model, on `device`, equally often."""
+        return {}
+
+    def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+        """Writes what others load. Called on the main process only; `model` may be sharded, `weights` are whole.
+
+        Args:
+            model: as `build_model` returned it, or FSDP left it.
+            weights: its state dict, on the CPU.
+        """
+        from huggingface_hub import save_torch_state_dict
+
+        save_torch_state_dict(weights, folder)  # model.safetensors, in several parts where it is large
+
+    def card(self) -> dict[str, Any]:
+        """Metadata for the model card: fields of huggingface_hub.ModelCardData, such as license, tags or base_model."""
         return {}

@@ -1,0 +1,80 @@
+"""Labelled texts for a classifier: the labels' names, the texts' tokens, batches of similar lengths."""
+
+import inspect
+import sys
+from typing import Any
+
+import numpy as np
+from datasets import ClassLabel, Dataset
+from datasets.fingerprint import Hasher
+from transformers import PreTrainedTokenizerFast
+
+MEGA_BATCH = 50
+"""Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
+
+
+def label_names(rows: Dataset, column: str) -> list[str]:
+    """The label of each row as text; where the dataset has numbers with names for them, the names."""
+    feature, labels = rows.features[column], rows[column][:]
+    if isinstance(feature, ClassLabel):  # a number without a name, such as -1 for unknown, stays one
+        return [feature.names[i] if 0 <= i < len(feature.names) else str(i) for i in labels]
+    return [str(label) for label in labels]
+
+
+def in_order(labels: list[str]) -> list[str]:
+    """Each label once: numbers by their size, names by the alphabet."""
+    different = set(labels)
+    if all(label.lstrip("-").isdecimal() for label in different):
+        return sorted(different, key=int)
+    return sorted(different)
+
+
+def tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerFast, sequence_length: int, what: str) -> Dataset:
+    """Tokenises all columns but `label`, with a progress bar named `what`; a second time it comes from the cache.
+
+    Returns:
+        A table with the model's inputs, `label`, `length` in tokens, and whether the text was `truncated`.
+    """
+    texts = [name for name in rows.column_names if name != "label"]
+    arguments = {"texts": texts, "tokenizer": tokenizer, "sequence_length": sequence_length}
+    source = inspect.getsource(sys.modules[__name__])  # else the cache outlives a change in this file
+    return rows.map(
+        _tokenise,
+        batched=True,
+        remove_columns=texts,
+        fn_kwargs=arguments,
+        new_fingerprint=Hasher.hash([rows._fingerprint, arguments, source]),
+        desc=f"tokenising {what}",
+    )
+
+
+def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
+    """An order in which each batch has texts of similar lengths, and the batches come at random.
+
+    Args:
+        lengths: shape (examples,).
+
+    Returns:
+        Indices, each once; shape (examples,), int64. The last batch may be smaller.
+    """
+    order = random.permutation(len(lengths))
+    size = MEGA_BATCH * batch_size
+    parts = [order[i : i + size] for i in range(0, len(order), size)]
+    order = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+    whole = len(order) // batch_size * batch_size
+    batches = random.permutation(order[:whole].reshape(-1, batch_size))
+    return np.concatenate([batches.reshape(-1), order[whole:]])
+
+
+def _tokenise(
+    batch: dict[str, list[Any]], texts: list[str], tokenizer: PreTrainedTokenizerFast, sequence_length: int
+) -> dict[str, list[Any]]:
+    columns = [batch[name] for name in texts]
+    longest = [len(ids) for ids in tokenizer(*columns, verbose=False)["input_ids"]]
+    encoded = tokenizer(*columns, truncation=True, max_length=sequence_length)
+    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer that remembers it has another fingerprint
+    return {
+        **encoded,
+        "length": [len(ids) for ids in encoded["input_ids"]],
+        "truncated": [length > sequence_length for length in longest],
+    }

@@ -1,0 +1,220 @@
+"""Where a task's rows of text come from: a dataset on the Hub or local files, split to train and to evaluate on."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PrivateAttr
+
+from src.settings import Settings
+
+if TYPE_CHECKING:  # settings are checked, and --help answers, before datasets is imported
+    from datasets import Dataset, DatasetDict
+
+LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+EVALUATION = ("validation", "valid", "val", "dev", "eval", "evaluation", "test")
+"""What an evaluation split is called; the first that there is counts."""
+
+
+class TextSource(Settings):
+    """Settings that tasks on text share, and the loading of their rows."""
+
+    dataset: str = ""
+    """A dataset on the Hub, a file (.txt, .jsonl, .json, .csv, .tsv, .parquet), or a folder of such files whose names
+    say their split: train, and validation, dev or test. A .txt file is one document."""
+    dataset_config: str | None = None
+    """Which of a Hub dataset's configurations (subsets)."""
+    column_names: list[str] = []
+    """Names of the columns of a .csv or .tsv file without a header."""
+    train_split: str = "train"
+    """Split to train on."""
+    eval_split: str | None = None
+    """Split to evaluate on; null: validation, dev or test where there is one, else a part of train_split."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of train_split that is kept for evaluation where there is no split for it."""
+    eval_from: Literal["random", "last"] = "random"
+    """Which share: rows drawn with split_seed, or the last ones. A single document is always cut, near its end."""
+    split_seed: NonNegativeInt = 0
+    """Of the draw; not the run's seed, so that runs with other seeds evaluate on the same rows."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What to do with rows whose text or label is missing or of another type: end with their numbers, or leave out."""
+    _skipped_rows: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    def source_mistakes(self) -> Iterator[str]:
+        """What is wrong with the settings, one line each, found without loading anything."""
+        path = Path(self.dataset)
+        if not self.dataset:
+            yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
+        elif path.is_dir():
+            kinds = {file.suffix for group in _files_by_split(path).values() for file in group}
+            if len(kinds) != 1:
+                found = "files of several kinds" if kinds else "no file"
+                yield f"task.dataset={path}: the folder has {found}; it must hold files of one of {', '.join(LOADERS)}"
+        elif path.is_file() and path.suffix not in LOADERS:
+            yield f"task.dataset={path}: {path.suffix or 'no suffix'} is none of {', '.join(LOADERS)}"
+        elif not path.exists() and (path.suffix in LOADERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset)):
+            yield f"task.dataset={path}: no such file or folder"
+
+    def load_rows(self) -> tuple[Dataset, Dataset | None]:
+        """The rows to train on and, where there is a split of its own for it, to evaluate on.
+
+        Raises:
+            ValueError: in one line, what cannot be loaded and what to do.
+        """
+        splits = self._load()
+        if self.train_split not in splits:
+            raise ValueError(f"task.train_split={self.train_split}: {self.dataset} has {', '.join(splits)}")
+        if self.eval_split and self.eval_split not in splits:
+            raise ValueError(f"task.eval_split={self.eval_split}: {self.dataset} has {', '.join(splits)}")
+        others = [name for name in EVALUATION if name in splits and name != self.train_split]
+        eval_split = self.eval_split or next(iter(others), None)
+        return splits[self.train_split], splits[eval_split] if eval_split else None
+
+    @property
+    def skipped_rows(self) -> dict[str, int]:
+        """How many rows `usable` left out of "train" and "eval"."""
+        return {"train": 0, "eval": 0} | self._skipped_rows
+
+    def usable(self, rows: Dataset, part: Literal["train", "eval"], columns: dict[str, Any]) -> Dataset:
+        """The rows whose `columns` hold values of these types, none of them empty: str, str | int, or list of messages.
+
+        Raises:
+            ValueError: a column is not there, there are other rows and they may not be skipped, or none is left.
+        """
+        where = "the data to train on" if part == "train" else "the data to evaluate on"
+        missing = [name for name in columns if name not in rows.column_names]
+        if missing:
+            raise ValueError(
+                f"task.dataset={self.dataset}: no column {' nor '.join(missing)} in {where}; "
+                f"its columns are {', '.join(rows.column_names)}"
+            )
+        bad = sorted({row for name, kind in columns.items() for row in _bad_rows(rows, name, kind)})
+        if bad and self.bad_rows == "refuse":
+            named = ", ".join(str(row + 1) for row in bad[:5]) + (", …" if len(bad) > 5 else "")
+            raise ValueError(
+                f"task.dataset={self.dataset}: {len(bad)} of {len(rows)} rows in {where} have no usable "
+                f"{' or '.join(columns)} (row {named}; the first is 1): mend them, or leave them out with "
+                f"--task.bad_rows=skip"
+            )
+        if len(bad) == len(rows):
+            raise ValueError(f"task.dataset={self.dataset}: no usable row in {where}")
+        if bad:
+            self._skipped_rows[part] = len(bad)
+            skipped = set(bad)
+            rows = rows.select([row for row in range(len(rows)) if row not in skipped])
+        return rows
+
+    def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
+        """`rows` in two: the larger part to train on, the smaller to evaluate on.
+
+        Raises:
+            ValueError: there are too few rows.
+        """
+        size = round(len(rows) * self.eval_fraction)
+        if not 0 < size < len(rows):
+            raise ValueError(
+                f"task.dataset={self.dataset}: {len(rows)} rows are too few to keep "
+                f"{self.eval_fraction:g} of them for evaluation (task.eval_fraction)"
+            )
+        if self.eval_from == "last":
+            cut = len(rows) - size
+            return rows.select(range(cut)), rows.select(range(cut, len(rows)))
+        parts = rows.train_test_split(size, seed=self.split_seed)
+        return parts["train"], parts["test"]
+
+    def source_card(self) -> dict[str, Any]:
+        """Metadata for the model card."""
+        return {} if Path(self.dataset).exists() else {"datasets": [self.dataset]}
+
+    def _load(self) -> DatasetDict:
+        import datasets
+        from datasets import DatasetDict, load_dataset
+
+        path = Path(self.dataset)
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
+        try:
+            if not path.exists():
+                return load_dataset(self.dataset, self.dataset_config)
+            files = _files_by_split(path)
+            for file in (file for group in files.values() for file in group):
+                if file.stat().st_size == 0:
+                    raise ValueError(f"task.dataset={file}: the file is empty")
+            first = next(iter(files.values()))[0]
+            names = {split: [str(file) for file in group] for split, group in files.items()}
+            return DatasetDict(load_dataset(LOADERS[first.suffix], data_files=names, **self._options(first)))
+        except (datasets.exceptions.DatasetsError, OSError, ConnectionError) as error:
+            raise ValueError(_reason(self.dataset, error, path.exists())) from error
+
+    def _options(self, file: Path) -> dict[str, Any]:
+        from datasets import Features, Value
+
+        if file.suffix == ".txt":
+            return {"sample_by": "document"}
+        if file.suffix not in (".csv", ".tsv"):
+            return {}
+        # Every column as text, as it stands there: "null" and "NA" are words. In a .tsv, quotes are text too.
+        is_tsv = file.suffix == ".tsv"
+        with file.open(newline="", encoding="utf-8") as lines:
+            header = next(csv.reader(lines, delimiter="\t" if is_tsv else ",", quoting=3 if is_tsv else 0), [])
+        names = self.column_names or header
+        if self.column_names and len(names) != len(header):
+            raise ValueError(f"task.column_names has {len(names)} names, but {file} has {len(header)} columns")
+        return {
+            "features": Features({name: Value("string") for name in names}),
+            "na_filter": False,
+            **({"sep": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}),
+            **({"column_names": names} if self.column_names else {}),
+        }
+
+
+def _files_by_split(path: Path) -> dict[str, list[Path]]:
+    """The files whose names say their split; where none does, all are to train on."""
+    if path.is_file():
+        return {"train": [path]}
+    files = sorted(file for file in path.iterdir() if file.suffix in LOADERS)
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", file.stem.lower())
+        if split := next((word for word in words if word in ("train", *EVALUATION)), None):
+            splits.setdefault(split, []).append(file)
+    return splits or ({"train": files} if files else {})
+
+
+def _bad_rows(rows: Dataset, column: str, kind: Any) -> Iterator[int]:
+    from datasets import Value
+
+    feature = rows.features[column]
+    if kind is not list and isinstance(feature, Value) and feature.dtype in ("string", "large_string"):
+        import pyarrow.compute as pc
+
+        values = rows.with_format("arrow")[:][column]
+        empty = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True)
+        yield from pc.indices_nonzero(empty).to_pylist()
+        return
+    for row, value in enumerate(rows[column]):
+        if isinstance(value, str):
+            is_good = kind is not list and bool(value.strip())
+        elif kind is list:
+            is_good = isinstance(value, list) and bool(value) and all(map(_is_message, value))
+        else:
+            is_good = isinstance(value, kind)
+        if not is_good:
+            yield row
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _reason(dataset: str, error: Exception, is_local: bool) -> str:
+    cause = str(error.__cause__ or error).strip().splitlines()[0]
+    if is_local:
+        return f"task.dataset={dataset}: cannot be read, {cause}"
+    return (
+        f"task.dataset={dataset}: no such file or folder here, and not to be had from the Hub ({cause}); "
+        f"offline, download it before with `hf download --repo-type dataset {dataset}` and set HF_HUB_OFFLINE=1"
+    )

@@ -1,0 +1,57 @@
+"""What a run leaves for others: the model as others load it, and a card that says how it came about."""
+
+from __future__ import annotations
+
+import sys
+
+import yaml
+from accelerate import Accelerator
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError
+from torch import nn
+
+from src.config import Config
+
+
+def export(accelerator: Accelerator, config: Config, model: nn.Module, results: dict[str, float]) -> None:
+    """Writes the folder `model`. Every process takes part: under FSDP each has a shard of the weights.
+
+    Args:
+        results: of the last evaluation, for the card.
+    """
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        folder = config.folder / "model"
+        folder.mkdir()
+        weights = {name: weight.cpu() for name, weight in weights.items()}
+        config.task.export(accelerator.unwrap_model(model), weights, folder)
+        _card(config, results).save(folder / "README.md")
+
+
+def push(config: Config) -> None:
+    """Uploads the exported folder to config.push_to_hub; exit code 1 where that fails, all else being saved."""
+    folder = config.folder / "model"
+    assert config.push_to_hub
+    try:
+        api = HfApi()
+        api.create_repo(config.push_to_hub, private=True, exist_ok=True)
+        api.upload_folder(repo_id=config.push_to_hub, folder_path=folder, commit_message=config.run_name)
+    except (HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())
+        sys.exit(
+            f"train.py: push_to_hub={config.push_to_hub}: {reason}; the run is complete, upload its model with "
+            f"`hf upload {config.push_to_hub} {folder}`"
+        )
+    print(f"  Hub        {config.push_to_hub}", flush=True)
+
+
+def _card(config: Config, results: dict[str, float]) -> ModelCard:
+    task = config.task
+    metadata = ModelCardData(**{"tags": [task.name], **task.card()}).to_yaml()
+    settings = yaml.safe_dump(config.model_dump(mode="json", exclude={"wandb", "output_dir"}), sort_keys=False)
+    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in results.items() if isinstance(value, int | float))
+    return ModelCard(
+        f"---\n{metadata}\n---\n\n# {config.run_name}\n\nTrained by `train.py` as `{task.name}`.\n\n"
+        f"## Results\n\nOn the evaluation data, at the end:\n\n| metric | value |\n|---|---|\n{rows}\n\n"
+        f"## Settings\n\nThe data are named under `task`.\n\n```yaml\n{settings}```\n"
+    )

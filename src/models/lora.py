@@ -1,0 +1,61 @@
+"""Low-rank adapters: settings, and what they do to a model and its export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, PositiveInt
+
+from src.settings import Settings
+
+if TYPE_CHECKING:  # settings are checked, and --help answers, before peft is imported
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class Lora(Settings):
+    """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small matrices are trained in place of the weights."""
+
+    r: PositiveInt | None = None
+    """Their rank; null: no adapters, all weights are trained."""
+    alpha: PositiveInt = 16
+    """What their product is multiplied by, divided by r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of their input."""
+    target_modules: list[str] = []
+    """Names of the layers that get them, such as q_proj; empty: all linear layers but the output."""
+    merge: bool = False
+    """Also export the model with the adapters added to its weights, into model/merged."""
+
+    def adapted(self, lm: PreTrainedModel) -> PeftModel:
+        """`lm` with fresh adapters, its own weights frozen.
+
+        Raises:
+            ValueError: target_modules names layers that it hasn't.
+        """
+        from peft import LoraConfig, get_peft_model
+
+        assert self.r
+        settings = LoraConfig(
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.target_modules or "all-linear",
+            task_type="CAUSAL_LM",
+        )
+        try:
+            return get_peft_model(lm, settings)
+        except ValueError as error:
+            raise ValueError(f"task.lora.target_modules: {str(error).splitlines()[0]}") from error
+
+    def save_merged(
+        self, load_model: Callable[[Any, PreTrainedConfig], PreTrainedModel], config: PreTrainedConfig, folder: Path
+    ) -> None:
+        """Adds the adapters in `folder` to the model that they were trained on, and saves it in folder/merged."""
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        adapted: Any = PeftModel.from_pretrained(load_model(AutoModelForCausalLM, config), str(folder))
+        adapted.merge_and_unload().save_pretrained(folder / "merged")

@@ -1,0 +1,145 @@
+"""Models and tokenizers of transformers, from the Hub or a local folder; what goes wrong there, said in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from src.settings import Settings
+
+if TYPE_CHECKING:  # settings are checked, and --help answers, before transformers is imported
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+
+class ModelSource(Settings):
+    """Settings that tasks on transformers share, and the loading of their model and tokenizer."""
+
+    model: str | None = None
+    """A model on the Hub or a local folder, to start from. Weights are loaded as fp32; code in it is never run."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hub."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Sets all of the model's dropout rates; null: as its config has them."""
+
+    def model_mistakes(self) -> Iterator[str]:
+        """What is wrong with the settings, one line each, found without loading anything."""
+        if not self.model:
+            return
+        path = Path(self.model)
+        if path.is_dir() and not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+            yield f"task.model={path}: the folder has no config.json, so it is no model of transformers"
+        elif not path.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
+            yield f"task.model={path}: no such folder"
+
+    def load_config(self, **fields: Any) -> PreTrainedConfig:
+        """The model's config, with `fields` set."""
+        from transformers import AutoConfig
+
+        assert self.model
+        with self._explained():
+            return AutoConfig.from_pretrained(self.model, revision=self.revision, trust_remote_code=False, **fields)
+
+    def with_dropout(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """`config` with all its dropout rates set, where the settings ask for it."""
+        from transformers import PreTrainedConfig
+
+        for name, value in vars(config).items() if self.dropout is not None else ():
+            if isinstance(value, PreTrainedConfig):
+                self.with_dropout(value)
+            elif re.search("drop(out|$)", name) and not isinstance(value, bool | str):
+                setattr(config, name, self.dropout)
+        return config
+
+    def load_model(self, auto_class: Any, config: PreTrainedConfig, may_lack: str = "$^") -> PreTrainedModel:
+        """The model with its weights.
+
+        Args:
+            may_lack: a regular expression; weights that it finds a match in are initialised where the checkpoint has
+                none, or others.
+
+        Raises:
+            ValueError: it cannot be found, is damaged, or is another kind of model.
+        """
+        import torch
+        from transformers import logging
+
+        logging.set_verbosity_error()  # what is missing is judged below
+        logging.disable_progress_bar()
+        with self._explained():
+            model, loaded = auto_class.from_pretrained(
+                self.model,
+                revision=self.revision,
+                config=config,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        absent = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+        if refused := [name for name in absent if not re.search(may_lack, name)]:
+            raise ValueError(
+                f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {len(refused)} of its weights "
+                f"are missing or of another shape ({', '.join(refused[:3])}{', …' if len(refused) > 3 else ''})"
+            )
+        return model
+
+    def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:
+        """The model's tokenizer, or that of the model `name`.
+
+        Raises:
+            ValueError: there is none, or it doesn't say where in the text its tokens are.
+        """
+        from transformers import AutoTokenizer
+
+        with self._explained():
+            tokenizer = AutoTokenizer.from_pretrained(
+                name or self.model, revision=None if name else self.revision, trust_remote_code=False
+            )
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"{name or self.model}: {type(tokenizer).__name__} does not say where in a text its tokens are; "
+                f"take a model with a tokenizer of the tokenizers library (tokenizer.json)"
+            )
+        return tokenizer  # type: ignore[return-value]  # is_fast says so
+
+    def check_length(self, sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Raises:
+        ValueError: a sequence is longer than the model can be.
+        """
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sequence_length
+        limit = min(positions, tokenizer.model_max_length)
+        if sequence_length > limit:
+            raise ValueError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
+
+    def model_card(self) -> dict[str, Any]:
+        """Metadata for the model card."""
+        is_on_hub = self.model and not Path(self.model).exists()
+        return {"library_name": "transformers", **({"base_model": self.model} if is_on_hub else {})}
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError, KeyError, HfHubHTTPError, SafetensorError) as error:
+            says = " ".join(str(error).split())
+            where = f"task.model={self.model}"
+            if "trust_remote_code" in says:
+                reason = "wants to run code of its own, which is not allowed here; take one that transformers has"
+            elif Path(self.model or "").is_dir():
+                reason = f"cannot be loaded, {says.split('. ')[0]}"
+            elif isinstance(error.__cause__ or error, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError):
+                reason = (
+                    f"no such folder here, and the Hub cannot be reached; offline, download it before with "
+                    f"`hf download {self.model}` and set HF_HUB_OFFLINE=1"
+                )
+            else:
+                reason = f"no such folder here, and not to be had from the Hub ({says.split('. ')[0]})"
+            raise ValueError(f"{where}: {reason}") from error

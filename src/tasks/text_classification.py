@@ -1,0 +1,181 @@
+"""Which label has a text, or a pair? With any encoder of transformers: `--task.name=text_classification`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import PositiveInt, PrivateAttr
+
+from src.data.text import TextSource
+from src.models.pretrained import ModelSource
+from src.tasks.base import Task
+
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+
+class TextClassification(TextSource, ModelSource, Task):
+    """Which label has it?"""
+
+    name: Literal["text_classification"] = "text_classification"
+    """The task to train."""
+    text_column: str = "text"
+    """Column of texts."""
+    text_pair_column: str | None = None
+    """Column of second texts, where it is pairs that have a label."""
+    label_column: str = "label"
+    """Column of labels, names or numbers. Those of the training data are the ones there are."""
+    sequence_length: PositiveInt = 256
+    """Tokens that the model sees at most. Longer texts are cut off."""
+    pad_token: str | None = None
+    """A token to pad with where the tokenizer has none of its own."""
+    _labels: list[str] = PrivateAttr(default_factory=list)
+
+    def mistakes(self) -> Iterator[str]:
+        yield from self.source_mistakes()
+        yield from self.model_mistakes()
+        if not self.model:
+            yield "task.model is not set: name a model on the Hub or a local folder"
+
+    # -------------------------------------------------------------------------------------------------------- data
+    def build_datasets(self) -> tuple[Dataset, Dataset]:
+        texts = [self.text_column] + ([self.text_pair_column] if self.text_pair_column else [])
+        columns: dict[str, Any] = {**dict.fromkeys(texts, str), self.label_column: str | int}
+        train, evaluation = self.load_rows()
+        train = self.usable(train, "train", columns)
+        if evaluation is None:
+            train, evaluation = self.split(train)
+        else:
+            evaluation = self.usable(evaluation, "eval", columns)
+        self._labels, train_ids, eval_ids = self._label_ids(train, evaluation)
+        _ = self._config  # sequence_length is checked before the work begins
+
+        from src.data.labelled import tokenised
+
+        tokenizer, length = self._tokenizer, self.sequence_length
+        train = tokenised(
+            train.select_columns(texts).add_column("label", train_ids), tokenizer, length, "training data"
+        )
+        evaluation = evaluation.select_columns(texts).add_column("label", eval_ids)
+        evaluation = tokenised(evaluation, tokenizer, length, "evaluation data")
+        return train, evaluation.sort("length")  # batches of similar lengths need less padding
+
+    def _label_ids(self, train: Dataset, evaluation: Dataset) -> tuple[list[str], list[int], list[int]]:
+        """The names of the labels, and the labels of both parts as positions in that list."""
+        from src.data.labelled import in_order, label_names
+
+        labels = [label_names(part, self.label_column) for part in (train, evaluation)]
+        names = in_order(labels[0])
+        where = f"task.label_column={self.label_column}"
+        if len(names) < 2:
+            raise ValueError(f"{where}: all rows to train on have the same label, {names[0]}")
+        if unseen := sorted(set(labels[1]) - set(names)):
+            raise ValueError(
+                f"{where}: {', '.join(unseen)} is in the data to evaluate on, but not in the data to train on "
+                f"({', '.join(names)})"
+            )
+        position = {name: i for i, name in enumerate(names)}
+        train_ids, eval_ids = ([position[label] for label in part] for part in labels)
+        return names, train_ids, eval_ids
+
+    def describe(self, train: Dataset, evaluation: Dataset) -> dict[str, float]:
+        return {
+            f"{name}_{key}": value
+            for name, part in (("train", train), ("eval", evaluation))
+            for key, value in {
+                "tokens": int(part.with_format("numpy")["length"][:].sum()),
+                "truncated": int(part.with_format("numpy")["truncated"][:].sum()),
+                "skipped_rows": self.skipped_rows[name],
+            }.items()
+        }
+
+    def order(self, train: Dataset, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
+        from src.data.labelled import length_grouped
+
+        return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        import torch
+
+        width = max(sample["length"] for sample in samples)
+        pads = {"input_ids": self._tokenizer.pad_token_id, "token_type_ids": 0, "attention_mask": 0}
+        inputs = {name: torch.full((len(samples), width), pads[name]) for name in samples[0] if name in pads}
+        for row, sample in enumerate(samples):
+            for name, values in inputs.items():
+                values[row, : sample["length"]] = torch.tensor(sample[name])
+        labels = torch.tensor([sample["label"] for sample in samples])
+        return {"inputs": inputs, "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
+
+    def tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
+        return batch["tokens"], batch["inputs"]["input_ids"].numel()
+
+    # ------------------------------------------------------------------------------------------------------- model
+    def build_model(self) -> nn.Module:
+        from transformers import AutoModelForSequenceClassification
+
+        config = self._config
+        config.num_labels = len(self._labels)
+        config.id2label = dict(enumerate(self._labels))
+        config.label2id = {label: i for i, label in enumerate(self._labels)}
+        config.problem_type = "single_label_classification"
+        config.pad_token_id = self._tokenizer.pad_token_id
+        model_class: Any = AutoModelForSequenceClassification._model_mapping[type(config)]
+        model = self.load_model(
+            AutoModelForSequenceClassification, config, may_lack=rf"^(?!{model_class.base_model_prefix}\.)|pooler"
+        )
+        present = {type(module).__name__ for module in model.modules()}
+        model._no_split_modules = [name for name in model._no_split_modules or [] if name in present]
+        return model
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        config = self.with_dropout(self.load_config())
+        self.check_length(self.sequence_length, config, self._tokenizer)
+        return config
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        tokenizer = self.load_tokenizer()
+        if self.pad_token and self.pad_token not in tokenizer.get_vocab():
+            raise ValueError(f"task.pad_token={self.pad_token}: the tokenizer has no such token")
+        if self.pad_token:
+            tokenizer.pad_token = self.pad_token
+        if tokenizer.pad_token_id is None:
+            hint = f"such as --task.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else "one of its tokens"
+            raise ValueError(f"task.model={self.model}: its tokenizer has no pad token; set task.pad_token, {hint}")
+        return tokenizer
+
+    # --------------------------------------------------------------------------------------------- loss and scores
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+        loss, count, _ = self.evaluate(model, batch)
+        return loss, count
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        from torch.nn.functional import cross_entropy
+
+        labels = batch["labels"]
+        logits = model(**batch["inputs"]).logits.float()
+        outputs = {"predictions": logits.argmax(1), "references": labels}
+        return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
+
+    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        from src.metrics import F1, Accuracy, Matthews
+
+        values: dict[str, float] = {}
+        for metric in (Accuracy(), F1(), Matthews()):
+            values |= metric.compute(**outputs)
+        return values
+
+    # ------------------------------------------------------------------------------------------------------ export
+    def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+        model.save_pretrained(folder, state_dict=weights)
+        self._tokenizer.save_pretrained(folder)
+
+    def card(self) -> dict[str, Any]:
+        return {"pipeline_tag": "text-classification", **self.model_card(), **self.source_card()}
