@@ -155,7 +155,7 @@ class Tracker:
 
 
 def _one_line(text: str, width: int = 110) -> str:
-    text = text.replace("\n", "\\n")
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from src.models.pretrained import fsdp_blocks
+
 CHUNK = 2**24
 """Logits that are computed at once: 64 MiB in fp32."""
 
@@ -26,8 +28,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.lm = lm
         self._has_adapter = has_adapter
-        present = {type(module).__name__ for module in lm.modules()}
-        self._no_split_modules = [name for name in self.hf._no_split_modules or [] if name in present]
+        self._no_split_modules = fsdp_blocks(self.hf)
         config = self.hf.config.get_text_config()
         self._vocabulary = self.hf.get_output_embeddings().weight.shape[0]
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2

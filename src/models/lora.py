@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,7 +47,9 @@ class Lora(Settings):
             task_type="CAUSAL_LM",
         )
         try:
-            return get_peft_model(lm, settings)
+            with warnings.catch_warnings():  # peft asks transformers by a name that is going away
+                warnings.simplefilter("ignore", FutureWarning)
+                return get_peft_model(lm, settings)
         except ValueError as error:
             raise ValueError(f"task.lora.target_modules: {str(error).splitlines()[0]}") from error
 

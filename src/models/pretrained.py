@@ -143,3 +143,13 @@ class ModelSource(Settings):
             else:
                 reason = f"no such folder here, and not to be had from the Hub ({says.split('. ')[0]})"
             raise ValueError(f"{where}: {reason}") from error
+
+
+def fsdp_blocks(model: Any) -> list[str]:
+    """The class names in `_no_split_modules` of a PreTrainedModel that FSDP can wrap: those it has, but for one around
+    the input embeddings, which Accelerate wraps by themselves afterwards.
+    """
+    embeddings = model.get_input_embeddings()
+    around = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
+    present = {type(module).__name__ for module in model.modules()}
+    return [name for name in model._no_split_modules or [] if name in present - around]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import PositiveInt, PrivateAttr
 
 from src.data.text import TextSource
-from src.models.pretrained import ModelSource
+from src.models.pretrained import ModelSource, fsdp_blocks
 from src.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class TextClassification(TextSource, ModelSource, Task):
         self._labels, train_ids, eval_ids = self._label_ids(train, evaluation)
         _ = self._config  # sequence_length is checked before the work begins
 
+        import numpy as np
+
         from src.data.labelled import tokenised
 
         tokenizer, length = self._tokenizer, self.sequence_length
@@ -64,7 +66,8 @@ class TextClassification(TextSource, ModelSource, Task):
         )
         evaluation = evaluation.select_columns(texts).add_column("label", eval_ids)
         evaluation = tokenised(evaluation, tokenizer, length, "evaluation data")
-        return train, evaluation.sort("length")  # batches of similar lengths need less padding
+        by_length = np.argsort(evaluation.with_format("numpy")["length"][:], kind="stable")
+        return train, evaluation.select(by_length)  # batches of similar lengths need less padding
 
     def _label_ids(self, train: Dataset, evaluation: Dataset) -> tuple[list[str], list[int], list[int]]:
         """The names of the labels, and the labels of both parts as positions in that list."""
@@ -126,11 +129,9 @@ class TextClassification(TextSource, ModelSource, Task):
         config.problem_type = "single_label_classification"
         config.pad_token_id = self._tokenizer.pad_token_id
         model_class: Any = AutoModelForSequenceClassification._model_mapping[type(config)]
-        model = self.load_model(
-            AutoModelForSequenceClassification, config, may_lack=rf"^(?!{model_class.base_model_prefix}\.)|pooler"
-        )
-        present = {type(module).__name__ for module in model.modules()}
-        model._no_split_modules = [name for name in model._no_split_modules or [] if name in present]
+        head = rf"^(?!{model_class.base_model_prefix}\.)|pooler"  # is new where the checkpoint has none
+        model: Any = self.load_model(AutoModelForSequenceClassification, config, may_lack=head)
+        model._no_split_modules = fsdp_blocks(model)
         return model
 
     @cached_property
