@@ -51,10 +51,10 @@ def train(config: Config) -> None:
     model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if config.activation_checkpointing:
-        checkpoint_activations(model)
     if config.compile:
         compile_blocks(model)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
     model, optimizers = prepare(accelerator, model, build_optimizers(accelerator, config.optim, model))
     set_seed(config.seed, device_specific=True)  # other dropout on each
 

@@ -38,7 +38,7 @@ def compile_blocks(model: nn.Module) -> None:
     _require_compiler()
     blocks = [block for block in repeating_blocks(model) if any(block.children())]
     for module in blocks or [model]:
-        module.compile()
+        module.forward = torch.compile(module.forward)  # not the module: FSDP's hooks stay outside
 
 
 def _require_compiler() -> None:
