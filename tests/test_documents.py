@@ -1,0 +1,198 @@
+"""From rows to sequences: what is learnt of text, prompts and chats, and that packing drops and mixes nothing."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from src.data.byte_tokenizer import byte_tokenizer
+from src.data.documents import Format, pieces
+from src.data.packing import packed, unpacked
+from src.tasks.causal_lm import CausalLM
+
+END = 256
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+def learnt(tokenizer: PreTrainedTokenizerFast, table: Dataset) -> str:
+    """What has to be predicted, all pieces in a row."""
+    labels = np.concatenate(table["labels"])
+    return str(tokenizer.decode(labels[labels != -100]))
+
+
+def table_of(
+    tokenizer: PreTrainedTokenizerFast, form: Format, length: int = 64, learn_all: bool = False, **columns: list
+) -> Dataset:
+    return pieces(Dataset.from_dict(columns), form, tokenizer, length, learn_all, "test")
+
+
+def test_all_of_a_text_is_learnt_and_its_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = table_of(tokenizer, Format(text="text"), text=["héllo €"])
+    assert learnt(tokenizer, table) == "héllo €<|endoftext|>"
+    assert table[0]["input_ids"][0] == END
+    assert table[0]["input_ids"][1:] == table[0]["labels"][:-1]
+    assert table[0]["bytes"] == len("héllo €".encode())
+
+
+def test_long_text_makes_several_pieces_and_nothing_is_lost(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(100)) + "ü"
+    table = table_of(tokenizer, Format(text="text"), length=10, text=[text])
+    assert learnt(tokenizer, table) == text + "<|endoftext|>"
+    assert max(table["length"]) == 10
+    assert sum(table["bytes"]) == len(text.encode())
+    assert not any(table["truncated"])
+
+
+def test_only_completions_are_learnt_unless_all_is_asked_for(tokenizer: PreTrainedTokenizerFast) -> None:
+    form, rows = Format(prompt="q", completion="a"), {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
+    table = table_of(tokenizer, form, **rows)
+    assert learnt(tokenizer, table) == "4<|endoftext|>ö!<|endoftext|>"
+    assert table["bytes"] == [1, 3]
+    assert learnt(tokenizer, table_of(tokenizer, form, learn_all=True, **rows)) == (
+        "2+2=4<|endoftext|>äö!<|endoftext|>"
+    )
+
+
+def test_long_prompts_are_cut_off_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = table_of(tokenizer, Format(prompt="q", completion="a"), length=8, q=["12345", "1"], a=["abcdef", "b"])
+    assert table["truncated"] == [True, False]
+    assert learnt(tokenizer, table) == "abcb<|endoftext|>"
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yo"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Ciao"},
+]
+
+
+def test_only_the_assistants_turns_are_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = table_of(tokenizer, Format(messages="messages"), length=128, messages=[CHAT])
+    assert learnt(tokenizer, table) == "Yo<|endoftext|>Ciao<|endoftext|>"
+    assert table[0]["bytes"] == len("YoCiao") + 2 * len("<|endoftext|>")  # written by the template, so it is text
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="writes earlier turns otherwise"):
+        table_of(tokenizer, Format(messages="messages"), messages=[CHAT])
+
+
+def test_packing_keeps_each_piece_whole_and_fills_the_sequences(tokenizer: PreTrainedTokenizerFast) -> None:
+    random = np.random.default_rng(0)
+    texts = ["x" * int(n) for n in random.integers(1, 40, 300)]
+    table = table_of(tokenizer, Format(text="text"), text=texts)
+    together, apart = packed(table, 64), unpacked(table)
+    assert sorted(together.rows.tolist()) == list(range(300)) == apart.rows.tolist()
+    sizes = [
+        sum(len(piece["input_ids"]) for piece in sequence)
+        for sequence in together.__getitems__([*range(len(together))])
+    ]
+    assert max(sizes) <= 64
+    assert sum(sizes) == sum(table["length"])
+    assert len(together) <= 1.05 * -(-sum(sizes) // 64)
+    assert together.describe(64)["padding"] == pytest.approx(1 - sum(sizes) / (64 * len(together)))
+
+
+def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
+    task = CausalLM(dataset="x", architecture={"model_type": "llama"}, sequence_length=8)
+    piece = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32), "bytes": 2}
+    batch = task.collate([[piece, piece], [piece]])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]  # padding goes on
+    assert batch["index"].tolist() == [0, 2, 3, 5, 8, 10]
+    assert batch["targets"].tolist() == [6, 8] * 3
+    assert batch["bytes"].tolist() == [4, 2]
+    assert task.tokens(batch) == (9, 16)
+
+
+def rows_file(folder: Path) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)))
+    return file
+
+
+def test_tokenising_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    settings = {"dataset": str(rows_file(tmp_path)), "architecture": {"model_type": "llama"}, "sequence_length": 32}
+    first = CausalLM(**settings).build_datasets()[0]
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr("src.data.documents._tokenise", fail)
+    again = CausalLM(**settings).build_datasets()[0]
+    assert again.describe(32) == first.describe(32)
+    with pytest.raises(AssertionError, match="tokenised again"):
+        CausalLM(**settings | {"learn_all": True}).build_datasets()
+
+
+def test_a_share_is_kept_for_evaluation_the_same_in_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    task = CausalLM(dataset=str(rows_file(tmp_path)), eval_fraction=0.25)
+    rows, _ = task.load_rows()
+    train, evaluation = task.split(rows)
+    assert (len(train), len(evaluation)) == (15, 5)
+    assert sorted([*train["text"], *evaluation["text"]]) == sorted(rows["text"])
+    assert task.split(rows)[1]["text"] == evaluation["text"]
+    assert task.model_copy(update={"split_seed": 1}).split(rows)[1]["text"] != evaluation["text"]
+    last = task.model_copy(update={"eval_from": "last"}).split(rows)[1]
+    assert last["text"] == [f"row {i}" for i in range(15, 20)]
+
+
+def test_a_single_text_is_cut_near_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    file = tmp_path / "book.txt"
+    file.write_text("0123456789" * 10)
+    task = CausalLM(dataset=str(file), architecture={"model_type": "llama"}, sequence_length=32)
+    train, evaluation = task.build_datasets()
+    assert (len(train.pieces), len(evaluation.pieces)) == (3, 1)
+    assert evaluation.describe(32)["tokens"] == 11  # and the end
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", 'text,n\n"a, b",1\nnull,2\n'),
+        ("rows.tsv", 'text\tn\na, b\t1\nnull\t2\n'),
+        ("rows.json", '[{"text": "a, b", "n": 1}, {"text": "null", "n": 2}]'),
+        ("rows.jsonl", '{"text": "a, b", "n": 1}\n{"text": "null", "n": 2}\n'),
+    ],
+)  # fmt: skip
+def test_each_kind_of_file_is_read_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / name).write_text(content)
+    rows, evaluation = CausalLM(dataset=str(tmp_path / name)).load_rows()
+    assert rows["text"][:] == ["a, b", "null"]
+    assert evaluation is None
+
+
+def test_parquet_and_folders_with_splits_in_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in ("my-train-0", "my-train-1", "my_dev", "my.test"):
+        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "data" / f"{name}.parquet")
+    train, evaluation = CausalLM(dataset=str(tmp_path / "data")).load_rows()
+    assert train["text"][:] == ["my-train-0", "my-train-1"]
+    assert evaluation is not None
+    assert evaluation["text"][:] == ["my_dev"]
+    _, test = CausalLM(dataset=str(tmp_path / "data"), eval_split="test").load_rows()
+    assert test is not None
+    assert test["text"][:] == ["my.test"]
+
+
+def test_columns_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows.tsv").write_text("it's \"fine\t1\nNA\t0\n")
+    rows, _ = CausalLM(dataset=str(tmp_path / "rows.tsv"), column_names=["words", "label"]).load_rows()
+    assert rows[:] == {"words": ["it's \"fine", "NA"], "label": ["1", "0"]}

@@ -1,0 +1,178 @@
+"""Any decoder of transformers as the loop calls it: packed documents apart, the loss exact and lean on memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from src.blocks import checkpoint_activations, compile_blocks
+from src.models import language_model
+from src.models.language_model import LanguageModel
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+DECODERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0},
+    "llama": SMALL,
+    "qwen3": SMALL | {"tie_word_embeddings": True},
+    "gemma": SMALL,
+    "gemma2": SMALL | {"sliding_window": 4},
+    "gemma3_text": SMALL | {"sliding_window": 4},
+    "granite": SMALL | {"logits_scaling": 3.0},
+}
+
+
+def build(kind: str, dropout: float = 0.0, **fields: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **DECODERS.get(kind, {}) | fields)
+    if kind == "gpt2":
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
+    return LanguageModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def batch(model: LanguageModel, length: int = 24, documents: int = 3) -> dict[str, Tensor]:
+    """A row of several documents, of which every third token has no target."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 64, (1, length), generator=generator)
+    index = torch.tensor([i for i in range(length) if i % 3])
+    targets = torch.randint(1, 64, index.shape, generator=generator)
+    positions = torch.arange(length // documents).repeat(documents)[None]
+    return {"input_ids": tokens, "position_ids": positions, "index": index, "targets": targets}
+
+
+def gradients(model: LanguageModel, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(2)  # the same dropout
+    loss = model(**inputs)
+    return loss.detach(), list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_packed_documents_do_not_see_each_other_and_nothing_is_lost(kind: str) -> None:
+    model = build(kind)
+    assert model.keeps_documents_apart
+    inputs = batch(model)
+    together = model(**inputs)
+    apart = 0.0
+    for start in range(0, 24, 8):
+        inside = (inputs["index"] >= start) & (inputs["index"] < start + 8)
+        apart += model(
+            inputs["input_ids"][:, start : start + 8],
+            inputs["position_ids"][:, start : start + 8],
+            inputs["index"][inside] - start,
+            inputs["targets"][inside],
+        ).item()
+    assert together.item() == pytest.approx(apart, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["opt", "bloom"])
+def test_a_model_that_mixes_packed_documents_is_found_out(kind: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    assert not build(
+        kind, **sizes, **({"ffn_dim": 64, "word_embed_proj_dim": 32} if kind == "opt" else {})
+    ).keeps_documents_apart
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("chunk", [64 * 5, 2**24])  # five tokens at once; all
+def test_the_loss_and_its_gradients_are_those_of_the_models_own_logits(
+    monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int
+) -> None:
+    model = build(kind)
+    inputs = batch(model)
+    logits = model.hf(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    expected = F.cross_entropy(logits[0][inputs["index"]], inputs["targets"], reduction="sum")
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    monkeypatch.setattr(language_model, "CHUNK", chunk)
+    loss, found = gradients(model, inputs)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    for gradient, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
+    nats, correct = model(**inputs, per_sequence=True)
+    torch.testing.assert_close(nats[0], expected, rtol=1e-5, atol=0)
+    assert correct[0] == (logits[0][inputs["index"]].argmax(1) == inputs["targets"]).sum()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned, in elements."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            self.size = max(self.size, value.numel() if isinstance(value, Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_the_logits_are_never_there_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, precision: torch.dtype | None, kind: str
+) -> None:
+    model = build(kind, vocab_size=4096)
+    monkeypatch.setattr(language_model, "CHUNK", 4096 * 20)  # logits of 20 of the 100 tokens
+    tokens, places = torch.randint(1, 4096, (1, 100)), torch.arange(100)
+    inputs = {"input_ids": tokens, "position_ids": places[None], "index": places, "targets": tokens[0]}
+    with LargestTensor() as largest, torch.autocast("cpu", precision, enabled=precision is not None):
+        loss = model(**inputs)
+        loss.backward()
+    assert loss.dtype == torch.float32
+    assert largest.size <= 4096 * 32  # the embeddings
+
+
+def test_torchs_linear_cross_entropy_sums_in_half_precision() -> None:
+    """src/models/language_model.py: why it is used in fp32 only."""
+    torch.manual_seed(0)
+    states, weight = torch.randn(1024, 64).bfloat16(), torch.randn(2048, 64).bfloat16()
+    targets = torch.randint(0, 2048, (1024,))
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=128)
+    loss = F.linear_cross_entropy(states, weight, targets, reduction="sum", options=options)
+    assert loss.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("default")  # the compiler sets its own aside, unless they are errors
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputing_activations_draws_the_same_dropout(compiled: bool) -> None:
+    model, other = build("gpt2", dropout=0.2), build("gpt2", dropout=0.2)
+    if compiled:
+        compile_blocks(model)
+        compile_blocks(other)
+    checkpoint_activations(other)
+    loss, wanted = gradients(model, batch(model))
+    recomputed, found = gradients(other, batch(other))
+    assert recomputed == loss
+    for gradient, expected in zip(found, wanted, strict=True):
+        assert torch.equal(gradient, expected)
+
+
+def test_activations_inside_of_the_blocks_are_not_kept() -> None:
+    def kept(checkpointed: bool) -> int:
+        model = build("llama")
+        if checkpointed:
+            checkpoint_activations(model)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            model(**batch(model))
+        return sum(sizes)
+
+    assert kept(checkpointed=True) < kept(checkpointed=False) / 2
+
+
+@pytest.mark.filterwarnings("default")
+def test_one_compilation_serves_all_blocks() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = build("llama", num_hidden_layers=3)
+    compile_blocks(model)
+    loss, _ = gradients(model, batch(model))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert loss.item() == pytest.approx(
+        gradients(build("llama", num_hidden_layers=3), batch(model))[0].item(), rel=1e-5
+    )
