@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -52,7 +53,8 @@ def test_long_text_makes_several_pieces_and_nothing_is_lost(tokenizer: PreTraine
 
 
 def test_only_completions_are_learnt_unless_all_is_asked_for(tokenizer: PreTrainedTokenizerFast) -> None:
-    form, rows = Format(prompt="q", completion="a"), {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
+    form = Format(prompt="q", completion="a")
+    rows: dict[str, Any] = {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
     table = table_of(tokenizer, form, **rows)
     assert learnt(tokenizer, table) == "4<|endoftext|>ö!<|endoftext|>"
     assert table["bytes"] == [1, 3]

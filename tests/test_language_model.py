@@ -157,8 +157,13 @@ def test_activations_inside_of_the_blocks_are_not_kept() -> None:
         model = build("llama")
         if checkpointed:
             checkpoint_activations(model)
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        sizes: list[int] = []
+
+        def count(tensor: Tensor) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             model(**batch(model))
         return sum(sizes)
 

@@ -1,0 +1,77 @@
+"""Tiny models, written as a user would have them in a folder, and tiny data with ragged lengths."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from src.data.byte_tokenizer import byte_tokenizer
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+WORDS = ["the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with"]
+
+
+def llama(folder: Path) -> Path:
+    """A causal language model with fresh weights, and the byte tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        **LLAMA,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def bert(folder: Path) -> Path:
+    """An encoder without dropout, and the byte tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def questions(file: Path, rows: int = 120) -> Path:
+    """Prompts of 1 to 8 words with completions of 1 to 12."""
+    draw = random.Random(0)
+
+    def words(most: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
+
+    lines = [{"prompt": f"Q: {words(8)}\nA:", "completion": f" {words(12)}"} for _ in range(rows)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def reviews(folder: Path, train: int = 110, evaluation: int = 37) -> Path:
+    """Texts of 1 to 20 words, labelled by whether the first word comes before the last; train.tsv and dev.tsv."""
+    draw = random.Random(0)
+    folder.mkdir()
+    for name, count in (("train", train), ("dev", evaluation)):
+        texts = [draw.choices(WORDS, k=draw.randint(1, 20)) for _ in range(count)]
+        rows = [f"{' '.join(text)}\t{'rising' if text[0] < text[-1] else 'falling'}\n" for text in texts]
+        (folder / f"{name}.tsv").write_text("text\tlabel\n" + "".join(rows))
+    return folder
