@@ -88,8 +88,8 @@ def train(config: Config) -> None:
                     # DDP and FSDP average the gradients: times world_size, that is their sum over the processes
                     factor = micro_batch.weight * world_size / global_batch_size * loss_scale.value
                     accelerator.backward(loss * factor)
-                for i, amount in enumerate((loss.detach(), count, *task.tokens(micro_batch.data))):
-                    totals[i] += amount * micro_batch.weight
+                for k, amount in enumerate((loss.detach(), count, *task.tokens(micro_batch.data))):
+                    totals[k] += amount * micro_batch.weight
             totals = accelerator.reduce(totals, "sum")
             interval += totals
             log_now = step % config.log_every == 0 or step == total_steps

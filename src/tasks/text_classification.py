@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import Field, PositiveInt, PrivateAttr
 
 from src.data.text import TextSource
 from src.models.pretrained import ModelSource, fsdp_blocks
@@ -33,6 +33,8 @@ class TextClassification(TextSource, ModelSource, Task):
     """Column of labels, names or numbers. Those of the training data are the ones there are."""
     sequence_length: PositiveInt = 256
     """Tokens that the model sees at most. Longer texts are cut off."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the training target that all labels have in common; the evaluation's loss is without."""
     pad_token: str | None = None
     """A token to pad with where the tokenizer has none of its own."""
     _labels: list[str] = PrivateAttr(default_factory=list)
@@ -154,14 +156,15 @@ class TextClassification(TextSource, ModelSource, Task):
 
     # --------------------------------------------------------------------------------------------- loss and scores
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
-        loss, count, _ = self.evaluate(model, batch)
-        return loss, count
+        from torch.nn.functional import cross_entropy
+
+        logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
+        return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing), len(labels)
 
     def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
         from torch.nn.functional import cross_entropy
 
-        labels = batch["labels"]
-        logits = model(**batch["inputs"]).logits.float()
+        logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels}
         return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
 
