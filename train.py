@@ -39,7 +39,7 @@ def train(config: Config) -> None:
     from src.launch import build_accelerator, peak_memory, prepare
     from src.loss_scale import LossScale
     from src.optim import build_optimizers, lr_at, scale_and_clip, set_lr
-    from src.tracking import Tracker
+    from src.tracking import Tracker, figures
 
     # ------------------------------------------------------------------------------------------- build and prepare
     task, global_batch_size = config.task, config.global_batch_size
@@ -61,11 +61,11 @@ def train(config: Config) -> None:
     steps_per_epoch = -(-len(train_set) // global_batch_size)
     total_steps, schedule_steps = config.steps(steps_per_epoch)
     eval_every = config.eval_every or steps_per_epoch
-    data = task.describe(train_set, eval_set)
+    data = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
     facts = {
         "model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
         "data": f"{len(train_set):,} examples to train on, {len(eval_set):,} to evaluate on",
-        **{f"  {name}": f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" for name, value in data.items()},
+        **{part: figures(values) for part, values in data.items() if values},
         "batch": f"{global_batch_size} = {config.micro_batch(world_size)} per micro-batch x {world_size} processes"
         f" x {config.accumulation(world_size)} accumulated",
         "steps": f"{total_steps:,} = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch:,}",

@@ -137,7 +137,7 @@ def run_ours(folder: Path, processes: int, precision: str) -> Run:
 def run_theirs(folder: Path, processes: int, precision: str) -> Run:
     launcher = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     side = ["-m", "benchmarks.transformer_speed", "--side=trainer", f"--folder={folder}", f"--precision={precision}"]
     execute([*launcher, *side], folder, processes)
     return Run(**json.loads((folder / "trainer.json").read_text()))

@@ -154,6 +154,14 @@ class Tracker:
                 self._wandb.finish(exit_code=1 if kind else 0)
 
 
+def figures(values: dict[str, float]) -> str:
+    """Counts and, as floats, shares, by name, in one line."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
+        for name, value in values.items()
+    )
+
+
 def _one_line(text: str, width: int = 110) -> str:
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= width else text[: width - 1] + "…"

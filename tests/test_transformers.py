@@ -96,9 +96,9 @@ def test_packed_or_not_the_loss_of_the_same_documents_is_the_same(launch: Launch
     assert packed.losses == pytest.approx(apart.losses, rel=1e-5)
     for name in ("eval/loss", *LM_METRICS):
         assert packed.summary[name] == pytest.approx(apart.summary[name], rel=1e-5)
-    assert packed.summary["data"]["train_sequences"] < apart.summary["data"]["train_sequences"] / 2
-    assert packed.summary["data"]["train_tokens"] == apart.summary["data"]["train_tokens"]
-    assert packed.summary["data"]["train_padding"] < 0.05 < apart.summary["data"]["train_padding"]
+    assert packed.summary["data"]["train"]["sequences"] < apart.summary["data"]["train"]["sequences"] / 2
+    assert packed.summary["data"]["train"]["tokens"] == apart.summary["data"]["train"]["tokens"]
+    assert packed.summary["data"]["train"]["padding"] < 0.05 < apart.summary["data"]["train"]["padding"]
 
 
 def evaluated(model: PreTrainedModel, questions: Path) -> float:

@@ -26,7 +26,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(single=f"{END} $A", special_tokens=[end]),
+            processors.TemplateProcessing(single=f"{END} $A", pair=f"{END} $A {END} $B", special_tokens=[end]),
         ]
     )
     return PreTrainedTokenizerFast(

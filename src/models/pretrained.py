@@ -13,6 +13,7 @@ from pydantic import Field
 from src.settings import Settings
 
 if TYPE_CHECKING:  # settings are checked, and --help answers, before transformers is imported
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
@@ -143,6 +144,15 @@ class ModelSource(Settings):
             else:
                 reason = f"no such folder here, and not to be had from the Hub ({says.split('. ')[0]})"
             raise ValueError(f"{where}: {reason}") from error
+
+
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tensor], folder: Path) -> None:
+    """Writes what `from_pretrained` reads: config, weights, tokenizer and, of a PeftModel, its adapters alone."""
+    from transformers import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
 
 
 def fsdp_blocks(model: Any) -> list[str]:

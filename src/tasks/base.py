@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from src.settings import Settings
 
@@ -55,8 +55,8 @@ class Task(Settings, ABC):
             ValueError: in one line, what is wrong with the user's data and what to do.
         """
 
-    def describe(self, train: Any, evaluation: Any) -> dict[str, float]:
-        """Figures about the data, by name, for summary.json and the terminal."""
+    def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
+        """Figures about a dataset, by name, for summary.json and the terminal: counts, and shares as floats."""
         return {}
 
     def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:

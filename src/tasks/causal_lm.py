@@ -13,7 +13,7 @@ from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr, field_validator
 
 from src.data.text import TextSource
 from src.models.lora import Lora
-from src.models.pretrained import ModelSource
+from src.models.pretrained import ModelSource, save
 from src.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -191,12 +191,8 @@ class CausalLM(TextSource, ModelSource, Task):
             raise ValueError(f"task.dataset={self.dataset}: the {what} has nothing to predict")
         return packed(table, self.sequence_length) if self.packing else unpacked(table)
 
-    def describe(self, train: Sequences, evaluation: Sequences) -> dict[str, float]:
-        return {
-            f"{name}_{key}": value
-            for name, part in (("train", train), ("eval", evaluation))
-            for key, value in (part.describe(self.sequence_length) | {"skipped_rows": self.skipped_rows[name]}).items()
-        }
+    def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
+        return dataset.describe(self.sequence_length) | {"skipped_rows": self.skipped_rows[part]}
 
     def collate(self, samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
         import torch
@@ -283,8 +279,7 @@ class CausalLM(TextSource, ModelSource, Task):
     # ------------------------------------------------------------------------------------------------------- export
     def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
-        model.lm.save_pretrained(folder, state_dict=weights)
-        self._tokenizer.save_pretrained(folder)
+        save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
             self.lora.save_merged(self.load_model, self._config, folder)
             self._tokenizer.save_pretrained(folder / "merged")

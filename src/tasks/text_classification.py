@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, PositiveInt, PrivateAttr
 
 from src.data.text import TextSource
-from src.models.pretrained import ModelSource, fsdp_blocks
+from src.models.pretrained import ModelSource, fsdp_blocks, save
 from src.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -89,15 +89,12 @@ class TextClassification(TextSource, ModelSource, Task):
         train_ids, eval_ids = ([position[label] for label in part] for part in labels)
         return names, train_ids, eval_ids
 
-    def describe(self, train: Dataset, evaluation: Dataset) -> dict[str, float]:
+    def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
+        columns = dataset.select_columns(["length", "truncated"]).with_format("numpy")[:]
         return {
-            f"{name}_{key}": value
-            for name, part in (("train", train), ("eval", evaluation))
-            for key, value in {
-                "tokens": int(part.with_format("numpy")["length"][:].sum()),
-                "truncated": int(part.with_format("numpy")["truncated"][:].sum()),
-                "skipped_rows": self.skipped_rows[name],
-            }.items()
+            "tokens": int(columns["length"].sum()),
+            "truncated": int(columns["truncated"].sum()),
+            "skipped_rows": self.skipped_rows[part],
         }
 
     def order(self, train: Dataset, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
@@ -178,8 +175,7 @@ class TextClassification(TextSource, ModelSource, Task):
 
     # ------------------------------------------------------------------------------------------------------ export
     def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
-        model.save_pretrained(folder, state_dict=weights)
-        self._tokenizer.save_pretrained(folder)
+        save(model, self._tokenizer, weights, folder)
 
     def card(self) -> dict[str, Any]:
         return {"pipeline_tag": "text-classification", **self.model_card(), **self.source_card()}

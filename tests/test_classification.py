@@ -1,0 +1,111 @@
+"""From labelled rows to batches: labels by name or number, pairs, batches of similar lengths."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+
+from src.data.labelled import in_order, label_names, length_grouped
+from src.metrics import F1, Matthews
+from src.tasks.text_classification import TextClassification
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.bert(tmp_path_factory.mktemp("models") / "bert")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def task(bert: Path, folder: Path, **settings: Any) -> TextClassification:
+    return TextClassification(model=str(bert), dataset=str(folder), **settings)
+
+
+def write(folder: Path, train: str, dev: str) -> Path:
+    folder.mkdir()
+    (folder / "train.csv").write_text(train)
+    (folder / "dev.csv").write_text(dev)
+    return folder
+
+
+def test_labels_are_found_and_kept_with_the_model(bert: Path, tmp_path: Path) -> None:
+    classifier = task(bert, write(tmp_path / "data", "text,label\na,no\nbb,yes\nc,maybe\n", "text,label\nd,yes\n"))
+    train, evaluation = classifier.build_datasets()
+    model: Any = classifier.build_model()
+    assert model.config.id2label == {0: "maybe", 1: "no", 2: "yes"}
+    assert model.config.label2id["yes"] == 2 == evaluation[0]["label"]
+    assert train["label"][:] == [1, 2, 0]
+    assert model.classifier.out_features == 3
+
+
+def test_numbers_are_in_the_order_of_their_size() -> None:
+    assert in_order(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
+    assert in_order(["10", "9", "x"]) == ["10", "9", "x"]
+
+
+def test_numbers_that_the_dataset_has_names_for_get_them() -> None:
+    features = Features({"label": ClassLabel(names=["neg", "pos"]), "text": Value("string")})
+    rows = Dataset.from_dict({"label": [1, 0, -1], "text": ["a", "b", "c"]}, features=features)
+    assert label_names(rows, "label") == ["pos", "neg", "-1"]
+
+
+def test_pairs_are_read_together(bert: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", "a,b,same\nhi,ho,0\nab,ab,1\n", "a,b,same\nx,y,0\n")
+    classifier = task(bert, folder, text_column="a", text_pair_column="b", label_column="same")
+    train, _ = classifier.build_datasets()
+    assert train["length"][:] == [6, 6]  # both texts, each after the byte tokenizer's <|endoftext|>
+    batch = classifier.collate([train[0], train[1]])
+    logits = classifier.build_model()(**batch["inputs"]).logits
+    assert logits.shape == (2, 2)
+
+
+def test_long_texts_are_cut_off_and_counted(bert: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", f"text,label\n{'a' * 50},0\nb,1\n", "text,label\nc,0\n")
+    classifier = task(bert, folder, sequence_length=10)
+    train, evaluation = classifier.build_datasets()
+    assert train["length"][:] == [10, 2]
+    assert classifier.describe("train", train) == {"tokens": 12, "truncated": 1, "skipped_rows": 0}
+    assert classifier.describe("eval", evaluation)["truncated"] == 0
+
+
+def test_padding_is_masked(bert: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", "text,label\nabc,0\na,1\n", "text,label\nc,0\n")
+    classifier = task(bert, folder)
+    train, _ = classifier.build_datasets()
+    model: Any = classifier.build_model().eval()
+    together = model(**classifier.collate([train[0], train[1]])["inputs"]).logits[1]
+    alone = model(**classifier.collate([train[1]])["inputs"]).logits[0]
+    assert together.tolist() == pytest.approx(alone.tolist(), abs=1e-6)
+
+
+def test_batches_have_similar_lengths_and_come_at_random() -> None:
+    lengths = np.random.default_rng(0).integers(1, 200, 1003)
+
+    def epoch(seed: int) -> np.ndarray:
+        return length_grouped(lengths, np.random.default_rng(seed), 8)
+
+    order = epoch(0)
+    assert sorted(order) == list(range(1003))
+    assert (order == epoch(0)).all()
+    assert (order != epoch(1)).any()
+    batches = [lengths[order[i : i + 8]] for i in range(0, 1000, 8)]
+    padding = 1 - sum(batch.sum() for batch in batches) / sum(8 * batch.max() for batch in batches)
+    assert padding < 0.05  # 0.4 in a random order
+    longest = [int(batch.max()) for batch in batches]
+    assert longest != sorted(longest)
+    assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.3
+
+
+def test_f1_and_matthews_are_the_textbooks() -> None:
+    labels = {"predictions": [1, 1, 0, 0, 1], "references": [1, 0, 0, 1, 1]}  # 2 right, 1 too many, 1 missed
+    assert F1().compute(**labels) == {"f1": pytest.approx(2 / 3)}
+    assert Matthews().compute(**labels) == {"matthews_correlation": pytest.approx((2 * 1 - 1 * 1) / 6)}
+    several = {"predictions": [0, 1, 2, 2], "references": [0, 1, 2, 1]}
+    assert F1().compute(**several) == {"f1": pytest.approx((1 + 2 / 3 + 2 / 3) / 3)}
