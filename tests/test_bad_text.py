@@ -299,8 +299,8 @@ def test_rows_that_lack_the_column_are_counted_too(refused: Refused) -> None:
     assert "9 of 18 rows in the data to train on have no usable text (row 1, 3, 5, 7, 9, …; the first is 1)" in says
 
 
-def test_empty_cells_and_short_lines_of_a_csv(refused: Refused) -> None:
-    data = write("a.csv", "label,text\nx,one\nx,\nx\n" + "x,two\n" * 9)
+def test_empty_cells_and_short_lines_of_a_csv_but_not_what_pandas_takes_for_missing(refused: Refused) -> None:
+    data = write("a.csv", "label,text\nx,one\nx,\nx\n" + "x,null\nx,NA\nx,2\n" * 3)
     (says,) = refused(*LM, *LLAMA, data)
     assert "2 of 12 rows in the data to train on have no usable text (row 2, 3; the first is 1)" in says
 
@@ -386,9 +386,15 @@ def test_a_sequence_length_beyond_the_models(refused: Refused, models: Path, tas
     assert refused(*arguments) == ["task.sequence_length=257: the model sees at most 256 tokens"]
 
 
-@pytest.mark.parametrize(("kind", "field"), [("llama", "max_position_embeddings"), ("gpt2", "n_positions")])
-def test_a_sequence_length_beyond_the_architectures(refused: Refused, kind: str, field: str) -> None:
-    architecture = f"--task.architecture.model_type={kind}", f"--task.architecture.{field}=8"
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        [*LLAMA, "--task.architecture.max_position_embeddings=8"],
+        [f"--task.architecture.{field}" for field in ("model_type=gpt2", "n_embd=32", "n_head=2", "n_positions=8")],
+    ],
+    ids=["llama", "gpt2"],
+)
+def test_a_sequence_length_beyond_the_architectures(refused: Refused, architecture: list[str]) -> None:
     assert refused(*LM, *architecture, write("a.jsonl", ROWS)) == [
         "task.sequence_length=16: the model sees at most 8 tokens"
     ]

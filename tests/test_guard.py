@@ -114,11 +114,6 @@ def test_a_variable_that_overrides_the_settings(launch: Launch, yaml: str, name:
     assert says == f"{name}={value} is set in the environment and would override the settings: unset it"
 
 
-def test_fp16_without_a_gpu(launch: Launch) -> None:
-    says = refused(launch("cpu", launcher_arguments=("--mixed_precision=fp16",)))
-    assert says == "mixed_precision=fp16 needs a GPU: take bf16 or no"
-
-
 def run_with(code: str, launch: Launch, *launcher_arguments: str) -> Run:
     """Runs train.py after `code`, as a user's change to it."""
     folder = launch("cpu", "--seed=-1").folder

@@ -1,8 +1,6 @@
 """Optimizers by name, the learning rate as a function of the step, exact scaling and clipping."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
 from src.config import Optim
+from src.loss_scale import LossScale
 from src.models.mnist_cnn import MnistCnn
 from src.optim import build_optimizers, lr_at, scale_and_clip, set_lr
 
@@ -90,10 +89,26 @@ def test_muon_takes_the_hidden_matrices_only() -> None:
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
 
 
-def test_muon_in_fp16_is_refused() -> None:
-    accelerator = SimpleNamespace(mixed_precision="fp16", is_fsdp2=False)
-    with pytest.raises(ValueError, match="optim.name=muon works in bf16 or fp32, not in fp16"):
-        build_optimizers(cast("Accelerator", accelerator), Optim(name="muon"), MnistCnn())
+def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps() -> None:
+    scale, good, bad = LossScale(enabled=True), torch.tensor(3.0), torch.tensor(torch.inf)
+    assert [scale.accepts(norm) for norm in (good, bad, torch.tensor(torch.nan), good)] == [True, False, False, True]
+    assert (scale.value, scale.skipped) == (2.0**14, 2)
+    assert all(scale.accepts(good) for _ in range(1998))
+    assert scale.value == 2.0**14
+    assert scale.accepts(good)
+    assert scale.value == 2.0**15
+
+
+def test_a_model_that_always_overflows_ends_the_run() -> None:
+    scale = LossScale(enabled=True)
+    with pytest.raises(FloatingPointError, match="use bf16"):
+        [scale.accepts(torch.tensor(torch.nan)) for _ in range(50)]
+
+
+def test_without_fp16_nothing_is_scaled_or_refused() -> None:
+    scale = LossScale(enabled=False)
+    assert scale.accepts(torch.tensor(torch.nan))
+    assert scale.value == 1
 
 
 def test_scaling_and_clipping_are_torchs() -> None:

@@ -36,7 +36,7 @@ def test_exactly_these_files_are_written(digits: Run) -> None:
     assert {path.name for path in digits.folder.iterdir()} == {
         "config.yaml", "metrics.jsonl", "summary.json", "model", "wandb",
     }  # fmt: skip
-    assert [path.name for path in (digits.folder / "model").iterdir()] == ["model.safetensors"]
+    assert {path.name for path in (digits.folder / "model").iterdir()} == {"README.md", "model.safetensors"}
 
 
 def test_the_summary_says_what_ran_and_what_came_out(digits: Run) -> None:

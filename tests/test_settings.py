@@ -69,7 +69,7 @@ def test_every_mistake_is_one_line_with_the_nearest_name_and_where_it_was_writte
 
 def test_an_unknown_task_is_named_with_those_there_are() -> None:
     assert mistakes("--task.name=mnits", "--task.source=digits") == [
-        "--task.name=mnits: no such task, did you mean mnist? (mnist)"
+        "--task.name=mnits: no such task, did you mean mnist? (causal_lm, mnist, text_classification)"
     ]
 
 
@@ -158,7 +158,7 @@ def test_an_output_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch
 
 def test_numbers_out_of_reach_are_refused() -> None:
     assert mistakes("--seed=5000000000", "--optim.lr=inf", "--task.name=[a]") == [
-        "--task.name=[a]: no such task (mnist)",
+        "--task.name=[a]: no such task (causal_lm, mnist, text_classification)",
         "--seed=5000000000: must be less than 4294967296",
         "--optim.lr=inf: must be a finite number",
     ]
@@ -176,6 +176,8 @@ def test_no_config_is_configs_mnist_yaml() -> None:
 
 @pytest.mark.parametrize("file", sorted((PROJECT / "configs").glob("*.yaml")), ids=lambda file: file.name)
 def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command(file: Path) -> None:
+    Path("data/tinyshakespeare").mkdir(parents=True)
+    Path("data/tinyshakespeare/input.txt").write_text("which the header says how to get")
     assert isinstance(load_config([f"--config={file}"]), Config)
     header = file.read_text().split("\n\n")[0]
     assert header.startswith("# ")

@@ -32,7 +32,9 @@ class ModelSource(Settings):
         if not self.model:
             return
         path = Path(self.model)
-        if path.is_dir() and not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            yield f"task.model={path}: has adapters only; take the merged model (task.lora.merge=true exports it)"
+        elif path.is_dir() and not (path / "config.json").is_file():
             yield f"task.model={path}: the folder has no config.json, so it is no model of transformers"
         elif not path.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
             yield f"task.model={path}: no such folder"
