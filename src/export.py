@@ -7,7 +7,6 @@ import sys
 import yaml
 from accelerate import Accelerator
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 
 from src.config import Config
@@ -36,7 +35,7 @@ def push(config: Config) -> None:
         api = HfApi()
         api.create_repo(config.push_to_hub, private=True, exist_ok=True)
         api.upload_folder(repo_id=config.push_to_hub, folder_path=folder, commit_message=config.run_name)
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # of the Hub, of its client, of the network: the run is saved, whatever it is
         reason = " ".join(str(error).split())
         sys.exit(
             f"train.py: push_to_hub={config.push_to_hub}: {reason}; the run is complete, upload its model with "

@@ -76,6 +76,9 @@ def validate(
         elif not any(name == setting or name.startswith(f"{setting}.") for setting in known):
             mistakes.append(f"{written[name]}: unknown setting{nearest(name, list(known))}")
         else:
+            is_text = name in known and known[name].annotation in (str, str | None)
+            if is_text and isinstance(values[name], list) and written[name].startswith("--"):
+                good[name] = written[name].partition("=")[2]  # [PAD]
             continue
         bad.add(name)
         del good[name]

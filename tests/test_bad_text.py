@@ -249,7 +249,7 @@ def test_columns_of_several_kinds_or_half_a_pair(refused: Refused) -> None:
     [
         ("[text]", "task.column_names has 1 names, but a.csv has 2 columns"),
         ("[text, label, more]", "task.column_names has 3 names, but a.csv has 2 columns"),
-        ("[text, text]", "task.dataset=a.csv: cannot be read, Duplicate names are not allowed."),
+        ("[text, text]", "task.dataset=a.csv: the column text is there twice"),
     ],
 )
 def test_column_names_that_do_not_fit_the_file(refused: Refused, names: str, reason: str) -> None:

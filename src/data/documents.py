@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 PIECES = Features(
@@ -22,11 +21,12 @@ PIECES = Features(
         "input_ids": List(Value("int32")),
         "labels": List(Value("int32")),
         "length": Value("int32"),
+        "targets": Value("int32"),
         "bytes": Value("int32"),
         "truncated": Value("bool"),
     }
 )
-"""Columns of a table of pieces; `bytes` is how many bytes of UTF-8 the labels stand for."""
+"""Columns of a table of pieces: `targets` is how many labels are to be learnt, `bytes` what they are in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) 
     def written(count: int, begins_answer: bool = False) -> str:
         try:
             text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=begins_answer)
-        except TemplateError as error:
-            raise ValueError(f"the tokenizer's chat template refuses a chat: {error}") from error
+        except Exception as error:  # it is a program
+            raise ValueError(f"the tokenizer's chat template refuses a chat: {' '.join(str(error).split())}") from error
         assert isinstance(text, str)
         return text
 
@@ -187,6 +187,7 @@ class _Document:
                 "input_ids": self.ids[start:end],
                 "labels": labels[start + 1 : end + 1],
                 "length": end - start,
+                "targets": int(learnt.sum()),
                 "bytes": int((np.diff(self.byte_ends[start : end + 1]) * learnt).sum()),
                 "truncated": end < size and not split,
             }

@@ -1,6 +1,7 @@
 """Labelled texts for a classifier: the labels' names, the texts' tokens, batches of similar lengths."""
 
 import inspect
+import re
 import sys
 from typing import Any
 
@@ -24,7 +25,7 @@ def label_names(rows: Dataset, column: str) -> list[str]:
 def in_order(labels: list[str]) -> list[str]:
     """Each label once: numbers by their size, names by the alphabet."""
     different = set(labels)
-    if all(label.lstrip("-").isdecimal() for label in different):
+    if all(re.fullmatch("-?[0-9]+", label) for label in different):
         return sorted(different, key=int)
     return sorted(different)
 

@@ -41,6 +41,7 @@ class Sequences:
         return {
             "sequences": len(self),
             "tokens": tokens,
+            "targets": columns["targets"].to_numpy().sum(dtype=np.int64).item(),
             "padding": 1 - tokens / (len(self) * sequence_length),
             "truncated": int(columns["truncated"].to_numpy().sum()),
         }

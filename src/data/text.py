@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,10 @@ class TextSource(Settings):
                 f"task.dataset={self.dataset}: no column {' nor '.join(missing)} in {where}; "
                 f"its columns are {', '.join(rows.column_names)}"
             )
-        bad = sorted({row for name, kind in columns.items() for row in _bad_rows(rows, name, kind)})
+        try:
+            bad = sorted({row for name, kind in columns.items() for row in _bad_rows(rows, name, kind)})
+        except UnicodeError as error:
+            raise ValueError(f"task.dataset={self.dataset}: cannot be read, {error}") from error
         if bad and self.bad_rows == "refuse":
             named = ", ".join(str(row + 1) for row in bad[:5]) + (", …" if len(bad) > 5 else "")
             raise ValueError(
@@ -134,41 +138,71 @@ class TextSource(Settings):
         import datasets
         from datasets import DatasetDict, load_dataset
 
-        path = Path(self.dataset)
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
+        path = Path(self.dataset)
+        if not path.exists():
+            return self._from_hub()
+        files = _files_by_split(path)
+        for file in (file for group in files.values() for file in group):
+            if file.stat().st_size == 0:
+                raise ValueError(f"task.dataset={file}: the file is empty")
+        first = next(iter(files.values()))[0]
+        options = self._options(first)
+        names = {split: [glob.escape(str(file)) for file in group] for split, group in files.items()}
         try:
-            if not path.exists():
+            return DatasetDict(load_dataset(LOADERS[first.suffix], data_files=names, **options))
+        except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
+            says = "no row in it" if "corresponds to no data" in str(error) else f"cannot be read, {_cause(error)}"
+            raise ValueError(f"task.dataset={path}: {says}") from error
+
+    def _from_hub(self) -> DatasetDict:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetNotFoundError
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            try:
                 return load_dataset(self.dataset, self.dataset_config)
-            files = _files_by_split(path)
-            for file in (file for group in files.values() for file in group):
-                if file.stat().st_size == 0:
-                    raise ValueError(f"task.dataset={file}: the file is empty")
-            first = next(iter(files.values()))[0]
-            names = {split: [str(file) for file in group] for split, group in files.items()}
-            return DatasetDict(load_dataset(LOADERS[first.suffix], data_files=names, **self._options(first)))
-        except (datasets.exceptions.DatasetsError, OSError, ConnectionError) as error:
-            raise ValueError(_reason(self.dataset, error, path.exists())) from error
+            except ConnectionError:
+                if not constants.HF_HUB_OFFLINE:
+                    raise
+                folder = snapshot_download(self.dataset, repo_type="dataset", local_files_only=True)
+                return load_dataset(folder, self.dataset_config)
+        except (ConnectionError, DatasetNotFoundError, LocalEntryNotFoundError) as error:
+            raise ValueError(
+                f"task.dataset={self.dataset}: no such file or folder here, and not to be had from the Hub "
+                f"({_cause(error)}); offline, download it before with `hf download --repo-type dataset {self.dataset}` "
+                f"and set HF_HUB_OFFLINE=1"
+            ) from error
+        except Exception as error:  # of many kinds, as above
+            is_config = "BuilderConfig" in str(error)
+            where = f"task.dataset_config={self.dataset_config}" if is_config else f"task.dataset={self.dataset}"
+            raise ValueError(f"{where}: cannot be read, {_cause(error)}") from error
 
     def _options(self, file: Path) -> dict[str, Any]:
         from datasets import Features, Value
 
         if file.suffix == ".txt":
-            return {"sample_by": "document"}
+            return {"sample_by": "document", "encoding": "utf-8-sig"}
         if file.suffix not in (".csv", ".tsv"):
             return {}
         # Every column as text, as it stands there: "null" and "NA" are words. In a .tsv, quotes are text too.
-        is_tsv = file.suffix == ".tsv"
-        with file.open(newline="", encoding="utf-8") as lines:
-            header = next(csv.reader(lines, delimiter="\t" if is_tsv else ",", quoting=3 if is_tsv else 0), [])
-        names = self.column_names or header
-        if self.column_names and len(names) != len(header):
+        dialect: dict[str, Any] = {"sep": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {"sep": ","}
+        try:
+            with file.open(newline="", encoding="utf-8-sig") as lines:
+                header = next(csv.reader(lines, delimiter=dialect["sep"], quoting=dialect.get("quoting", 0)), [])
+        except UnicodeDecodeError as error:
+            raise ValueError(f"task.dataset={file}: cannot be read, it is not UTF-8") from error
+        names = self.column_names or [name or f"Unnamed: {i}" for i, name in enumerate(header)]  # as pandas calls it
+        if len(names) != len(header):
             raise ValueError(f"task.column_names has {len(names)} names, but {file} has {len(header)} columns")
-        return {
-            "features": Features({name: Value("string") for name in names}),
-            "na_filter": False,
-            **({"sep": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}),
-            **({"column_names": names} if self.column_names else {}),
-        }
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"task.dataset={file}: the column {twice[0]} is there twice")
+        if self.column_names:
+            dialect["column_names"] = names
+        text = Features({name: Value("string") for name in names})
+        return dialect | {"features": text, "na_filter": False, "encoding": "utf-8-sig"}
 
 
 def _files_by_split(path: Path) -> dict[str, list[Path]]:
@@ -189,10 +223,14 @@ def _bad_rows(rows: Dataset, column: str, kind: Any) -> Iterator[int]:
 
     feature = rows.features[column]
     if kind is not list and isinstance(feature, Value) and feature.dtype in ("string", "large_string"):
+        import pyarrow
         import pyarrow.compute as pc
 
         values = rows.with_format("arrow")[:][column]
-        empty = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True)
+        try:
+            empty = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True)
+        except pyarrow.ArrowInvalid as error:  # the JSON reader lets other encodings pass
+            raise UnicodeError(f"column {column} is not UTF-8 ({error})") from error
         yield from pc.indices_nonzero(empty).to_pylist()
         return
     for row, value in enumerate(rows[column]):
@@ -210,11 +248,5 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _reason(dataset: str, error: Exception, is_local: bool) -> str:
-    cause = str(error.__cause__ or error).strip().splitlines()[0]
-    if is_local:
-        return f"task.dataset={dataset}: cannot be read, {cause}"
-    return (
-        f"task.dataset={dataset}: no such file or folder here, and not to be had from the Hub ({cause}); "
-        f"offline, download it before with `hf download --repo-type dataset {dataset}` and set HF_HUB_OFFLINE=1"
-    )
+def _cause(error: Exception) -> str:
+    return " ".join(str(error.__cause__ or error).split())[:200]

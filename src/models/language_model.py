@@ -32,8 +32,9 @@ class LanguageModel(nn.Module):
         config = self.hf.config.get_text_config()
         self._vocabulary = self.hf.get_output_embeddings().weight.shape[0]
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-        self._scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)  # Cohere, Granite
-        self.keeps_documents_apart, self._has_known_head = self._probe()
+        scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+        self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
+        self.is_causal, self.keeps_documents_apart, self._has_known_head = self._probe()
 
     @property
     def hf(self) -> Any:
@@ -113,19 +114,21 @@ class LanguageModel(nn.Module):
         return states.split(size), targets.split(size)
 
     @torch.no_grad()
-    def _probe(self) -> tuple[bool, bool]:
-        """Tries the model on two documents of four tokens: does the second not see the first, and are the logits what
-        `_logits` makes of the states?"""
+    def _probe(self) -> tuple[bool, bool, bool]:
+        """Tries the model on two documents of four tokens: does no token see the next one, does the second document not
+        see the first, and are the logits what `_logits` makes of the states?"""
         was_training = self.training
         self.eval()
         tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]]) % self._vocabulary
         positions = torch.arange(4).repeat(2)[None]
         self._has_known_head = False
         both, second = self._states(tokens, positions)[:, 4:], self._states(tokens[:, 4:], positions[:, 4:])
+        beginning = self._states(tokens[:, 4:7], positions[:, 4:7])
         self._has_known_head = True
         known = self._logits(self._states(tokens[:, 4:], positions[:, 4:]))
         self.train(was_training)
-        return _equal(both, second), known.shape == second.shape and _equal(known, second)
+        has_known_head = known.shape == second.shape and _equal(known, second)
+        return _equal(second[:, :3], beginning), _equal(both, second), has_known_head
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

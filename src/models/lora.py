@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +30,11 @@ class Lora(Settings):
     merge: bool = False
     """Also export the model with the adapters added to its weights, into model/merged."""
 
+    def mistakes(self) -> Iterator[str]:
+        """Settings without effect."""
+        if not self.r and (self.merge or self.target_modules or self.dropout):
+            yield "task.lora.r is not set, without which the other settings of task.lora do nothing"
+
     def adapted(self, lm: PreTrainedModel) -> PeftModel:
         """`lm` with fresh adapters, its own weights frozen.
 
@@ -39,6 +44,10 @@ class Lora(Settings):
         from peft import LoraConfig, get_peft_model
 
         assert self.r
+        layers = [name for name, _ in lm.named_modules()]
+        absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
+        if absent:
+            raise ValueError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
         settings = LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
@@ -51,7 +60,7 @@ class Lora(Settings):
                 warnings.simplefilter("ignore", FutureWarning)
                 return get_peft_model(lm, settings)
         except ValueError as error:
-            raise ValueError(f"task.lora.target_modules: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"task.lora.target_modules: {' '.join(str(error).split())}") from error
 
     def save_merged(
         self, load_model: Callable[[Any, PreTrainedConfig], PreTrainedModel], config: PreTrainedConfig, folder: Path

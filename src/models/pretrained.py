@@ -44,7 +44,7 @@ class ModelSource(Settings):
         from transformers import AutoConfig
 
         assert self.model
-        with self._explained():
+        with self._explained("model", self.model):
             return AutoConfig.from_pretrained(self.model, revision=self.revision, trust_remote_code=False, **fields)
 
     def with_dropout(self, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -73,7 +73,7 @@ class ModelSource(Settings):
 
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
-        with self._explained():
+        with self._explained("model", self.model):
             model, loaded = auto_class.from_pretrained(
                 self.model,
                 revision=self.revision,
@@ -99,7 +99,7 @@ class ModelSource(Settings):
         """
         from transformers import AutoTokenizer
 
-        with self._explained():
+        with self._explained("tokenizer" if name else "model", name or self.model):
             tokenizer = AutoTokenizer.from_pretrained(
                 name or self.model, revision=None if name else self.revision, trust_remote_code=False
             )
@@ -108,16 +108,24 @@ class ModelSource(Settings):
                 f"{name or self.model}: {type(tokenizer).__name__} does not say where in a text its tokens are; "
                 f"take a model with a tokenizer of the tokenizers library (tokenizer.json)"
             )
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
+            raise ValueError(f"task.{'tokenizer' if name else 'model'}={name or self.model}: it has no tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
-    def check_length(self, sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    def check_fit(self, sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
         """Raises:
-        ValueError: a sequence is longer than the model can be.
+        ValueError: a sequence is longer than the model can be, or there are tokens that it doesn't know.
         """
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sequence_length
-        limit = min(positions, tokenizer.model_max_length)
+        config = config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None) or 0
+        limit = min(positions, tokenizer.model_max_length) if positions > 0 else tokenizer.model_max_length
         if sequence_length > limit:
             raise ValueError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
+        if len(tokenizer) > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens, but the model knows {config.vocab_size} "
+                f"(task.tokenizer, task.architecture.vocab_size)"
+            )
 
     def model_card(self) -> dict[str, Any]:
         """Metadata for the model card."""
@@ -125,27 +133,25 @@ class ModelSource(Settings):
         return {"library_name": "transformers", **({"base_model": self.model} if is_on_hub else {})}
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-        from safetensors import SafetensorError
+    def _explained(self, setting: str, name: str | None) -> Iterator[None]:
+        from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
         try:
             yield
-        except (OSError, ValueError, RuntimeError, KeyError, HfHubHTTPError, SafetensorError) as error:
-            says = " ".join(str(error).split())
-            where = f"task.model={self.model}"
-            if "trust_remote_code" in says:
+        except Exception as error:  # transformers, safetensors, torch and the Hub's client raise many kinds
+            says = " ".join(str(error).split()).split(". ")[0][:300]
+            if "trust_remote_code" in str(error):
                 reason = "wants to run code of its own, which is not allowed here; take one that transformers has"
-            elif Path(self.model or "").is_dir():
-                reason = f"cannot be loaded, {says.split('. ')[0]}"
+            elif Path(name or "").is_dir():
+                reason = f"cannot be loaded, {says or type(error).__name__}"
             elif isinstance(error.__cause__ or error, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError):
                 reason = (
                     f"no such folder here, and the Hub cannot be reached; offline, download it before with "
-                    f"`hf download {self.model}` and set HF_HUB_OFFLINE=1"
+                    f"`hf download {name}` and set HF_HUB_OFFLINE=1"
                 )
             else:
-                reason = f"no such folder here, and not to be had from the Hub ({says.split('. ')[0]})"
-            raise ValueError(f"{where}: {reason}") from error
+                reason = f"no such folder here, and not to be had from the Hub ({says})"
+            raise ValueError(f"task.{setting}={name}: {reason}") from error
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tensor], folder: Path) -> None:

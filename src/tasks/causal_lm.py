@@ -80,6 +80,7 @@ class CausalLM(TextSource, ModelSource, Task):
             yield "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
         elif self.architecture and not isinstance(self.architecture.get("model_type"), str):
             yield "task.architecture.model_type is not set: name an architecture of transformers, such as llama"
+        yield from self.lora.mistakes()
         if self.lora.r and not self.model:
             yield "task.lora adapts a model that there is: set task.model, not task.architecture"
         if (self.prompt_column is None) != (self.completion_column is None):
@@ -88,6 +89,11 @@ class CausalLM(TextSource, ModelSource, Task):
             yield "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one"
         if self.chat_template and not Path(self.chat_template).is_file():
             yield f"task.chat_template={self.chat_template}: no such file"
+        elif self.chat_template:
+            try:
+                Path(self.chat_template).read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                yield f"task.chat_template={self.chat_template}: is not UTF-8"
 
     # ------------------------------------------------------------------------------------------------------- model
     def build_model(self) -> LanguageModel:
@@ -103,6 +109,8 @@ class CausalLM(TextSource, ModelSource, Task):
         if self.lora.r:
             lm = self.lora.adapted(lm)
         model = LanguageModel(lm, has_adapter=bool(self.lora.r))
+        if not model.is_causal:
+            raise ValueError(f"{self._config.model_type} sees the tokens that it has to predict: it is no decoder")
         if self.packing and not model.keeps_documents_apart:
             raise ValueError(
                 f"{self._config.model_type} lets packed documents see each other: set --task.packing=false"
@@ -117,12 +125,7 @@ class CausalLM(TextSource, ModelSource, Task):
             config = self.with_dropout(self.load_config())
         else:
             config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
-        self.check_length(self.sequence_length, config, self._tokenizer)
-        if len(self._tokenizer) > config.get_text_config().vocab_size:
-            raise ValueError(
-                f"the tokenizer has {len(self._tokenizer)} tokens, but the model knows "
-                f"{config.get_text_config().vocab_size} (task.tokenizer, task.architecture.vocab_size)"
-            )
+        self.check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
     @cached_property
@@ -187,7 +190,7 @@ class CausalLM(TextSource, ModelSource, Task):
         from src.data.packing import packed, unpacked
 
         table = pieces(rows, form, self._tokenizer, self.sequence_length, self.learn_all, what)
-        if len(table) == 0:
+        if not sum(table["targets"]):
             raise ValueError(f"task.dataset={self.dataset}: the {what} has nothing to predict")
         return packed(table, self.sequence_length) if self.packing else unpacked(table)
 

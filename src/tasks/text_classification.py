@@ -44,6 +44,8 @@ class TextClassification(TextSource, ModelSource, Task):
         yield from self.model_mistakes()
         if not self.model:
             yield "task.model is not set: name a model on the Hub or a local folder"
+        if self.text_pair_column == self.text_column:
+            yield f"task.text_pair_column={self.text_pair_column}: is task.text_column already"
 
     # -------------------------------------------------------------------------------------------------------- data
     def build_datasets(self) -> tuple[Dataset, Dataset]:
@@ -136,7 +138,7 @@ class TextClassification(TextSource, ModelSource, Task):
     @cached_property
     def _config(self) -> PreTrainedConfig:
         config = self.with_dropout(self.load_config())
-        self.check_length(self.sequence_length, config, self._tokenizer)
+        self.check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
     @cached_property
