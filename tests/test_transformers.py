@@ -226,9 +226,28 @@ def test_a_classifier_has_the_same_curve(
     assert run.summary["eval/examples"] == 37
 
 
-def test_an_exported_classifier_knows_its_labels(classifier_alone: Run, classification: list[str]) -> None:
-    folder = classifier_alone.folder / "model"
+@pytest.fixture(scope="module")
+def adapted_classifier(launch: Launch, classification: list[str]) -> Run:
+    return launch("fsdp", *classification, "--task.lora.r=4", "--optim.lr=1e-3", processes=2).succeeded()
+
+
+def test_a_classifier_with_adapters_has_the_same_curve(
+    launch: Launch, classification: list[str], adapted_classifier: Run
+) -> None:
+    alone = launch("cpu", *classification, "--task.lora.r=4", "--optim.lr=1e-3").succeeded()
+    assert_same_curve(adapted_classifier, alone, ("eval/accuracy",))
+    assert alone.summary["trained_parameters"] < alone.summary["parameters"] / 4
+
+
+@pytest.mark.parametrize("name", ["classifier_alone", "adapted_classifier"])
+def test_an_exported_classifier_knows_its_labels(
+    name: str, classification: list[str], request: pytest.FixtureRequest
+) -> None:
+    """Where adapters were trained, they are merged into it."""
+    run: Run = request.getfixturevalue(name)
+    folder = run.folder / "model"
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert type(model).__name__ == "BertForSequenceClassification"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.id2label == {0: "falling", 1: "rising"}
     dataset = Path(next(a for a in classification if "dataset" in a).partition("=")[2])
@@ -240,5 +259,5 @@ def test_an_exported_classifier_knows_its_labels(classifier_alone: Run, classifi
         target = torch.tensor([model.config.label2id[label]])
         losses.append(F.cross_entropy(logits, target).item())
         hits += int(logits.argmax() == target)
-    assert sum(losses) / len(rows) == pytest.approx(classifier_alone.summary["eval/loss"], rel=1e-5)
-    assert hits / len(rows) == pytest.approx(classifier_alone.summary["eval/accuracy"])
+    assert sum(losses) / len(rows) == pytest.approx(run.summary["eval/loss"], rel=1e-5)
+    assert hits / len(rows) == pytest.approx(run.summary["eval/accuracy"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -28,15 +28,15 @@ class Lora(Settings):
     target_modules: list[str] = []
     """Names of the layers that get them, such as q_proj; empty: all linear layers but the output."""
     merge: bool = False
-    """Also export the model with the adapters added to its weights, into model/merged."""
+    """Also export the model with the adapters added to its weights, into model/merged; of a classifier that is all."""
 
     def mistakes(self) -> Iterator[str]:
         """Settings without effect."""
         if not self.r and (self.merge or self.target_modules or self.dropout):
             yield "task.lora.r is not set, without which the other settings of task.lora do nothing"
 
-    def adapted(self, lm: PreTrainedModel) -> PeftModel:
-        """`lm` with fresh adapters, its own weights frozen.
+    def adapted(self, model: PreTrainedModel, task_type: Literal["CAUSAL_LM", "SEQ_CLS"]) -> PeftModel:
+        """`model` with fresh adapters, its own weights frozen, but for a classifier's head.
 
         Raises:
             ValueError: target_modules names layers that it hasn't.
@@ -44,7 +44,7 @@ class Lora(Settings):
         from peft import LoraConfig, get_peft_model
 
         assert self.r
-        layers = [name for name, _ in lm.named_modules()]
+        layers = [name for name, _ in model.named_modules()]
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
         if absent:
             raise ValueError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
@@ -53,12 +53,12 @@ class Lora(Settings):
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=self.target_modules or "all-linear",
-            task_type="CAUSAL_LM",
+            task_type=task_type,
         )
         try:
             with warnings.catch_warnings():  # peft asks transformers by a name that is going away
                 warnings.simplefilter("ignore", FutureWarning)
-                return get_peft_model(lm, settings)
+                return get_peft_model(model, settings)
         except ValueError as error:
             raise ValueError(f"task.lora.target_modules: {' '.join(str(error).split())}") from error
 

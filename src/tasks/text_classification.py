@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, PositiveInt, PrivateAttr
 
 from src.data.text import TextSource
+from src.models.lora import Lora
 from src.models.pretrained import ModelSource, fsdp_blocks, save
 from src.tasks.base import Task
 
@@ -35,6 +36,8 @@ class TextClassification(TextSource, ModelSource, Task):
     """Tokens that the model sees at most. Longer texts are cut off."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the training target that all labels have in common; the evaluation's loss is without."""
+    lora: Lora = Lora()
+    """Low-rank adapters."""
     pad_token: str | None = None
     """A token to pad with where the tokenizer has none of its own."""
     _labels: list[str] = PrivateAttr(default_factory=list)
@@ -42,6 +45,7 @@ class TextClassification(TextSource, ModelSource, Task):
     def mistakes(self) -> Iterator[str]:
         yield from self.source_mistakes()
         yield from self.model_mistakes()
+        yield from self.lora.mistakes()
         if not self.model:
             yield "task.model is not set: name a model on the Hub or a local folder"
         if self.text_pair_column == self.text_column:
@@ -132,7 +136,10 @@ class TextClassification(TextSource, ModelSource, Task):
         model_class: Any = AutoModelForSequenceClassification._model_mapping[type(config)]
         head = rf"^(?!{model_class.base_model_prefix}\.)|pooler"  # is new where the checkpoint has none
         model: Any = self.load_model(AutoModelForSequenceClassification, config, may_lack=head)
-        model._no_split_modules = fsdp_blocks(model)
+        blocks = fsdp_blocks(model)
+        if self.lora.r:
+            model = self.lora.adapted(model, "SEQ_CLS")
+        model._no_split_modules = blocks
         return model
 
     @cached_property
@@ -177,6 +184,11 @@ class TextClassification(TextSource, ModelSource, Task):
 
     # ------------------------------------------------------------------------------------------------------ export
     def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+        if self.lora.r:  # adapters alone would not say which labels there are
+            adapted: Any = self.build_model()
+            adapted.load_state_dict(weights)
+            model = adapted.merge_and_unload()
+            weights = model.state_dict()
         save(model, self._tokenizer, weights, folder)
 
     def card(self) -> dict[str, Any]:
