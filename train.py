@@ -111,8 +111,9 @@ def train(config: Config) -> None:
             tracker.advance()
             # ---------------------------------------------------------------------------------------------------
             if log_now:
-                loss_sum, count, tokens, padded = interval.tolist()  # waits for the device, as nothing above does in
-                now = time.perf_counter()  # fp32 and bf16, but for FSDP offload
+                # waits for the device, as nothing above does, but for FSDP offload and fp16
+                loss_sum, count, tokens, padded = interval.tolist()
+                now = time.perf_counter()
                 seconds, interval_started = now - interval_started, now
                 training_seconds += seconds
                 examples = examples_seen(step, config, train_set)

@@ -7,7 +7,7 @@ import sys
 import yaml
 from accelerate import Accelerator
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from torch import nn
+from torch import Tensor, nn
 
 from src.config import Config
 
@@ -22,7 +22,7 @@ def export(accelerator: Accelerator, config: Config, model: nn.Module, results: 
     if accelerator.is_main_process:
         folder = config.folder / "model"
         folder.mkdir()
-        weights = {name: weight.cpu() for name, weight in weights.items()}
+        weights = {name: _alone(weight.cpu()) for name, weight in weights.items()}
         config.task.export(accelerator.unwrap_model(model), weights, folder)
         _card(config, results).save(folder / "README.md")
 
@@ -42,6 +42,11 @@ def push(config: Config) -> None:
             f"`hf upload {config.push_to_hub} {folder}`"
         )
     print(f"  Hub        {config.push_to_hub}", flush=True)
+
+
+def _alone(weight: Tensor) -> Tensor:
+    """Out of the larger buffer that FSDP gathers an uneven weight into, which safetensors refuses to save."""
+    return weight.clone() if weight.nbytes < weight.untyped_storage().nbytes() else weight
 
 
 def _card(config: Config, results: dict[str, float]) -> ModelCard:

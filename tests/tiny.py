@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from src.data.byte_tokenizer import byte_tokenizer
 
@@ -19,38 +19,34 @@ WORDS = ["the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was",
 
 def llama(folder: Path) -> Path:
     """A causal language model with fresh weights, and the byte tokenizer."""
-    torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        **LLAMA,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=256,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    special: dict[str, Any] = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
+    config = LlamaConfig(**LLAMA, **special, vocab_size=len(tokenizer), max_position_embeddings=256)
+    return _saved(LlamaForCausalLM, config, folder)
 
 
 def bert(folder: Path) -> Path:
     """An encoder without dropout, and the byte tokenizer."""
-    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     tokenizer = byte_tokenizer()
     config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        max_position_embeddings=256,
-        pad_token_id=tokenizer.pad_token_id,
+        **sizes, **dropout, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, max_position_embeddings=256
     )
-    BertForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return _saved(BertForMaskedLM, config, folder)
+
+
+def _saved(model_class: Any, config: PreTrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model_class(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
