@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -194,6 +195,22 @@ def test_in_fp16_steps_that_overflow_are_skipped_and_do_not_advance_the_schedule
     assert rates[skipped + 1 :] == pytest.approx([1e-3 * (1 - i / 12) for i in range(1, 12 - skipped)])
     assert run.losses[skipped] == pytest.approx(run.losses[0], rel=0.02)  # nothing was learnt meanwhile
     assert run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("fsdp_offload", 2)])
+def test_in_bf16_the_curve_stays_near_that_of_fp32(
+    launch: Launch, questions: Path, lm_alone: Run, strategy: str, processes: int
+) -> None:
+    run = launch(
+        strategy, *causal_lm(questions), processes=processes, launcher_arguments=("--mixed_precision=bf16",)
+    ).succeeded()
+    assert run.summary["precision"] == "bf16"
+    assert run.losses == pytest.approx(lm_alone.losses, rel=2e-3)
+    assert run.losses != pytest.approx(lm_alone.losses, rel=1e-7)  # it is not fp32 under another name
+    assert run.summary["eval/loss"] == pytest.approx(lm_alone.summary["eval/loss"], rel=2e-3)
+    assert {weight.dtype for weight in load_file(run.folder / "model" / "model.safetensors").values()} == {
+        torch.float32
+    }
 
 
 # ---------------------------------------------------------------------------------------------- text classification
