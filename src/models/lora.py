@@ -27,14 +27,12 @@ class Lora(Settings):
     """Of their input."""
     target_modules: list[str] = []
     """Names of the layers that get them, such as q_proj; empty: all linear layers but the output."""
-    bias: Literal["none", "all"] = "none"
-    """all: the model's biases are trained too, and change it also where the adapters are taken out."""
     merge: bool = False
     """Also export the model with the adapters added to its weights, into model/merged; of a classifier that is all."""
 
     def mistakes(self) -> Iterator[str]:
         """Settings without effect."""
-        if not self.r and (self.merge or self.target_modules or self.dropout or self.bias == "all"):
+        if not self.r and (self.merge or self.target_modules or self.dropout):
             yield "task.lora.r is not set, without which the other settings of task.lora do nothing"
 
     def adapted(self, model: PreTrainedModel, task_type: Literal["CAUSAL_LM", "SEQ_CLS"]) -> PeftModel:
@@ -55,7 +53,6 @@ class Lora(Settings):
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=self.target_modules or "all-linear",
-            bias=self.bias,
             task_type=task_type,
         )
         try:
