@@ -35,10 +35,13 @@ class Accuracy(_OfLabels):
 
 
 class F1(_OfLabels):
-    """The harmonic mean of precision and recall: of label 1 where there are two, else the mean over the labels."""
+    """The harmonic mean of precision and recall: of label 1 where there are two, else the mean over the labels.
 
-    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
-        average = "binary" if max(*predictions, *references) <= 1 else "macro"
+    `compute` takes one thing more: `labels`, how many there are.
+    """
+
+    def _compute(self, predictions: list[int], references: list[int], labels: int) -> dict[str, float]:
+        average = "binary" if labels == 2 else "macro"
         return {"f1": float(f1_score(references, predictions, average=average, zero_division=0))}
 
 

@@ -105,7 +105,8 @@ def test_batches_have_similar_lengths_and_come_at_random() -> None:
 
 def test_f1_and_matthews_are_the_textbooks() -> None:
     labels = {"predictions": [1, 1, 0, 0, 1], "references": [1, 0, 0, 1, 1]}  # 2 right, 1 too many, 1 missed
-    assert F1().compute(**labels) == {"f1": pytest.approx(2 / 3)}
+    assert F1().compute(**labels, labels=2) == {"f1": pytest.approx(2 / 3)}
     assert Matthews().compute(**labels) == {"matthews_correlation": pytest.approx((2 * 1 - 1 * 1) / 6)}
+    assert F1().compute(**labels, labels=3) == {"f1": pytest.approx((2 / 3 + 1 / 2) / 2)}  # a label that none has
     several = {"predictions": [0, 1, 2, 2], "references": [0, 1, 2, 1]}
-    assert F1().compute(**several) == {"f1": pytest.approx((1 + 2 / 3 + 2 / 3) / 3)}
+    assert F1().compute(**several, labels=3) == {"f1": pytest.approx((1 + 2 / 3 + 2 / 3) / 3)}

@@ -89,6 +89,62 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrained
     with pytest.raises(ValueError, match="writes earlier turns otherwise"):
         table_of(tokenizer, Format(messages="messages"), messages=[CHAT])
 
+    table = table_of(tokenizer, Format(messages="messages"), learn_all=True, messages=[CHAT])
+    assert learnt(tokenizer, table).startswith("Be brief.HiYo")
+
+
+THINKING = (  # as Qwen3 does: what was thought stands only in the answers after the user's last turn
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think>t</think>{% endif %}"
+    "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PROMPTED = THINKING.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")  # as DeepSeek-R1 does
+
+
+@pytest.mark.parametrize(
+    ("template", "last"), [(THINKING, "<think>t</think>Ciao<end>\n"), (PROMPTED, "t</think>Ciao<end>\n")]
+)
+def test_a_template_may_leave_out_earlier_thoughts(
+    tokenizer: PreTrainedTokenizerFast, template: str, last: str
+) -> None:
+    tokenizer.chat_template = template
+    table = table_of(tokenizer, Format(messages="messages"), length=256, messages=[CHAT])
+    assert learnt(tokenizer, table) == f"Yo<end>\n{last}"
+
+
+def test_a_chat_may_begin_with_the_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ messages[0].role }}:" + THINKING  # fails without a message
+    table = table_of(tokenizer, Format(messages="messages"), length=256, messages=[CHAT[2:4], CHAT[2:]])
+    assert learnt(tokenizer, table) == "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n"
+
+
+def test_white_space_is_learnt_where_the_tokenizer_reports_it_as_empty(tokenizer: PreTrainedTokenizerFast) -> None:
+    from tokenizers import processors
+
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    table = table_of(tokenizer, Format(prompt="q", completion="a"), q=["def f():"], a=["\n  return 1\n"])
+    assert learnt(tokenizer, table) == "\n  return 1\n<|endoftext|>"
+
+
+def test_the_end_is_learnt_also_where_the_tokenizer_puts_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    from tokenizers import processors
+
+    end = ("<|endoftext|>", END)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", pair="$A $B", special_tokens=[end]
+    )
+    table = table_of(tokenizer, Format(prompt="q", completion="a"), q=["2+2="], a=["4"])
+    assert learnt(tokenizer, table) == "4<|endoftext|>"
+
+
+def test_a_long_text_is_tokenised_slice_by_slice(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["ab\ncd\n" * 5 + "x" * 30 + "ü", "short", "", "é\n" * 20]
+    whole = table_of(tokenizer, Format(text="text"), text=texts)[:]
+    monkeypatch.setattr("src.data.documents.SLICE", 7)
+    assert table_of(tokenizer, Format(text="text"), text=texts)[:] == whole
+    assert whole["bytes"][0] == len(texts[0].encode())
+
 
 def test_packing_keeps_each_piece_whole_and_fills_the_sequences(tokenizer: PreTrainedTokenizerFast) -> None:
     random = np.random.default_rng(0)
@@ -136,6 +192,17 @@ def test_tokenising_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert again.describe(32) == first.describe(32)
     with pytest.raises(AssertionError, match="tokenised again"):
         CausalLM(**settings | {"learn_all": True}).build_datasets()
+
+
+def test_tokenising_a_single_text_is_done_once_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "book.txt").write_text("0123456789" * 10)
+    settings = {"dataset": str(tmp_path / "book.txt"), "architecture": {"model_type": "llama"}, "sequence_length": 32}
+    first = CausalLM(**settings).build_datasets()
+    monkeypatch.setattr("src.data.documents._tokenise", lambda *_, **__: pytest.fail("tokenised again"))
+    monkeypatch.setattr("src.data.documents._part", lambda *_, **__: pytest.fail("cut again"))
+    again = CausalLM(**settings).build_datasets()
+    assert [part.describe(32) for part in again] == [part.describe(32) for part in first]
 
 
 def test_a_share_is_kept_for_evaluation_the_same_in_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

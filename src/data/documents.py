@@ -16,6 +16,11 @@ from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerFast
 
+from src.data import chats
+from src.data.chats import Spans, assistant_turns, written
+
+SLICE = 2**20
+"""Characters that are tokenised at once: a tokenizer's Python objects take 260 times the memory of the text."""
 PIECES = Features(
     {
         "input_ids": List(Value("int32")),
@@ -65,7 +70,7 @@ def pieces(
         "sequence_length": sequence_length,
         "learn_all": learn_all,
     }
-    source = inspect.getsource(sys.modules[__name__])  # else the cache outlives a change in this file
+    source = [inspect.getsource(module) for module in (sys.modules[__name__], chats)]  # a change there is a change here
     return rows.map(
         _tokenise,
         batched=True,
@@ -78,6 +83,18 @@ def pieces(
     )
 
 
+def part(rows: Dataset, column: str, start: int, end: int) -> Dataset:
+    """One document from character `start` up to `end`, in the cache, so that what is made of it is cached too."""
+    key = Hasher.hash([rows._fingerprint, column, start, end])
+    return rows.map(
+        _part, fn_kwargs={"column": column, "start": start, "end": end}, new_fingerprint=key, desc="cutting"
+    )
+
+
+def _part(row: dict[str, Any], column: str, start: int, end: int) -> dict[str, str]:
+    return {column: row[column][start:end]}
+
+
 def _tokenise(
     batch: dict[str, list[Any]],
     form: dict[str, Any],
@@ -86,62 +103,87 @@ def _tokenise(
     learn_all: bool,
 ) -> dict[str, list[Any]]:
     columns = Format(**form)
-    texts, spans = _texts(batch, columns, tokenizer)
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=columns.messages is None,  # a chat template writes its own
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,  # "longer than the model's maximum": we cut
-    )
+    texts, spans = _texts(batch, columns, tokenizer, learn_all)
+    begin, end = _special_tokens(tokenizer) if columns.messages is None else ([], [])  # chat templates write their own
     table: dict[str, list[Any]] = {name: [] for name in PIECES}
-    for text, learnt, ids, offsets in zip(texts, spans, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        ends_itself = columns.messages is not None
-        document = _Document.of(text, learnt if not learn_all else None, ids, offsets, tokenizer, ends_itself)
+    for text, learnt, encoded in zip(texts, spans, _encode(texts, tokenizer), strict=True):
+        document = _Document.of(text, learnt, *encoded, begin, end)
         for piece in document.pieces(sequence_length, split=columns.text is not None):
             for name, value in piece.items():
                 table[name].append(value)
     return table
 
 
-Spans = list[tuple[int, int]]
-"""Parts of a text, from one character up to another."""
-
-
 def _texts(
-    batch: dict[str, list[Any]], columns: Format, tokenizer: PreTrainedTokenizerFast
+    batch: dict[str, list[Any]], columns: Format, tokenizer: PreTrainedTokenizerFast, learn_all: bool
 ) -> tuple[list[str], list[Spans | None]]:
     """Each row as one text, and which parts of it are to be learnt; None: all."""
+    spans: list[Spans | None]
     if columns.text:
-        return batch[columns.text], [None] * len(batch[columns.text])
-    if columns.messages:
-        rendered = [_render(messages, tokenizer) for messages in batch[columns.messages]]
-        return [text for text, _ in rendered], [spans for _, spans in rendered]
-    rows = list(zip(batch[str(columns.prompt)], batch[str(columns.completion)], strict=True))
-    return [prompt + completion for prompt, completion in rows], [[(len(p), len(p) + len(c))] for p, c in rows]
+        texts = batch[columns.text]
+        spans = [None] * len(texts)
+    elif columns.messages:
+        texts = [written(chat, tokenizer) for chat in batch[columns.messages]]
+        spans = [
+            None if learn_all else assistant_turns(chat, text, tokenizer)
+            for chat, text in zip(batch[columns.messages], texts, strict=True)
+        ]
+    else:
+        rows = list(zip(batch[str(columns.prompt)], batch[str(columns.completion)], strict=True))
+        texts = [prompt + completion for prompt, completion in rows]
+        spans = [None if learn_all else [(len(p), len(p) + len(c))] for p, c in rows]
+    return texts, spans
 
 
-def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> tuple[str, Spans]:
-    def written(count: int, begins_answer: bool = False) -> str:
-        try:
-            text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=begins_answer)
-        except Exception as error:  # it is a program
-            raise ValueError(f"the tokenizer's chat template refuses a chat: {' '.join(str(error).split())}") from error
-        assert isinstance(text, str)
-        return text
+def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """What a document begins and ends with; the eos token at the end, also where the tokenizer would not put it."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    ids, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
+    first = is_special.index(0)
+    last = len(ids) - is_special[::-1].index(0)
+    eos = tokenizer.eos_token_id
+    return ids[:first], ids[last:] + ([eos] if eos is not None and eos not in ids[last:] else [])
 
-    text = written(len(messages))
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = written(i, begins_answer=True), written(i + 1)
-            if not (text.startswith(after) and after.startswith(before)):
-                raise ValueError(
-                    "the tokenizer's chat template writes earlier turns otherwise once a chat goes on, so that the "
-                    "assistant's cannot be told apart: set --task.learn_all=true, or another --task.chat_template"
-                )
-            spans.append((len(before), len(after)))
-    return text, spans
+
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of each text the tokens, and the characters where they start and end; each int32 of shape (tokens,)."""
+    parts = [(i, start, end) for i, text in enumerate(texts) for start, end in _slices(text)]
+    found: list[list[np.ndarray]] = [[np.zeros((0, 3), np.int32)] for _ in texts]
+    for group in _groups(parts):
+        encoded = tokenizer(
+            [texts[i][start:end] for i, start, end in group],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,  # "longer than the model's maximum": we cut
+        )
+        for (i, start, _), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            ends = np.array(offsets, np.int32).reshape(-1, 2) + start
+            found[i].append(np.column_stack([np.array(ids, np.int32), ends]))
+    return [tuple(np.concatenate(columns).T) for columns in found]
+
+
+def _slices(text: str) -> Iterator[tuple[int, int]]:
+    """The text in parts of about SLICE characters, cut after the end of a line where there is one."""
+    start = 0
+    while start < len(text):
+        end = min(start + SLICE, len(text))
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield start, end
+        start = end
+
+
+def _groups(parts: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Parts of about SLICE characters together."""
+    group: list[tuple[int, int, int]] = []
+    for part in parts:
+        group.append(part)
+        if sum(end - start for _, start, end in group) >= SLICE // 2:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)
@@ -158,24 +200,26 @@ class _Document:
         cls,
         text: str,
         spans: Spans | None,
-        ids: list[int],
-        offsets: list[tuple[int, int]],
-        tokenizer: PreTrainedTokenizerFast,
-        ends_itself: bool,
+        ids: np.ndarray,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        begin: list[int],
+        end: list[int],
     ) -> "_Document":
-        starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
         is_learnt = np.full(len(ids), spans is None)
+        so_far = np.maximum.accumulate(ends)
+        # some tokenizers report tokens of white space as empty: they are what is between their neighbours
+        starts = np.where(starts == ends, np.concatenate([[0], so_far[:-1]]), starts) if len(ids) else starts
         for first, last in spans or []:
             is_learnt |= (ends > first) & (starts < last) & (ends > starts)
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-        byte_ends = np.concatenate([[0], sizes.cumsum()])[np.maximum.accumulate(ends)]
-        tokens = np.array(ids, np.int32)
-        eos = tokenizer.eos_token_id
-        if not ends_itself and eos is not None and (len(tokens) == 0 or tokens[-1] != eos):
-            tokens = np.append(tokens, np.int32(eos))
-            is_learnt, byte_ends = np.append(is_learnt, True), np.append(byte_ends, byte_ends[-1:])
-        return cls(tokens, is_learnt, byte_ends)
+        sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)
+        byte_ends = np.concatenate([[0], sizes.cumsum(dtype=np.int64)])
+        return cls(
+            np.concatenate([begin, ids, end]).astype(np.int32),
+            np.concatenate([np.full(len(begin), spans is None), is_learnt, np.full(len(end), True)]),
+            np.concatenate([np.zeros(len(begin), np.int64), byte_ends[so_far], np.full(len(end), byte_ends[-1])]),
+        )
 
     def pieces(self, sequence_length: int, split: bool) -> Iterator[dict[str, Any]]:
         labels = np.where(self.is_learnt, self.ids, -100)

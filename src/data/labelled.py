@@ -30,16 +30,18 @@ def in_order(labels: list[str]) -> list[str]:
     return sorted(different)
 
 
-def tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerFast, sequence_length: int, what: str) -> Dataset:
-    """Tokenises all columns but `label`, with a progress bar named `what`; a second time it comes from the cache.
+def tokenised(
+    rows: Dataset, labels: list[int], tokenizer: PreTrainedTokenizerFast, sequence_length: int, what: str
+) -> Dataset:
+    """Tokenises all columns, with a progress bar named `what`; a second time it comes from the cache.
 
     Returns:
         A table with the model's inputs, `label`, `length` in tokens, and whether the text was `truncated`.
     """
-    texts = [name for name in rows.column_names if name != "label"]
+    texts = rows.column_names
     arguments = {"texts": texts, "tokenizer": tokenizer, "sequence_length": sequence_length}
     source = inspect.getsource(sys.modules[__name__])  # else the cache outlives a change in this file
-    return rows.map(
+    table = rows.map(
         _tokenise,
         batched=True,
         remove_columns=texts,
@@ -47,6 +49,7 @@ def tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerFast, sequence_length
         new_fingerprint=Hasher.hash([rows._fingerprint, arguments, source]),
         desc=f"tokenising {what}",
     )
+    return table.add_column("label", labels)
 
 
 def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:

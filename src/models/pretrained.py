@@ -39,22 +39,23 @@ class ModelSource(Settings):
         elif not path.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
             yield f"task.model={path}: no such folder"
 
-    def load_config(self, **fields: Any) -> PreTrainedConfig:
-        """The model's config, with `fields` set."""
+    def load_config(self) -> PreTrainedConfig:
+        """The model's config."""
         from transformers import AutoConfig
 
         assert self.model
         with self._explained("model", self.model):
-            return AutoConfig.from_pretrained(self.model, revision=self.revision, trust_remote_code=False, **fields)
+            return AutoConfig.from_pretrained(self.model, revision=self.revision, trust_remote_code=False)
 
     def with_dropout(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """`config` with all its dropout rates set, where the settings ask for it."""
+        """`config` with all its dropout rates set, where the settings ask for it. Not the layerdrop of some: processes
+        would skip different layers."""
         from transformers import PreTrainedConfig
 
         for name, value in vars(config).items() if self.dropout is not None else ():
             if isinstance(value, PreTrainedConfig):
                 self.with_dropout(value)
-            elif re.search("drop(out|$)", name) and not isinstance(value, bool | str):
+            elif re.search("(?<!layer)drop(out|$)", name) and not isinstance(value, bool | str):
                 setattr(config, name, self.dropout)
         return config
 

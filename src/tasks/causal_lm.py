@@ -67,11 +67,11 @@ class CausalLM(TextSource, ModelSource, Task):
     @classmethod
     def _typed(cls, fields: Any) -> Any:
         """From the command line, values are text: read as YAML, but for 1e-5, which YAML takes for text."""
-        if not isinstance(fields, dict):
-            return fields
-        parsed = {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in fields.items()}
-        numbers = {name: _number(value) for name, value in parsed.items() if isinstance(value, str)}
-        return parsed | {name: number for name, number in numbers.items() if number is not None}
+        if isinstance(fields, dict):
+            return {name: cls._typed(value) for name, value in fields.items()}
+        value = yaml.safe_load(fields) if isinstance(fields, str) else fields
+        number = _number(value) if isinstance(value, str) else None
+        return value if number is None else number
 
     def mistakes(self) -> Iterator[str]:
         yield from self.source_mistakes()
@@ -177,20 +177,20 @@ class CausalLM(TextSource, ModelSource, Task):
         )
 
     def _cut(self, rows: Dataset, column: str) -> tuple[Dataset, Dataset]:
-        from datasets import Dataset
+        from src.data.documents import part
 
-        text = rows[0][column]
-        cut = round(len(text) * (1 - self.eval_fraction))
-        if not 0 < cut < len(text):
+        length = len(rows[0][column])
+        cut = round(length * (1 - self.eval_fraction))
+        if not 0 < cut < length:
             raise ValueError(f"task.dataset={self.dataset}: too short to keep a part of it for evaluation")
-        return tuple(Dataset.from_dict({column: [part]}) for part in (text[:cut], text[cut:]))
+        return part(rows, column, 0, cut), part(rows, column, cut, length)
 
     def _sequences(self, rows: Dataset, form: Format, what: str) -> Sequences:
         from src.data.documents import pieces
         from src.data.packing import packed, unpacked
 
         table = pieces(rows, form, self._tokenizer, self.sequence_length, self.learn_all, what)
-        if not sum(table["targets"]):
+        if not table.with_format("numpy")["targets"][:].any():
             raise ValueError(f"task.dataset={self.dataset}: the {what} has nothing to predict")
         return packed(table, self.sequence_length) if self.packing else unpacked(table)
 

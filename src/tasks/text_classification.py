@@ -62,18 +62,14 @@ class TextClassification(TextSource, ModelSource, Task):
         else:
             evaluation = self.usable(evaluation, "eval", columns)
         self._labels, train_ids, eval_ids = self._label_ids(train, evaluation)
-        _ = self._config  # sequence_length is checked before the work begins
 
         import numpy as np
 
         from src.data.labelled import tokenised
 
         tokenizer, length = self._tokenizer, self.sequence_length
-        train = tokenised(
-            train.select_columns(texts).add_column("label", train_ids), tokenizer, length, "training data"
-        )
-        evaluation = evaluation.select_columns(texts).add_column("label", eval_ids)
-        evaluation = tokenised(evaluation, tokenizer, length, "evaluation data")
+        train = tokenised(train.select_columns(texts), train_ids, tokenizer, length, "training data")
+        evaluation = tokenised(evaluation.select_columns(texts), eval_ids, tokenizer, length, "evaluation data")
         by_length = np.argsort(evaluation.with_format("numpy")["length"][:], kind="stable")
         return train, evaluation.select(by_length)  # batches of similar lengths need less padding
 
@@ -83,6 +79,8 @@ class TextClassification(TextSource, ModelSource, Task):
 
         labels = [label_names(part, self.label_column) for part in (train, evaluation)]
         names = in_order(labels[0])
+        if set(names) == set(self._config.label2id):  # a head that knows them keeps its order
+            names = sorted(names, key=self._config.label2id.__getitem__)
         where = f"task.label_column={self.label_column}"
         if len(names) < 2:
             raise ValueError(f"{where}: all rows to train on have the same label, {names[0]}")
@@ -133,7 +131,12 @@ class TextClassification(TextSource, ModelSource, Task):
         config.label2id = {label: i for i, label in enumerate(self._labels)}
         config.problem_type = "single_label_classification"
         config.pad_token_id = self._tokenizer.pad_token_id
-        model_class: Any = AutoModelForSequenceClassification._model_mapping[type(config)]
+        classes = AutoModelForSequenceClassification._model_mapping
+        if type(config) not in classes:
+            raise ValueError(
+                f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}"
+            )
+        model_class: Any = classes[type(config)]
         head = rf"^(?!{model_class.base_model_prefix}\.)|pooler"  # is new where the checkpoint has none
         model: Any = self.load_model(AutoModelForSequenceClassification, config, may_lack=head)
         blocks = fsdp_blocks(model)
@@ -177,10 +180,8 @@ class TextClassification(TextSource, ModelSource, Task):
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         from src.metrics import F1, Accuracy, Matthews
 
-        values: dict[str, float] = {}
-        for metric in (Accuracy(), F1(), Matthews()):
-            values |= metric.compute(**outputs)
-        return values
+        f1 = F1().compute(**outputs, labels=len(self._labels))
+        return {**Accuracy().compute(**outputs), **f1, **Matthews().compute(**outputs)}
 
     # ------------------------------------------------------------------------------------------------------ export
     def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
