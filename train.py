@@ -36,7 +36,7 @@ def train(config: Config) -> None:
     from src.batches import examples_seen, training_windows, zeros
     from src.blocks import checkpoint_activations, compile_blocks
     from src.export import export, push
-    from src.launch import build_accelerator, peak_memory, prepare
+    from src.launch import build_accelerator, first_on_each_machine, peak_memory, prepare
     from src.loss_scale import LossScale
     from src.optim import build_optimizers, lr_at, scale_and_clip, set_lr
     from src.tracking import Tracker, figures
@@ -45,7 +45,7 @@ def train(config: Config) -> None:
     task, global_batch_size = config.task, config.global_batch_size
     accelerator, launch = build_accelerator()
     world_size = accelerator.num_processes
-    with accelerator.local_main_process_first():  # the first one downloads
+    with first_on_each_machine(accelerator):  # it downloads and tokenises
         train_set, eval_set = task.build_datasets()
     set_seed(config.seed)  # the same weights on all processes
     model = task.build_model()

@@ -96,7 +96,7 @@ class Config(Settings):
     eval_every: PositiveInt | None = None
     """Steps between evaluations; null: at the end of each epoch. The last step is always followed by one."""
     push_to_hub: str | None = None
-    """Private repository on the Hub, USER/NAME, that the exported model is uploaded to at the end; null: none."""
+    """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
     task: Task
     """What is trained."""
     optim: Optim = Optim()

@@ -5,10 +5,12 @@ believes to be alone and trains a model of its own. Here each of these ends the 
 every yaml runs as its CPU stand-in: the same processes, on gloo, sharding for real.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,22 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
         note=note,
     )
     return accelerator, launch
+
+
+@contextlib.contextmanager
+def first_on_each_machine(accelerator: Accelerator) -> Iterator[None]:
+    """As accelerator.local_main_process_first, but the others wait as long as it takes: collectives give up after some
+    minutes, and to download and tokenise can take hours.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
+    if not accelerator.is_local_main_process:
+        torch.distributed.barrier(patient)
+    yield
+    if accelerator.is_local_main_process:
+        torch.distributed.barrier(patient)
 
 
 def prepare(

@@ -111,6 +111,15 @@ def test_an_empty_file_among_others_is_named(refused: Refused) -> None:
     assert refused(*LM, *LLAMA, "--task.dataset=data") == ["task.dataset=data/test.jsonl: the file is empty"]
 
 
+def test_files_that_do_not_say_their_split_among_others_that_do(refused: Refused) -> None:
+    write("data/train.jsonl", ROWS)
+    write("data/more.jsonl", ROWS)
+    assert refused(*LM, *LLAMA, "--task.dataset=data") == [
+        "task.dataset=data: the names of other files say their split, but not more.jsonl: rename or move away what is "
+        "not to be used"
+    ]
+
+
 def test_a_document_that_is_too_short_to_keep_a_part_for_evaluation(refused: Refused) -> None:
     assert refused(*LM, *LLAMA, write("a.txt", "a")) == [
         "task.dataset=a.txt: too short to keep a part of it for evaluation"
@@ -583,6 +592,14 @@ def test_code_that_comes_with_a_model_is_never_run(refused: Refused, bert: Path,
     assert not Path("it_ran").exists()
 
 
+def test_a_kind_of_model_that_has_no_classifier(refused: Refused, bert: Path) -> None:
+    config = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 258}
+    (bert / "config.json").write_text(json.dumps(config))
+    assert refused(*CLASSIFIER, f"--task.model={bert}", write("a.jsonl", ROWS)) == [
+        "task.model=bert: transformers has no text classifier of kind mamba"
+    ]
+
+
 # ---------------------------------------------------------------------------------------------------- architecture
 def test_unknown_fields_of_the_architecture_are_refused_by_name_with_the_nearest(refused: Refused) -> None:
     unknown = "--task.architecture.hiden_size=32", "--task.architecture.num_layers=2"
@@ -627,6 +644,20 @@ def test_values_that_the_architecture_refuses(refused: Refused, field: str, reas
     (says,) = refused(*LM, *LLAMA, write("a.jsonl", ROWS), f"--task.architecture.{field}")
     assert says.startswith("task.architecture: llama refuses it, ")
     assert reason in says
+
+
+def test_an_architecture_that_builds_but_does_not_run(refused: Refused) -> None:
+    fields = {**tiny.LLAMA, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 8}
+    architecture = [f"--task.architecture.{name}={value}" for name, value in fields.items()]
+    (says,) = refused(*LM, write("a.jsonl", ROWS), *architecture)
+    assert says.startswith("OlmoeForCausalLM fails on eight tokens: ")
+
+
+def test_fields_within_fields_are_numbers_too() -> None:
+    rope = "--task.architecture.rope_parameters.rope_theta"
+    for value, expected in (("20000.0", 20000.0), ("1e4", 1e4)):
+        task = load_config([*LM, *LLAMA, write("a.jsonl", ROWS), f"{rope}={value}"]).task
+        assert task.architecture["rope_parameters"] == {"rope_theta": expected}  # type: ignore[attr-defined]
 
 
 SMALL = {

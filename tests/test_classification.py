@@ -7,7 +7,9 @@ import datasets
 import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
+from transformers import PreTrainedConfig
 
+from src.data.byte_tokenizer import byte_tokenizer
 from src.data.labelled import in_order, label_names, length_grouped
 from src.metrics import F1, Matthews
 from src.tasks.text_classification import TextClassification
@@ -54,6 +56,34 @@ def test_numbers_that_the_dataset_has_names_for_get_them() -> None:
     features = Features({"label": ClassLabel(names=["neg", "pos"]), "text": Value("string")})
     rows = Dataset.from_dict({"label": [1, 0, -1], "text": ["a", "b", "c"]}, features=features)
     assert label_names(rows, "label") == ["pos", "neg", "-1"]
+
+
+def test_a_head_that_knows_the_labels_keeps_their_order(bert: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", "text,label\na,negative\nb,positive\n", "text,label\nc,positive\n")
+    first = task(bert, folder)
+    first.build_datasets()
+    trained: Any = first.build_model()
+    trained.config.id2label, trained.config.label2id = {0: "positive", 1: "negative"}, {"positive": 0, "negative": 1}
+    trained.save_pretrained(tmp_path / "trained")
+    byte_tokenizer().save_pretrained(tmp_path / "trained")
+    again = task(tmp_path / "trained", folder)
+    train, _ = again.build_datasets()
+    assert train["label"][:] == [1, 0]
+    model: Any = again.build_model()
+    assert model.config.id2label == {0: "positive", 1: "negative"}
+    assert model.classifier.weight.equal(trained.classifier.weight)
+
+
+def test_a_text_may_be_in_a_column_called_label(bert: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", "label,kind\nabc,x\nd,y\n", "label,kind\ne,y\n")
+    train, _ = task(bert, folder, text_column="label", label_column="kind").build_datasets()
+    assert (train["length"][:], train["label"][:]) == ([4, 2], [0, 1])
+
+
+def test_dropout_is_set_everywhere_but_for_whole_layers(bert: Path) -> None:
+    rates = {"attention_dropout": 0.0, "dropout": 0.0, "layerdrop": 0.0, "classifier_dropout": None}
+    config = task(bert, bert, dropout=0.3).with_dropout(PreTrainedConfig(**rates))
+    assert {name: getattr(config, name) for name in rates} == {**dict.fromkeys(rates, 0.3), "layerdrop": 0.0}
 
 
 def test_pairs_are_read_together(bert: Path, tmp_path: Path) -> None:

@@ -260,6 +260,19 @@ def test_parquet_and_folders_with_splits_in_the_names(tmp_path: Path, monkeypatc
     assert test["text"][:] == ["my.test"]
 
 
+def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others may have other columns, as in GLUE."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "README.txt").write_text("not data")
+    for name, text in (("train", "text\tlabel\na\t1\n"), ("dev", "id\ttext\tlabel\n0\tb\t1\n"), ("test", "")):
+        (folder / f"{name}.tsv").write_text(text)
+    train, evaluation = CausalLM(dataset=str(folder)).load_rows()
+    assert evaluation is not None
+    assert (train["text"][:], evaluation["text"][:]) == (["a"], ["b"])
+
+
 def test_columns_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "rows.tsv").write_text("it's \"fine\t1\nNA\t0\n")

@@ -194,3 +194,23 @@ def test_each_yaml_opens_with_when_to_use_it_and_its_command(file: Path) -> None
     lines = file.read_text().splitlines()
     assert lines[0].startswith("# ")
     assert any(line.startswith(f"#   accelerate launch --config_file accelerate_configs/{file.name}") for line in lines)
+
+
+def test_the_others_wait_as_long_as_the_first_process_takes(tmp_path: Path) -> None:
+    """To download and tokenise, longer than collectives do; Accelerate's own local_main_process_first fails here."""
+    (tmp_path / "script.py").write_text("""
+import os, sys, time
+from datetime import timedelta
+from accelerate import Accelerator, InitProcessGroupKwargs
+from src.launch import first_on_each_machine
+
+accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
+with first_on_each_machine(accelerator):
+    time.sleep(5 * accelerator.is_main_process)
+    os.write(1, b"%d" % accelerator.process_index)
+accelerator.wait_for_everyone()
+accelerator.end_training()
+""")
+    config = PROJECT / "accelerate_configs" / "ddp.yaml"
+    command = [str(BIN / "accelerate"), "launch", f"--config_file={config}", "--main_process_port=0", "script.py"]
+    assert run_command(command, tmp_path, cwd=tmp_path, PYTHONPATH=str(PROJECT)).succeeded().stdout == "01"

@@ -181,3 +181,16 @@ def test_one_compilation_serves_all_blocks() -> None:
     assert loss.item() == pytest.approx(
         gradients(build("llama", num_hidden_layers=3), batch(model))[0].item(), rel=1e-5
     )
+
+
+def test_what_text_does_not_pass_through_is_not_trained() -> None:
+    """A vision tower; DDP would wait for its gradients."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    config = AutoConfig.for_model("gemma3", text_config=SMALL, vision_config=vision, mm_tokens_per_image=4)
+    model = LanguageModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if "language_model" in name or "lm_head" in name}
+    model(**batch(model)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert all(parameter.requires_grad for parameter in build("llama").parameters())

@@ -51,10 +51,16 @@ class TextSource(Settings):
         if not self.dataset:
             yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
         elif path.is_dir():
-            kinds = {file.suffix for group in _files_by_split(path).values() for file in group}
+            used = [file for group in _files_by_split(path).values() for file in group]
+            kinds = {file.suffix for file in used}
             if len(kinds) != 1:
                 found = "files of several kinds" if kinds else "no file"
                 yield f"task.dataset={path}: the folder has {found}; it must hold files of one of {', '.join(LOADERS)}"
+            elif unsaid := [file.name for file in _files(path) if file.suffix in kinds and file not in used]:
+                yield (
+                    f"task.dataset={path}: the names of other files say their split, but not {', '.join(unsaid)}: "
+                    f"rename or move away what is not to be used"
+                )
         elif path.is_file() and path.suffix not in LOADERS:
             yield f"task.dataset={path}: {path.suffix or 'no suffix'} is none of {', '.join(LOADERS)}"
         elif not path.exists() and (path.suffix in LOADERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset)):
@@ -66,14 +72,16 @@ class TextSource(Settings):
         Raises:
             ValueError: in one line, what cannot be loaded and what to do.
         """
-        splits = self._load()
-        if self.train_split not in splits:
-            raise ValueError(f"task.train_split={self.train_split}: {self.dataset} has {', '.join(splits)}")
-        if self.eval_split and self.eval_split not in splits:
-            raise ValueError(f"task.eval_split={self.eval_split}: {self.dataset} has {', '.join(splits)}")
+        path = Path(self.dataset)
+        splits: Any = _files_by_split(path) if path.exists() else self._from_hub()
+        for setting, split in (("train_split", self.train_split), ("eval_split", self.eval_split)):
+            if split and split not in splits:
+                raise ValueError(f"task.{setting}={split}: {self.dataset} has {', '.join(splits)}")
         others = [name for name in EVALUATION if name in splits and name != self.train_split]
         eval_split = self.eval_split or next(iter(others), None)
-        return splits[self.train_split], splits[eval_split] if eval_split else None
+        used = [splits[split] for split in (self.train_split, eval_split) if split]
+        train, *evaluation = [self._from_files(files) for files in used] if path.exists() else used
+        return train, evaluation[0] if evaluation else None
 
     @property
     def skipped_rows(self) -> dict[str, int]:
@@ -134,33 +142,29 @@ class TextSource(Settings):
         """Metadata for the model card."""
         return {} if Path(self.dataset).exists() else {"datasets": [self.dataset]}
 
-    def _load(self) -> DatasetDict:
+    def _from_files(self, files: list[Path]) -> Dataset:
         import datasets
-        from datasets import DatasetDict, load_dataset
+        from datasets import load_dataset
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
-        path = Path(self.dataset)
-        if not path.exists():
-            return self._from_hub()
-        files = _files_by_split(path)
-        for file in (file for group in files.values() for file in group):
+        for file in files:
             if file.stat().st_size == 0:
                 raise ValueError(f"task.dataset={file}: the file is empty")
-        first = next(iter(files.values()))[0]
-        options = self._options(first)
-        names = {split: [glob.escape(str(file)) for file in group] for split, group in files.items()}
+        options, names = self._options(files[0]), [glob.escape(str(file)) for file in files]
         try:
-            return DatasetDict(load_dataset(LOADERS[first.suffix], data_files=names, **options))
+            return load_dataset(LOADERS[files[0].suffix], data_files=names, split="train", **options)
         except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
             says = "no row in it" if "corresponds to no data" in str(error) else f"cannot be read, {_cause(error)}"
-            raise ValueError(f"task.dataset={path}: {says}") from error
+            raise ValueError(f"task.dataset={self.dataset}: {says}") from error
 
     def _from_hub(self) -> DatasetDict:
+        import datasets
         from datasets import load_dataset
         from datasets.exceptions import DatasetNotFoundError
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         try:
             try:
                 return load_dataset(self.dataset, self.dataset_config)
@@ -209,13 +213,16 @@ def _files_by_split(path: Path) -> dict[str, list[Path]]:
     """The files whose names say their split; where none does, all are to train on."""
     if path.is_file():
         return {"train": [path]}
-    files = sorted(file for file in path.iterdir() if file.suffix in LOADERS)
     splits: dict[str, list[Path]] = {}
-    for file in files:
+    for file in _files(path):
         words = re.split(r"[^a-z]+", file.stem.lower())
         if split := next((word for word in words if word in ("train", *EVALUATION)), None):
             splits.setdefault(split, []).append(file)
-    return splits or ({"train": files} if files else {})
+    return splits or {"train": _files(path)}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in LOADERS)
 
 
 def _bad_rows(rows: Dataset, column: str, kind: Any) -> Iterator[int]:

@@ -34,7 +34,14 @@ class LanguageModel(nn.Module):
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
-        self.is_causal, self.keeps_documents_apart, self._has_known_head = self._probe()
+        self.eval()
+        try:
+            self.is_causal, self.keeps_documents_apart, self._has_known_head = self._probe()
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # its config builds, but does not run
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{type(self.hf).__name__} fails on eight tokens: {reason}") from error
+        self._freeze_what_text_does_not_pass()
+        self.train()
 
     @property
     def hf(self) -> Any:
@@ -113,12 +120,24 @@ class LanguageModel(nn.Module):
         size = max(1, CHUNK // self._vocabulary)
         return states.split(size), targets.split(size)
 
+    def _freeze_what_text_does_not_pass(self) -> None:
+        """The vision tower of Gemma 3, say: DDP would wait for its gradients."""
+        states = self._states(torch.tensor([[3, 1, 4, 1]]) % self._vocabulary, None)
+        nodes, passed, parameters = [states.grad_fn], set(), set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in passed:
+                passed.add(node)
+                parameters.add(getattr(node, "variable", None))
+                nodes.extend(next_node for next_node, _ in node.next_functions)
+        for part in self.hf.base_model.children():
+            if not any(parameter in parameters for parameter in part.parameters()):
+                part.requires_grad_(False)
+
     @torch.no_grad()
     def _probe(self) -> tuple[bool, bool, bool]:
         """Tries the model on two documents of four tokens: does no token see the next one, does the second document not
         see the first, and are the logits what `_logits` makes of the states?"""
-        was_training = self.training
-        self.eval()
         tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]]) % self._vocabulary
         positions = torch.arange(4).repeat(2)[None]
         self._has_known_head = False
@@ -126,7 +145,6 @@ class LanguageModel(nn.Module):
         beginning = self._states(tokens[:, 4:7], positions[:, 4:7])
         self._has_known_head = True
         known = self._logits(self._states(tokens[:, 4:], positions[:, 4:]))
-        self.train(was_training)
         has_known_head = known.shape == second.shape and _equal(known, second)
         return _equal(second[:, :3], beginning), _equal(both, second), has_known_head
 

@@ -35,8 +35,13 @@ class Lora(Settings):
         if not self.r and (self.merge or self.target_modules or self.dropout):
             yield "task.lora.r is not set, without which the other settings of task.lora do nothing"
 
-    def adapted(self, model: PreTrainedModel, task_type: Literal["CAUSAL_LM", "SEQ_CLS"]) -> PeftModel:
+    def adapted(
+        self, model: PreTrainedModel, task_type: Literal["CAUSAL_LM", "SEQ_CLS"], revision: str | None
+    ) -> PeftModel:
         """`model` with fresh adapters, its own weights frozen, but for a classifier's head.
+
+        Args:
+            revision: of `model`, which the adapters are saved with.
 
         Raises:
             ValueError: target_modules names layers that it hasn't.
@@ -58,7 +63,7 @@ class Lora(Settings):
         try:
             with warnings.catch_warnings():  # peft asks transformers by a name that is going away
                 warnings.simplefilter("ignore", FutureWarning)
-                return get_peft_model(model, settings)
+                return get_peft_model(model, settings, revision=revision or "main")
         except ValueError as error:
             raise ValueError(f"task.lora.target_modules: {' '.join(str(error).split())}") from error
 

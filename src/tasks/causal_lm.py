@@ -107,7 +107,7 @@ class CausalLM(TextSource, ModelSource, Task):
         else:
             lm = new_model(AutoModelForCausalLM, self._config)
         if self.lora.r:
-            lm = self.lora.adapted(lm, "CAUSAL_LM")
+            lm = self.lora.adapted(lm, "CAUSAL_LM", self.revision)
         model = LanguageModel(lm, has_adapter=bool(self.lora.r))
         if not model.is_causal:
             raise ValueError(f"{self._config.model_type} sees the tokens that it has to predict: it is no decoder")

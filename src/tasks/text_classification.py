@@ -141,7 +141,7 @@ class TextClassification(TextSource, ModelSource, Task):
         model: Any = self.load_model(AutoModelForSequenceClassification, config, may_lack=head)
         blocks = fsdp_blocks(model)
         if self.lora.r:
-            model = self.lora.adapted(model, "SEQ_CLS")
+            model = self.lora.adapted(model, "SEQ_CLS", self.revision)
         model._no_split_modules = blocks
         return model
 
