@@ -25,7 +25,7 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 		--run_name=$$name $(ARGS)
 
 test: setup  ## run the tests; ARGS='-k parity' for some
-	@env -u OMP_NUM_THREADS $(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
 lint: setup  ## linter, formatter and type checker, changing nothing
 	@$(BIN)/ruff check .

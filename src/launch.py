@@ -150,7 +150,7 @@ def first_on_each_machine(accelerator: Accelerator) -> Iterator[None]:
     if accelerator.num_processes == 1:
         yield
         return
-    patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
+    patient: Any = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
     if not accelerator.is_local_main_process:
         torch.distributed.barrier(patient)
     yield

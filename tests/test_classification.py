@@ -81,7 +81,7 @@ def test_a_text_may_be_in_a_column_called_label(bert: Path, tmp_path: Path) -> N
 
 
 def test_dropout_is_set_everywhere_but_for_whole_layers(bert: Path) -> None:
-    rates = {"attention_dropout": 0.0, "dropout": 0.0, "layerdrop": 0.0, "classifier_dropout": None}
+    rates: dict[str, Any] = {"attention_dropout": 0.0, "dropout": 0.0, "layerdrop": 0.0, "classifier_dropout": None}
     config = task(bert, bert, dropout=0.3).with_dropout(PreTrainedConfig(**rates))
     assert {name: getattr(config, name) for name in rates} == {**dict.fromkeys(rates, 0.3), "layerdrop": 0.0}
 

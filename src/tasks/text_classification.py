@@ -79,8 +79,9 @@ class TextClassification(TextSource, ModelSource, Task):
 
         labels = [label_names(part, self.label_column) for part in (train, evaluation)]
         names = in_order(labels[0])
-        if set(names) == set(self._config.label2id):  # a head that knows them keeps its order
-            names = sorted(names, key=self._config.label2id.__getitem__)
+        known: dict[Any, Any] = self._config.label2id or {}
+        if set(names) == set(known):  # a head that knows them keeps its order
+            names = sorted(names, key=known.__getitem__)
         where = f"task.label_column={self.label_column}"
         if len(names) < 2:
             raise ValueError(f"{where}: all rows to train on have the same label, {names[0]}")
