@@ -200,7 +200,7 @@ def test_tokenising_a_single_text_is_done_once_too(tmp_path: Path, monkeypatch: 
     settings = {"dataset": str(tmp_path / "book.txt"), "architecture": {"model_type": "llama"}, "sequence_length": 32}
     first = CausalLM(**settings).build_datasets()
     monkeypatch.setattr("src.data.documents._tokenise", lambda *_, **__: pytest.fail("tokenised again"))
-    monkeypatch.setattr("src.data.documents._part", lambda *_, **__: pytest.fail("cut again"))
+    monkeypatch.setattr("src.data.documents._cut_out", lambda *_, **__: pytest.fail("cut again"))
     again = CausalLM(**settings).build_datasets()
     assert [part.describe(32) for part in again] == [part.describe(32) for part in first]
 

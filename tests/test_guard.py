@@ -199,7 +199,7 @@ def test_each_yaml_opens_with_when_to_use_it_and_its_command(file: Path) -> None
 def test_the_others_wait_as_long_as_the_first_process_takes(tmp_path: Path) -> None:
     """To download and tokenise, longer than collectives do; Accelerate's own local_main_process_first fails here."""
     (tmp_path / "script.py").write_text("""
-import os, sys, time
+import os, time
 from datetime import timedelta
 from accelerate import Accelerator, InitProcessGroupKwargs
 from src.launch import first_on_each_machine

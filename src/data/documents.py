@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -83,15 +84,15 @@ def pieces(
     )
 
 
-def part(rows: Dataset, column: str, start: int, end: int) -> Dataset:
+def cut_out(rows: Dataset, column: str, start: int, end: int) -> Dataset:
     """One document from character `start` up to `end`, in the cache, so that what is made of it is cached too."""
     key = Hasher.hash([rows._fingerprint, column, start, end])
     return rows.map(
-        _part, fn_kwargs={"column": column, "start": start, "end": end}, new_fingerprint=key, desc="cutting"
+        _cut_out, fn_kwargs={"column": column, "start": start, "end": end}, new_fingerprint=key, desc="cutting the text"
     )
 
 
-def _part(row: dict[str, Any], column: str, start: int, end: int) -> dict[str, str]:
+def _cut_out(row: dict[str, Any], column: str, start: int, end: int) -> dict[str, str]:
     return {column: row[column][start:end]}
 
 
@@ -149,7 +150,9 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[tuple[
     """Of each text the tokens, and the characters where they start and end; each int32 of shape (tokens,)."""
     parts = [(i, start, end) for i, text in enumerate(texts) for start, end in _slices(text)]
     found: list[list[np.ndarray]] = [[np.zeros((0, 3), np.int32)] for _ in texts]
-    for group in _groups(parts):
+    sizes = accumulate(end - start for _, start, end in parts)
+    for _, together in groupby(zip(parts, sizes, strict=True), key=lambda part: part[1] // SLICE):
+        group = [part for part, _ in together]
         encoded = tokenizer(
             [texts[i][start:end] for i, start, end in group],
             add_special_tokens=False,
@@ -172,18 +175,6 @@ def _slices(text: str) -> Iterator[tuple[int, int]]:
             end = text.rfind("\n", start, end) + 1 or end
         yield start, end
         start = end
-
-
-def _groups(parts: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Parts of about SLICE characters together."""
-    group: list[tuple[int, int, int]] = []
-    for part in parts:
-        group.append(part)
-        if sum(end - start for _, start, end in group) >= SLICE // 2:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 @dataclass(frozen=True)
@@ -209,7 +200,7 @@ class _Document:
         is_learnt = np.full(len(ids), spans is None)
         so_far = np.maximum.accumulate(ends)
         # some tokenizers report tokens of white space as empty: they are what is between their neighbours
-        starts = np.where(starts == ends, np.concatenate([[0], so_far[:-1]]), starts) if len(ids) else starts
+        starts = np.where(starts == ends, np.concatenate([[0], so_far])[:-1], starts)
         for first, last in spans or []:
             is_learnt |= (ends > first) & (starts < last) & (ends > starts)
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

@@ -72,6 +72,9 @@ class TextSource(Settings):
         Raises:
             ValueError: in one line, what cannot be loaded and what to do.
         """
+        import datasets
+
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
         path = Path(self.dataset)
         splits: Any = _files_by_split(path) if path.exists() else self._from_hub()
         for setting, split in (("train_split", self.train_split), ("eval_split", self.eval_split)):
@@ -143,10 +146,8 @@ class TextSource(Settings):
         return {} if Path(self.dataset).exists() else {"datasets": [self.dataset]}
 
     def _from_files(self, files: list[Path]) -> Dataset:
-        import datasets
         from datasets import load_dataset
 
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
         for file in files:
             if file.stat().st_size == 0:
                 raise ValueError(f"task.dataset={file}: the file is empty")
@@ -158,13 +159,11 @@ class TextSource(Settings):
             raise ValueError(f"task.dataset={self.dataset}: {says}") from error
 
     def _from_hub(self) -> DatasetDict:
-        import datasets
         from datasets import load_dataset
         from datasets.exceptions import DatasetNotFoundError
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         try:
             try:
                 return load_dataset(self.dataset, self.dataset_config)

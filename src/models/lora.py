@@ -28,7 +28,7 @@ class Lora(Settings):
     target_modules: list[str] = []
     """Names of the layers that get them, such as q_proj; empty: all linear layers but the output."""
     merge: bool = False
-    """Also export the model with the adapters added to its weights, into model/merged; of a classifier that is all."""
+    """Also export the model with the adapters added to its weights, into model/merged. A classifier always is."""
 
     def mistakes(self) -> Iterator[str]:
         """Settings without effect."""
@@ -63,7 +63,7 @@ class Lora(Settings):
         try:
             with warnings.catch_warnings():  # peft asks transformers by a name that is going away
                 warnings.simplefilter("ignore", FutureWarning)
-                return get_peft_model(model, settings, revision=revision or "main")
+                return get_peft_model(model, settings, revision=revision)
         except ValueError as error:
             raise ValueError(f"task.lora.target_modules: {' '.join(str(error).split())}") from error
 

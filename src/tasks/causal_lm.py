@@ -65,13 +65,8 @@ class CausalLM(TextSource, ModelSource, Task):
 
     @field_validator("architecture", mode="before")
     @classmethod
-    def _typed(cls, fields: Any) -> Any:
-        """From the command line, values are text: read as YAML, but for 1e-5, which YAML takes for text."""
-        if isinstance(fields, dict):
-            return {name: cls._typed(value) for name, value in fields.items()}
-        value = yaml.safe_load(fields) if isinstance(fields, str) else fields
-        number = _number(value) if isinstance(value, str) else None
-        return value if number is None else number
+    def _with_types(cls, fields: Any) -> Any:
+        return _typed(fields) if isinstance(fields, dict) else fields
 
     def mistakes(self) -> Iterator[str]:
         yield from self.source_mistakes()
@@ -177,13 +172,13 @@ class CausalLM(TextSource, ModelSource, Task):
         )
 
     def _cut(self, rows: Dataset, column: str) -> tuple[Dataset, Dataset]:
-        from src.data.documents import part
+        from src.data.documents import cut_out
 
         length = len(rows[0][column])
         cut = round(length * (1 - self.eval_fraction))
         if not 0 < cut < length:
             raise ValueError(f"task.dataset={self.dataset}: too short to keep a part of it for evaluation")
-        return part(rows, column, 0, cut), part(rows, column, cut, length)
+        return cut_out(rows, column, 0, cut), cut_out(rows, column, cut, length)
 
     def _sequences(self, rows: Dataset, form: Format, what: str) -> Sequences:
         from src.data.documents import pieces
@@ -296,8 +291,14 @@ def _inputs(batch: dict[str, Any]) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("input_ids", "position_ids", "index", "targets")}
 
 
-def _number(text: str) -> float | None:
+def _typed(value: Any) -> Any:
+    """From the command line, values are text: read as YAML, but for 1e-5, which YAML takes for text."""
+    if isinstance(value, dict):
+        return {name: _typed(inner) for name, inner in value.items()}
+    if not isinstance(value, str):
+        return value
     try:
-        return float(text)
-    except ValueError:
-        return None
+        read = yaml.safe_load(value)
+        return float(read) if isinstance(read, str) else read
+    except (yaml.YAMLError, ValueError):
+        return value
