@@ -637,6 +637,7 @@ def test_an_architecture_without_a_model_type(refused: Refused) -> None:
         ("hidden_size=-32", ""),
         ("hidden_size=wide", "Field 'hidden_size' expected int, got str (value: 'wide')"),
         ("hidden_act=reluu", "reluu"),
+        ("hidden_act=[", "["),
         ("pad_token_id=5000", ""),
     ],
 )
@@ -655,7 +656,7 @@ def test_an_architecture_that_builds_but_does_not_run(refused: Refused) -> None:
 
 def test_fields_within_fields_are_numbers_too() -> None:
     rope = "--task.architecture.rope_parameters.rope_theta"
-    for value, expected in (("20000.0", 20000.0), ("1e4", 1e4)):
+    for value, expected in (("20000.0", 20000.0), ("1e4", 1e4), ("'1'x", "'1'x"), ('"x"', "x")):
         task = load_config([*LM, *LLAMA, write("a.jsonl", ROWS), f"{rope}={value}"]).task
         assert task.architecture["rope_parameters"] == {"rope_theta": expected}  # type: ignore[attr-defined]
 

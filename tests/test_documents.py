@@ -111,6 +111,15 @@ def test_a_template_may_leave_out_earlier_thoughts(
     assert learnt(tokenizer, table) == f"Yo<end>\n{last}"
 
 
+def test_a_template_may_mark_where_the_chat_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt else '<end>' }}"
+    )
+    table = table_of(tokenizer, Format(messages="messages"), messages=[CHAT[1:3]])
+    assert learnt(tokenizer, table) == "Yo<end>"
+
+
 def test_a_chat_may_begin_with_the_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = "{{ messages[0].role }}:" + THINKING  # fails without a message
     table = table_of(tokenizer, Format(messages="messages"), length=256, messages=[CHAT[2:4], CHAT[2:]])

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from src.blocks import checkpoint_activations, compile_blocks
 from src.models import language_model
 from src.models.language_model import LanguageModel
+from src.models.lora import Lora
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -181,6 +182,12 @@ def test_one_compilation_serves_all_blocks() -> None:
     assert loss.item() == pytest.approx(
         gradients(build("llama", num_hidden_layers=3), batch(model))[0].item(), rel=1e-5
     )
+
+
+def test_adapters_say_the_revision_of_the_model_that_they_belong_to() -> None:
+    for revision in ("v2", None):
+        adapted: Any = Lora(r=2).adapted(build("llama").hf, "CAUSAL_LM", revision)
+        assert adapted.peft_config["default"].revision == revision
 
 
 def test_what_text_does_not_pass_through_is_not_trained() -> None:

@@ -35,9 +35,10 @@ def assistant_turns(chat: list[dict[str, Any]], text: str, tokenizer: PreTrained
             other = "a" if message["content"].strip()[:1] != "a" else "b"
             before = written([{**message, "content": other}, *chat[1:]], tokenizer)
         start = _common(before, text)
+        goes_on = not i or start == len(before) or text.startswith(written(chat[:i], tokenizer))
         turn = written(chat[: i + 1], tokenizer)[start:]
         kept = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
-        if kept is None or (i and not text.startswith(written(chat[:i], tokenizer))):
+        if kept is None or not goes_on:
             raise ValueError(
                 f"the tokenizer's chat template writes earlier turns otherwise once a chat goes on, so that the "
                 f"assistant's cannot be told apart in {_named(chat)}: set --task.learn_all=true, or another "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -297,8 +298,9 @@ def _typed(value: Any) -> Any:
         return {name: _typed(inner) for name, inner in value.items()}
     if not isinstance(value, str):
         return value
-    try:
+    read: Any = value
+    with contextlib.suppress(yaml.YAMLError):
         read = yaml.safe_load(value)
-        return float(read) if isinstance(read, str) else read
-    except (yaml.YAMLError, ValueError):
-        return value
+    with contextlib.suppress(ValueError):
+        read = float(read) if isinstance(read, str) else read
+    return read
