@@ -149,10 +149,10 @@ def test_a_long_text_is_tokenised_slice_by_slice(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["ab\ncd\n" * 5 + "x" * 30 + "ü", "short", "", "é\n" * 20]
-    whole = table_of(tokenizer, Format(text="text"), text=texts)[:]
+    whole = table_of(tokenizer, Format(text="text"), length=10, text=texts)[:]
     monkeypatch.setattr("src.data.documents.SLICE", 7)
-    assert table_of(tokenizer, Format(text="text"), text=texts)[:] == whole
-    assert whole["bytes"][0] == len(texts[0].encode())
+    assert table_of(tokenizer, Format(text="text"), length=10, text=texts)[:] == whole
+    assert sum(whole["bytes"]) == len("".join(texts).encode())
 
 
 def test_packing_keeps_each_piece_whole_and_fills_the_sequences(tokenizer: PreTrainedTokenizerFast) -> None:
