@@ -5,7 +5,7 @@ BIN := .venv/bin
 # One thread per core; without it the launcher prints that it chose so itself.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: help setup train test lint format bench clean
+.PHONY: help setup train test testslow lint format bench clean
 
 help:  ## list what there is
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -25,7 +25,10 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 		--run_name=$$name $(ARGS)
 
 test: setup  ## run the tests; ARGS='-k parity' for some
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
+
+testslow: setup  ## run the tests that take minutes each
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist=loadgroup $(ARGS)
 
 lint: setup  ## linter, formatter and type checker, changing nothing
 	@$(BIN)/ruff check .
@@ -36,8 +39,9 @@ format: setup  ## let the linter and the formatter change what they can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: setup  ## measure the loop and the data path against plain PyTorch; ARGS='--data_dir=DIR' for real MNIST
+bench: setup  ## measure the loop, the data path and checkpoints; ARGS='--data_dir=DIR' for real MNIST
 	@$(BIN)/python -m benchmarks.loop_overhead $(ARGS)
+	@$(BIN)/python -m benchmarks.checkpoints
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
 	@rm -rf .venv .*_cache

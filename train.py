@@ -6,8 +6,11 @@ accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import sys
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from src.config import Config, load_config
@@ -17,7 +20,10 @@ if TYPE_CHECKING:  # torch is imported in the functions: the settings come first
     from accelerate import Accelerator
     from torch import nn
 
+    from src.preemption import StopRequest
     from src.tasks.base import Examples
+
+PARENT = os.getppid()  # now: by the time that everything is imported, the launcher may be gone
 
 
 def main() -> None:
@@ -33,24 +39,47 @@ def main() -> None:
 def train(config: Config) -> None:
     from accelerate.utils import set_seed
 
+    from src.bad_steps import accepts, explain
     from src.batches import examples_seen, training_windows, zeros
     from src.blocks import checkpoint_activations, compile_blocks
+    from src.checkpoint.resume import about, find, read_best, restore
+    from src.checkpoint.save import Saver
+    from src.checkpoint.tensors import frozen_norm
+    from src.early_stopping import count_evaluation, is_out_of_patience
     from src.export import export, push
-    from src.launch import build_accelerator, first_on_each_machine, peak_memory, prepare
-    from src.loss_scale import LossScale
+    from src.launch import (
+        build_accelerator,
+        command_to_go_on,
+        first_on_each_machine,
+        has_launcher,
+        peak_memory,
+        prepare,
+    )
     from src.optim import build_optimizers, lr_at, scale_and_clip, set_lr
+    from src.preemption import StopRequest
+    from src.progress import Progress
     from src.tracking import Tracker, figures
 
     # ------------------------------------------------------------------------------------------- build and prepare
     task, global_batch_size = config.task, config.global_batch_size
-    accelerator, launch = build_accelerator()
-    world_size = accelerator.num_processes
+    accelerator, launch = build_accelerator(timedelta(minutes=config.timeout_minutes))
+    command = command_to_go_on(config)
+    found = find(accelerator, config)
+    if found.is_finished:
+        accelerator.print(
+            f"{config.folder} holds this run, finished: nothing to do; more --epochs or --max_steps go on"
+        )
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+        return
+    world_size, is_fp16 = accelerator.num_processes, accelerator.mixed_precision == "fp16"
     with first_on_each_machine(accelerator):  # it downloads and tokenises
         train_set, eval_set = task.build_datasets()
     set_seed(config.seed)  # the same weights on all processes
     model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    facts_to_keep = about(config, launch, len(train_set), frozen_norm(model))
     if config.compile:
         compile_blocks(model)
     if config.activation_checkpointing:
@@ -70,104 +99,158 @@ def train(config: Config) -> None:
         f" x {config.accumulation(world_size)} accumulated",
         "steps": f"{total_steps:,} = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch:,}",
     }
-    with Tracker(config, launch, facts, total_steps, accelerator.is_main_process) as tracker:
-        interval = zeros(accelerator, 4)  # loss sum, count, tokens without and with padding, since the last record
-        started = interval_started = time.perf_counter()
-        training_seconds = all_tokens = 0.0
-        updates = 0  # steps that were not skipped: what the schedule counts
-        loss_scale = LossScale(enabled=accelerator.mixed_precision == "fp16")
+    progress = found.progress
+    if progress.step > total_steps:
+        asked = f"epochs={config.epochs} and max_steps={config.max_steps} make {total_steps}"
+        raise ValueError(f"{found.checkpoint} has {progress.step} steps already, and {asked}")
+    if found.checkpoint:
+        restore(accelerator, config, found, model, optimizers, facts_to_keep)
+    if not is_fp16 or found.state.get("precision") not in (None, "fp16"):
+        progress.loss_scale = Progress().loss_scale if is_fp16 else 1.0
+    with (
+        Tracker(config, launch, facts, total_steps, accelerator.is_main_process, found) as tracker,
+        StopRequest(accelerator, config, PARENT if has_launcher() else None) as stop,
+    ):
+        saver = Saver(accelerator, config, model, optimizers, found.checkpoint, tracker.say)
+        windows = training_windows(accelerator, config, train_set, progress.step, total_steps)
+        interval = zeros(accelerator, 4)
+        interval += interval.new_tensor(progress.interval)
+        started = time.perf_counter() - progress.seconds
+        interval_started = time.perf_counter() - progress.interval_seconds
+        is_stopping = False
         model.train()
-        for step, window in enumerate(training_windows(accelerator, config, train_set, total_steps), start=1):
+        while True:
+            # ------------------------------------------------------------ between two steps: evaluate, save, stop
+            step = progress.step
+            is_evaluated = False
+            if (step % eval_every == 0 or step == total_steps) and step > progress.evaluated and not is_stopping:
+                interval.tolist()  # training pauses here, also on the device
+                paused = time.perf_counter()
+                evaluation = evaluate(accelerator, config, model, eval_set, stop)
+                interval_started += time.perf_counter() - paused
+                if evaluation is None:
+                    is_stopping = True
+                else:
+                    is_evaluated = True
+                    progress.evaluated, progress.evaluation = step, evaluation[0]
+                    tracker.log(step, {"epoch": step / steps_per_epoch, **evaluation[0]}, evaluation[1])
+                    count_evaluation(progress, config)
+            is_last = step == total_steps or is_out_of_patience(progress, config)
+            saver.collect()
+            is_due = step % config.save_every == 0 or (is_evaluated and config.checkpoint.wants_best)
+            if step and (is_due or is_last or is_stopping):
+                progress.interval = interval.tolist()
+                progress.interval_seconds = time.perf_counter() - interval_started
+                progress.seconds = time.perf_counter() - started
+                saver.save(progress, facts_to_keep | tracker.position())
+            if is_last or is_stopping:
+                break
             # ------------------------------------------------------------------------------- one optimizer step
-            totals = zeros(accelerator, 4)
+            window = next(windows)
+            totals = zeros(accelerator, 5)
             for i, micro_batch in enumerate(window, start=1):
                 # FSDP reduces after each micro-batch: it would have to keep whole gradients to do so only at the end
                 is_reduced = i == len(window) or accelerator.is_fsdp2
                 with contextlib.nullcontext() if is_reduced else accelerator.no_sync(model):
                     loss, count = task.loss(model, micro_batch.to(accelerator.device))
                     # DDP and FSDP average the gradients: times world_size, that is their sum over the processes
-                    factor = micro_batch.weight * world_size / global_batch_size * loss_scale.value
+                    factor = micro_batch.weight * world_size / global_batch_size * progress.loss_scale
                     accelerator.backward(loss * factor)
                 for k, amount in enumerate((loss.detach(), count, *task.tokens(micro_batch.data))):
                     totals[k] += amount * micro_batch.weight
+            totals[4] = stop.is_made
             totals = accelerator.reduce(totals, "sum")
-            interval += totals
-            log_now = step % config.log_every == 0 or step == total_steps
-            grad_norm = scale_and_clip(  # from the sum / global_batch_size to the mean over what the loss counts
+            norm = scale_and_clip(  # from the sum / global_batch_size to the mean over what the loss counts
                 accelerator,
                 model,
-                global_batch_size / (totals[1].clamp(min=1) * loss_scale.value),
+                global_batch_size / (totals[1].clamp(min=1) * progress.loss_scale),
                 config.optim.max_grad_norm,
-                want_norm=log_now or loss_scale.enabled,
             )
-            lr = lr_at(updates, config.optim, schedule_steps, steps_per_epoch)
+            (loss_sum, *_, requests), grad_norm = totals.tolist(), norm.item()  # waits for the device
+            is_stopping = requests > 0
+            if math.isfinite(loss_sum):
+                interval += totals[:4]
+            lr = lr_at(progress.updates, config.optim, schedule_steps, steps_per_epoch)
             set_lr(optimizers, lr)
-            is_accepted = loss_scale.accepts(grad_norm)
-            updates += is_accepted
+            is_accepted = accepts(progress, grad_norm, is_fp16)
             for optimizer in optimizers:
                 if is_accepted:
                     optimizer.step()
                 optimizer.zero_grad()
+            progress.step = step = step + 1
             tracker.advance()
             # ---------------------------------------------------------------------------------------------------
-            if log_now:
-                # waits for the device, as nothing above does, but for FSDP offload and fp16
+            if progress.skipped_in_a_row >= config.max_bad_steps:
+                saver.collect(wait=True)
+                raise FloatingPointError(explain(config, is_fp16, saver.newest))
+            is_scheduled = step % config.log_every == 0
+            if is_scheduled or step == total_steps:
                 loss_sum, count, tokens, padded = interval.tolist()
                 now = time.perf_counter()
-                seconds, interval_started = now - interval_started, now
-                training_seconds += seconds
-                examples = examples_seen(step, config, train_set)
+                seconds = now - interval_started
                 last_logged = (step - 1) // config.log_every * config.log_every
+                examples = examples_seen(step, config, train_set) - examples_seen(last_logged, config, train_set)
+                progress.train_loss = loss_sum / count if count else None
                 metrics = {
                     "epoch": step / steps_per_epoch,
-                    "train/loss": loss_sum / max(count, 1),
+                    "train/loss": progress.train_loss,
                     "train/lr": lr,
-                    "train/grad_norm": grad_norm.item(),
-                    "perf/samples_per_second": (examples - examples_seen(last_logged, config, train_set)) / seconds,
+                    "train/grad_norm": grad_norm if is_accepted else None,
+                    "perf/samples_per_second": examples / seconds,
                 }
                 if tokens:
-                    all_tokens += tokens
                     metrics |= {"perf/tokens_per_second": tokens / seconds, "perf/padding": 1 - tokens / padded}
-                if loss_scale.enabled:
-                    metrics |= {"train/loss_scale": loss_scale.value, "train/skipped_steps": loss_scale.skipped}
+                if is_fp16:
+                    metrics["train/loss_scale"] = progress.loss_scale
+                if progress.skipped or is_fp16:
+                    metrics["train/skipped_steps"] = progress.skipped
                 tracker.log(step, metrics)
-                interval.zero_()
-            if step % eval_every == 0 or step == total_steps:
-                interval.tolist()  # training ends here, also on the device
-                paused = time.perf_counter()
-                evaluation, tables = evaluate(accelerator, config, model, eval_set)
-                tracker.log(step, {"epoch": step / steps_per_epoch, **evaluation}, tables)
-                interval_started += time.perf_counter() - paused
+                if is_scheduled:  # a longer run than this one would not stop counting here
+                    progress.training_seconds += seconds
+                    progress.tokens += tokens
+                    interval_started = now
+                    interval.zero_()
 
-        export(accelerator, config, model, evaluation)
-        tracker.summarize(
-            {
-                "step": total_steps,
-                "epoch": total_steps / steps_per_epoch,
-                "train/loss": metrics["train/loss"],
-                **evaluation,
-                "seconds": time.perf_counter() - started,
-                "samples_per_second": examples / training_seconds,
-                **({"tokens_per_second": all_tokens / training_seconds} if all_tokens else {}),
-                **({"skipped_steps": loss_scale.skipped} if loss_scale.enabled else {}),
-                "parameters": parameters,
-                "trained_parameters": trained,
-                "data": data,
-                "peak_memory_bytes": peak_memory(accelerator),
-                **launch.as_dict(),
-            }
-        )
+        saver.collect(wait=True)
+        if is_stopping:
+            tracker.stop(stop.reason or "another process", progress.step, saver.newest, command)
+        else:
+            results = progress.evaluation
+            if config.checkpoint.export_best:
+                results = read_best(accelerator, config, model) or results
+            export(accelerator, config, model, results)
+            training_seconds = progress.training_seconds + progress.interval_seconds
+            tokens = progress.tokens + progress.interval[2]
+            tracker.summarize(
+                {
+                    "step": step,
+                    "epoch": step / steps_per_epoch,
+                    "train/loss": progress.train_loss,
+                    **results,
+                    "seconds": time.perf_counter() - started,
+                    "samples_per_second": examples_seen(step, config, train_set) / training_seconds,
+                    **({"tokens_per_second": tokens / training_seconds} if tokens else {}),
+                    "skipped_steps": progress.skipped,
+                    "save_pause_seconds": saver.pause_seconds,
+                    "parameters": parameters,
+                    "trained_parameters": trained,
+                    "data": data,
+                    "peak_memory_bytes": peak_memory(accelerator),
+                    **launch.as_dict(),
+                }
+            )
     accelerator.wait_for_everyone()  # gloo sometimes aborts where one process leaves before the others are done
-    if config.push_to_hub and accelerator.is_main_process:
+    if config.push_to_hub and accelerator.is_main_process and not is_stopping:
         push(config)
     accelerator.end_training()
 
 
 def evaluate(
-    accelerator: Accelerator, config: Config, model: nn.Module, dataset: Examples
-) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
-    """Loss and metrics over each example exactly once, the metrics on the main process only; and the task's report."""
+    accelerator: Accelerator, config: Config, model: nn.Module, dataset: Examples, stop: StopRequest
+) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]] | None:
+    """Loss and metrics over each example exactly once, and the task's report; None where told to stop meanwhile."""
     import torch
+    from accelerate.utils import broadcast_object_list
 
     from src.batches import evaluation_batches, gather_in_order, zeros
 
@@ -175,6 +258,9 @@ def evaluate(
     totals = zeros(accelerator, 3)
     outputs: dict[str, list[Any]] = {}
     for micro_batch in evaluation_batches(accelerator, config, dataset):
+        if stop.is_made_anywhere():
+            model.train()
+            return None
         with torch.no_grad():
             loss, count, batch_outputs = config.task.evaluate(model, micro_batch.to(accelerator.device))
         totals[0] += loss * micro_batch.weight
@@ -186,8 +272,9 @@ def evaluate(
     model.train()
     loss_sum, count, examples = accelerator.reduce(totals, "sum").tolist()
     gathered = {name: gather_in_order(accelerator, torch.cat(o), len(dataset)) for name, o in outputs.items()}
-    metrics = config.task.metrics(gathered) if accelerator.is_main_process else {}
-    results = {"loss": loss_sum / count, "examples": int(examples), **metrics}
+    metrics = [config.task.metrics(gathered) if accelerator.is_main_process else {}]
+    broadcast_object_list(metrics)  # all processes decide by them whether to stop
+    results = {"loss": loss_sum / count, "examples": int(examples), **metrics[0]}
     return (
         {f"eval/{name}": value for name, value in results.items()},
         {f"eval/{name}": rows for name, rows in report.items()},

@@ -81,7 +81,7 @@ def data_ours(config: Config) -> float:
     """Seconds per epoch of normalised batches."""
     train_set, _ = mnist(task(config).data_dir)
     started = time.perf_counter()
-    for (micro_batch,) in training_windows(Accelerator(cpu=True), config, train_set, total_steps=938):
+    for (micro_batch,) in training_windows(Accelerator(cpu=True), config, train_set, 0, total_steps=938):
         _ = ((micro_batch.data["images"].unsqueeze(1).float() / 255) - 0.1307) / 0.3081
     return time.perf_counter() - started
 

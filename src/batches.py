@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from src.config import Config
+from src.preemption import outlive_signals
 from src.tasks.base import Examples
 
 
@@ -69,20 +70,21 @@ class Shares:
 
 
 def training_windows(
-    accelerator: Accelerator, config: Config, dataset: Examples, total_steps: int
+    accelerator: Accelerator, config: Config, dataset: Examples, done: int, total_steps: int
 ) -> Iterator[list[MicroBatch]]:
-    """For each optimizer step this process's micro-batches."""
+    """For each optimizer step this process's micro-batches, from the one after `done` steps on: nothing is replayed."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    step = epoch = 0
+    step = done
     while step < total_steps:
+        epoch, done_in_epoch = divmod(step, -(-len(dataset) // config.global_batch_size))
         random = np.random.default_rng([config.seed, epoch])
         order = config.task.order(dataset, random, config.global_batch_size)
+        order = order[done_in_epoch * config.global_batch_size :]
         shares = Shares(order, config.global_batch_size, config.micro_batch(world_size), rank, world_size)
         epoch_set = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: other randomness than the order's
         for window in islice(_load(accelerator, config, epoch_set, shares), total_steps - step):
             step += 1
             yield window
-        epoch += 1
 
 
 def evaluation_batches(accelerator: Accelerator, config: Config, dataset: Examples) -> Iterator[MicroBatch]:
@@ -129,6 +131,7 @@ def _load(accelerator: Accelerator, config: Config, dataset: Examples, shares: S
         collate_fn=config.task.collate,
         num_workers=config.num_workers,
         pin_memory=accelerator.device.type == "cuda",
+        worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else each epoch draws from the generator that dropout uses
     )
     batches = iter(loader)

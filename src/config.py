@@ -6,13 +6,15 @@ Nothing here imports torch: a mistake or `--help` is answered before anything he
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, create_model
+import yaml
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.settings import Settings, describe, nearest, read_arguments, validate
+from src.settings import Settings, describe, fields, nearest, read_arguments, validate
 from src.tasks import TASKS
 from src.tasks.base import Task
 
@@ -22,9 +24,17 @@ accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=F
 Settings, with their defaults (a yaml given by --config overrides them, the command line overrides both).
 The task's own are shown for the chosen one: --task.name={tasks}
 """
-RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "wandb")
+RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "status.json", "model", "checkpoints", "wandb")
 """What a run writes into its output folder."""
+FREE_TO_CHANGE = (
+    "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
+    "timeout_minutes", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "push_to_hub",
+    "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
+    "task.sample_temperature", "task.lora.merge",
+)  # fmt: skip
+"""Settings, and groups of them, that leave the weights which a run arrives at as they are, but for rounding."""
 
+_ABSENT = object()
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -55,6 +65,41 @@ class Optim(Settings):
     """Epochs between two such multiplications."""
 
 
+class Checkpoint(Settings):
+    """What is kept of the run besides its newest state."""
+
+    keep_last: PositiveInt = 2
+    """Checkpoints to keep, the newest ones."""
+    keep_best: NonNegativeInt = 0
+    """Checkpoints to keep besides, the best by `metric`. Above 0, each evaluation is followed by a checkpoint."""
+    metric: str = "eval/loss"
+    """What an evaluation is judged by for keep_best and export_best."""
+    mode: Literal["min", "max"] | None = None
+    """Whether less or more of it is better; null: less of a loss, perplexity or bits_per_byte, more of all else."""
+    export_best: bool = False
+    """Export the best checkpoint at the end, not the last. Implies keep_best=1."""
+    accept_changes: bool = False
+    """Continue though settings have changed that make it another run than the one that was saved."""
+
+    @property
+    def wants_best(self) -> int:
+        """How many of the best to keep."""
+        return max(self.keep_best, self.export_best)
+
+
+class EarlyStopping(Settings):
+    """Ending before the last step."""
+
+    metric: str | None = None
+    """Result of the evaluation to watch, such as eval/loss; null: no early stopping."""
+    mode: Literal["min", "max"] | None = None
+    """Whether less or more of it is better; null: less of a loss, perplexity or bits_per_byte, more of all else."""
+    patience: PositiveInt = 3
+    """Evaluations in a row without a gain after which to stop."""
+    min_delta: NonNegativeFloat = 0.0
+    """What the metric must change by to be a gain."""
+
+
 class Wandb(Settings):
     """Weights & Biases. Its own WANDB_* environment variables work too."""
 
@@ -74,7 +119,7 @@ class Config(Settings):
     run_name: str = ""
     """Name of the run; empty: the task's name."""
     output_dir: str = "runs/{run_name}"
-    """Folder that the run writes into. One that holds a run already is refused."""
+    """Folder that the run writes into."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
     """Of the initial weights, the order of the data, the augmentation and the dropout."""
     epochs: PositiveInt | None = 10
@@ -95,12 +140,27 @@ class Config(Settings):
     """Steps between records of the training metrics."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations; null: at the end of each epoch. The last step is always followed by one."""
+    save_every: PositiveInt = 500
+    """Steps between checkpoints. The last step is always followed by one."""
+    resume: str = "auto"
+    """auto: from the newest valid checkpoint in output_dir, or from the start where there is no run; never: refuse an
+    output_dir that holds a run; or the folder of a checkpoint, also of another run."""
+    max_hours: PositiveFloat | None = None
+    """Hours after which to save and stop, to be continued; null: no limit."""
+    max_bad_steps: PositiveInt = 10
+    """Steps in a row with gradients that are not finite, each skipped, after which the run ends."""
+    timeout_minutes: PositiveFloat = 30.0
+    """Minutes that a process waits for the others in an exchange before the run ends: one of them hangs."""
     push_to_hub: str | None = None
     """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
     task: Task
     """What is trained."""
     optim: Optim = Optim()
     """The optimizer and its learning rate."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Checkpoints."""
+    early_stopping: EarlyStopping = EarlyStopping()
+    """Early stopping."""
     wandb: Wandb = Wandb()
     """Tracking."""
 
@@ -118,6 +178,25 @@ class Config(Settings):
         planned = (self.epochs or 0) * steps_per_epoch
         total = self.max_steps or planned
         return total, max(total, planned)
+
+    @property
+    def origin(self) -> Path | None:
+        """The checkpoint that the run branches off from: by `resume`, or by what its folder says of its beginning."""
+        resume = self.resume if self.resume not in ("auto", "never") else _saved_settings(self.folder).get("resume")
+        return Path(resume) if resume not in ("auto", "never", None) else None
+
+    def changes_since(self, saved: dict[str, Any]) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
+        """The settings that differ from those that a checkpoint was saved with, as (then, now) by name: those that only
+        make the run longer, and those that make it another run."""
+        then, now = (_by_setting(type(self), values) for values in (saved, self.model_dump(mode="json")))
+        free = tuple(f"{name}." for name in FREE_TO_CHANGE)
+        names = [name for name in then if name in now and then[name] != now[name] and not f"{name}.".startswith(free)]
+        changed = {name: (then[name], now[name]) for name in names}
+        was, will_be = ((float(values["max_steps"] or "inf"), float(values["epochs"] or 0)) for values in (then, now))
+        if was[0] > will_be[0] or was[1] > will_be[1]:
+            return {}, changed
+        extent = {name: changed.pop(name) for name in names if name in ("max_steps", "epochs")}
+        return extent, changed
 
     def micro_batch(self, world_size: int) -> int:
         """Examples per forward pass of one of `world_size` processes."""
@@ -143,8 +222,7 @@ def load_config(argv: list[str]) -> Config:
         mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(TASKS))} ({', '.join(TASKS)})")
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
         name = "mnist"
-    task_class = TASKS[name]
-    config_class = create_model("Config", __base__=Config, task=(task_class, Field(default_factory=task_class)))
+    config_class = _config_class(name)
     if wants_help:
         print(USAGE.format(tasks=" | ".join(TASKS)), describe(config_class), sep="\n")
         sys.exit(0)
@@ -156,7 +234,7 @@ def load_config(argv: list[str]) -> Config:
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
     if not bad & {"run_name", "output_dir"}:
-        mistakes.extend(_output_mistakes(config.folder))
+        mistakes.extend(_output_mistakes(config))
     if not any(name.startswith("task") for name in bad):
         mistakes.extend(config.task.mistakes())
     if config.push_to_hub:
@@ -164,6 +242,23 @@ def load_config(argv: list[str]) -> Config:
     if mistakes:
         raise ValueError("\n".join(mistakes))
     return config
+
+
+def config_from(saved: dict[str, Any]) -> Config:
+    """The settings that a checkpoint or config.yaml holds.
+
+    Raises:
+        ValueError: they are none, or of another version.
+    """
+    try:
+        return _config_class(saved["task"]["name"]).model_validate(saved)
+    except (KeyError, ValidationError) as error:
+        raise ValueError(f"not the settings of a run: {' '.join(str(error).split())}") from error
+
+
+def _config_class(task: str) -> type[Config]:
+    task_class = TASKS[task]
+    return create_model("Config", __base__=Config, task=(task_class, Field(default_factory=task_class)))
 
 
 def _batch_mistakes(config: Config, world_size: int) -> Iterator[str]:
@@ -182,19 +277,57 @@ def _batch_mistakes(config: Config, world_size: int) -> Iterator[str]:
     yield line
 
 
-def _output_mistakes(folder: Path) -> Iterator[str]:
+def _by_setting(config_class: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
+    """The settings among nested values, by their dotted name."""
+    found = {}
+    for name, _ in fields(config_class):
+        value: Any = values
+        for part in name.split("."):
+            value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
+        if value is not _ABSENT:  # else they are from another version of the code
+            found[name] = value
+    return found
+
+
+def _saved_settings(folder: Path) -> dict[str, Any]:
+    """Those of the run in an output folder; empty where there are none."""
+    try:
+        saved = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return saved if isinstance(saved, dict) else {}
+
+
+def _output_mistakes(config: Config) -> Iterator[str]:
+    folder = config.folder
     held = [name for name in RUN_FILES if os.path.lexists(folder / name)]
-    if held:
-        yield (
-            f"output_dir={folder}: holds a run already ({', '.join(held)}); "
-            f"choose another --run_name or --output_dir, or move that folder away"
-        )
-        return
+    checkpoints = sorted(folder.glob("checkpoints/step_*"), key=lambda path: (len(path.name), path.name))
+    elsewhere = "choose another --run_name or --output_dir, or move that folder away"
+    if config.resume not in ("auto", "never"):
+        source, is_branch = Path(config.resume), _saved_settings(folder).get("resume") == config.resume
+        if is_branch and checkpoints:
+            pass  # it goes on from its own
+        elif not (source / "manifest.json").is_file():
+            there = [str(path) for path in (source, *source.glob("step_*"), *source.glob("checkpoints/step_*"))]
+            yield f"resume={source}: not a checkpoint{nearest(str(source), there[1:])}; auto, never, or a folder step_…"
+        elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[-1:]]:
+            yield f"output_dir={folder}: holds a run whose newest checkpoint is not resume={source}; {elsewhere}"
+    elif held and config.resume == "never":
+        yield f"output_dir={folder}: holds a run already ({', '.join(held)}); {elsewhere}"
+    elif held and not checkpoints:
+        saved = _saved_settings(folder)
+        if "summary.json" in held or "model" in held or not saved:
+            yield f"output_dir={folder}: holds a run already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
+        elif config.changes_since(saved)[1]:
+            yield f"output_dir={folder}: holds the beginning of a run with other settings; {elsewhere}"
     parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
     if not parent.is_dir():
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        yield f"output_dir={folder}: no permission to write in {parent}; choose another --output_dir"
+        return
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        yield f"output_dir={folder}: cannot write in {parent}, {error.strerror}; choose another --output_dir"
 
 
 def _hub_mistakes(repository: str) -> Iterator[str]:

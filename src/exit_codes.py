@@ -14,7 +14,7 @@ GRACE_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def exit_codes() -> Iterator[None]:
+def exit_codes(program: str = "train.py") -> Iterator[None]:
     """Turns a `raise ValueError` of this project into its message and exit code 2; all else keeps its traceback.
 
     Of a machine's processes the first one speaks, and the others only where the mistake is theirs alone. One that
@@ -31,9 +31,14 @@ def exit_codes() -> Iterator[None]:
         if local_rank > 0:
             time.sleep(GRACE_SECONDS)
         for line in str(error).splitlines():
-            print(f"train.py: {line}" + (f" [process {rank}]" if rank else ""), file=sys.stderr, flush=True)
+            print(f"{program}: {line}" + (f" [process {rank}]" if rank else ""), file=sys.stderr, flush=True)
         sys.exit(2)
+    except FloatingPointError as error:
+        sys.exit(f"{program}: {error}" if rank == 0 else 1)  # it is the same on all processes
     except RuntimeError as error:
         if "gloo" in str(error) or "NCCL" in str(error):
             time.sleep(GRACE_SECONDS)
+        if "timed out" in str(error).lower():
+            message = f"{program}: process {rank} waited for another one, which hangs, until timeout_minutes had passed"
+            print(message, file=sys.stderr, flush=True)
         raise

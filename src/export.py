@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
 
 import yaml
 from accelerate import Accelerator
@@ -13,18 +15,34 @@ from src.config import Config
 
 
 def export(accelerator: Accelerator, config: Config, model: nn.Module, results: dict[str, float]) -> None:
-    """Writes the folder `model`. Every process takes part: under FSDP each has a shard of the weights.
+    """Writes the folder `model`, in place of one of a shorter run, when it is complete.
+
+    Every process takes part: under FSDP each has a shard of the weights.
 
     Args:
         results: of the last evaluation, for the card.
     """
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        folder = config.folder / "model"
-        folder.mkdir()
-        weights = {name: _alone(weight.cpu()) for name, weight in weights.items()}
-        config.task.export(accelerator.unwrap_model(model), weights, folder)
-        _card(config, results).save(folder / "README.md")
+        unfinished = config.folder / "tmp_model"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        export_weights(config, accelerator.unwrap_model(model), weights, results, unfinished)
+        shutil.rmtree(config.folder / "model", ignore_errors=True)
+        unfinished.rename(config.folder / "model")
+
+
+def export_weights(
+    config: Config, model: nn.Module, weights: dict[str, Tensor], results: dict[str, float], folder: Path
+) -> None:
+    """Writes the task's export and its card.
+
+    Args:
+        model, weights: as for Task.export.
+        results: of the evaluation of these weights.
+    """
+    config.task.export(model, {name: _alone(weight.cpu()) for name, weight in weights.items()}, folder)
+    _card(config, results).save(folder / "README.md")
 
 
 def push(config: Config) -> None:

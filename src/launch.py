@@ -7,6 +7,7 @@ every yaml runs as its CPU stand-in: the same processes, on gloo, sharding for r
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,11 +21,13 @@ import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradScalerKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradScalerKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
+from src.config import Config
 from src.settings import nearest
 
 OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
@@ -60,14 +63,18 @@ class Launch:
 class _Launcher:
     """The `accelerate launch` process above this one: its arguments, yaml and environment."""
 
+    words: list[str]
     arguments: Any
     config_file: str | None
     config: dict[str, Any]
     environment: dict[str, str]
 
 
-def build_accelerator() -> tuple[Accelerator, Launch]:
+def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accelerator, Launch]:
     """Joins the processes that the launcher started.
+
+    Args:
+        timeout: how long a process waits for the others in a collective.
 
     Raises:
         ValueError: what would run is not what was asked for; one line per reason.
@@ -97,15 +104,16 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_size))  # the launcher's default is 1
     if on_cpu and wants_fsdp:  # Accelerate shards only what it takes for a GPU job
-        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        PartialState(cpu=True, timeout=timeout)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin() if wants_fsdp else None
     if plugin and on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if plugin and precision in halves:  # Accelerate's default reduces gradients in half precision too
         plugin.mixed_precision_policy = MixedPrecisionPolicy(halves[precision], reduce_dtype=torch.float32)
-    no_scaler = GradScalerKwargs(enabled=False)  # src/loss_scale.py takes its place
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=[no_scaler])
+    no_scaler = GradScalerKwargs(enabled=False)  # src/bad_steps.py takes its place
+    handlers = [no_scaler, InitProcessGroupKwargs(timeout=timeout)]
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=handlers)
     if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, and say fp16
         accelerator.native_amp = True
 
@@ -142,6 +150,23 @@ def build_accelerator() -> tuple[Accelerator, Launch]:
     return accelerator, launch
 
 
+def has_launcher() -> bool:
+    """Whether accelerate's or torch's launcher started this process, though it may be gone by now."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def command_to_go_on(config: Config) -> str:
+    """What the user typed, but that a run which was to branch off, or to be new, goes on from its own checkpoint."""
+    launcher = _find_launcher()
+    if launcher:
+        command = ["accelerate", "launch", *launcher.words]
+    elif has_launcher() and os.getppid() > 1:
+        command = psutil.Process(os.getppid()).cmdline()
+    else:
+        command = sys.orig_argv
+    return shlex.join(command if config.resume == "auto" else [*command, "--resume=auto"])
+
+
 @contextlib.contextmanager
 def first_on_each_machine(accelerator: Accelerator) -> Iterator[None]:
     """As accelerator.local_main_process_first, but the others wait as long as it takes: collectives give up after some
@@ -160,7 +185,7 @@ def first_on_each_machine(accelerator: Accelerator) -> Iterator[None]:
 
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer]
-) -> tuple[nn.Module, list[Optimizer]]:
+) -> tuple[nn.Module, list[AcceleratedOptimizer]]:
     """`accelerator.prepare`, and under FSDP the proof that blocks were wrapped and not only the whole model.
 
     Raises:
@@ -176,13 +201,13 @@ def prepare(
                 where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
                 raise ValueError(f"{where} names {block}, which {type(model).__name__} has not{hint}")
     name = type(model).__name__
-    model, *optimizers = accelerator.prepare(model, *optimizers)
+    model, *prepared = accelerator.prepare(model, *optimizers)
     if accelerator.is_fsdp2 and sharded_units(model) < 2:
         raise ValueError(
             f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
             f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
         )
-    return model, optimizers
+    return model, prepared
 
 
 def sharded_units(model: nn.Module) -> int:
@@ -221,7 +246,7 @@ def _find_launcher() -> _Launcher | None:
     arguments = launch_command_parser().parse_args(words)
     file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
     config = yaml.safe_load((folder / file).read_text()) if file else {}
-    return _Launcher(arguments, file, config, environment)
+    return _Launcher(words, arguments, file, config, environment)
 
 
 def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> Iterator[str]:

@@ -70,27 +70,21 @@ def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
 
 
 @torch.no_grad()
-def scale_and_clip(
-    accelerator: Accelerator, model: nn.Module, scale: Tensor, max_norm: float | None, want_norm: bool
-) -> Tensor:
+def scale_and_clip(accelerator: Accelerator, model: nn.Module, scale: Tensor, max_norm: float | None) -> Tensor:
     """Multiplies the gradients by `scale`, and down to a global L2 norm of `max_norm` where one is given.
 
     Args:
         scale: on the accelerator's device, shape ().
-        want_norm: whether to compute the norm where clipping doesn't need it.
 
     Returns:
-        The norm before clipping, over all processes, shape (); NaN where it wasn't computed.
+        The norm before clipping, over all processes, shape ().
     """
     gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
     scale = scale.to(gradients[0].device)  # FSDP offload keeps the gradients on the CPU
-    norm = torch.tensor(math.nan)
-    if max_norm is not None or want_norm:
-        # float64: on the CPU, torch's norm of a million fp32 values is off by 5e-5, and by less for each shard of them
-        precise = torch.float32 if scale.device.type == "mps" else torch.float64
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=precise))
-        square = norms.square().sum()
-        norm = (accelerator.reduce(square, "sum") if accelerator.is_fsdp2 else square).sqrt() * scale
+    # float64: on the CPU, torch's norm of a million fp32 values is off by 5e-5, and by less for each shard of them
+    precise = torch.float32 if scale.device.type == "mps" else torch.float64
+    square = torch.stack(torch._foreach_norm(gradients, 2, dtype=precise)).square().sum()
+    norm = (accelerator.reduce(square, "sum") if accelerator.is_fsdp2 else square).sqrt() * scale
     if max_norm is not None:
         scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1)
     torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))

@@ -50,7 +50,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
     for file in files:
-        for name, value in _flatten(_read_yaml(file, mistakes)):
+        for name, value in flatten(_read_yaml(file, mistakes)):
             values[name], written[name] = value, f"{file}: {name}: {value}"
     for name, text in options.items():
         values[name], written[name] = _parse(text), f"--{name}={text}"
@@ -151,10 +151,11 @@ def _parse(text: str) -> Any:
     return value if text and (value is None or isinstance(value, list | dict)) else text
 
 
-def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings with their dotted names."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -14,6 +14,8 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from src.checkpoint.folders import write_json, write_text
+from src.checkpoint.resume import Found
 from src.config import Config
 from src.launch import Launch
 
@@ -21,20 +23,31 @@ from src.launch import Launch
 class Tracker:
     """Opens the output folder and the W&B run; as a context manager, ends a run that raises as crashed."""
 
-    def __init__(self, config: Config, launch: Launch, facts: dict[str, Any], total_steps: int, is_main: bool) -> None:
+    def __init__(
+        self, config: Config, launch: Launch, facts: dict[str, Any], total_steps: int, is_main: bool, found: Found
+    ) -> None:
         """Args:
         facts: what the start-up summary says besides the launch, by title.
+        found: what the run continues from.
         """
         self.folder = config.folder
         self.is_main = is_main
         self.total_steps = total_steps
         self._started = time.perf_counter()
         self._wandb: Any = None
+        self._is_stopped = False
         if not is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        self._metrics = (self.folder / "metrics.jsonl").open("w")
+        write_text(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        for of_an_earlier_end in ("status.json", "summary.json"):
+            (self.folder / of_an_earlier_end).unlink(missing_ok=True)
+        is_continued = found.is_own(config)
+        self._metrics = (self.folder / "metrics.jsonl").open("a")
+        recorded = found.state["metrics_bytes"] if is_continued else 0
+        self._metrics.truncate(min(recorded, self._recorded_bytes()))
+        self._start = found.progress.step
+        self.wandb_id = found.state.get("wandb_id") if is_continued else None
         wandb_says = self._start_wandb(config, launch)
         asked = f"asked for by {launch.config_file}" if launch.config_file else "not started by an accelerate yaml"
         processes = f"{launch.num_processes} process" + ("es" if launch.num_processes > 1 else "")
@@ -43,11 +56,20 @@ class Tracker:
             print(launch.note)
         print(f"{config.run_name}: {config.task.name}")
         strategy = f"{launch.strategy} ({asked}), {processes}{backend}, {launch.device}, {launch.precision}"
-        for title, text in {"strategy": strategy, **facts, "output": str(self.folder), "W&B": wandb_says}.items():
-            print(f"  {title:<10} {text}")
+        rows = {"strategy": strategy, **facts, "output": str(self.folder), "W&B": wandb_says, "resume": found.summary}
+        for title, text in rows.items():
+            if text:
+                print(f"  {title:<10} {text}")
+        for note in found.notes:
+            print(f"  {note}")
         sys.stdout.flush()
         self._bar = tqdm(
-            total=total_steps, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty(), smoothing=0.05
+            initial=self._start,
+            total=total_steps,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+            smoothing=0.05,
         )
 
     def _start_wandb(self, config: Config, launch: Launch) -> str:
@@ -70,6 +92,8 @@ class Tracker:
             "entity": settings.entity,
             "tags": settings.tags,
             "name": config.run_name,
+            "id": self.wandb_id,
+            "resume": "allow" if self.wandb_id else None,
             "dir": self.folder,
             "config": config.model_dump(mode="json") | {"launch": launch.as_dict()},
             "settings": wandb.Settings(silent=True),
@@ -84,10 +108,13 @@ class Tracker:
         if self._wandb.disabled:
             self._wandb = None
             return "disabled"
+        self.wandb_id = self._wandb.id
         (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
         return f"offline ({why})" if self._wandb.offline else self._wandb.url
 
-    def log(self, step: int, metrics: dict[str, float], tables: dict[str, list[dict[str, str]]] | None = None) -> None:
+    def log(
+        self, step: int, metrics: dict[str, float | None], tables: dict[str, list[dict[str, str]]] | None = None
+    ) -> None:
         """Records metrics named train/…, eval/… or perf/…, after optimizer step `step` (counted from 1).
 
         Args:
@@ -104,27 +131,54 @@ class Tracker:
         if "train/loss" in metrics:
             unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
             speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
-            says = f"loss {metrics['train/loss']:.4f}  lr {metrics['train/lr']:.2e}  {speed}"
+            loss = "not finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
+            says = f"loss {loss}  lr {metrics['train/lr']:.2e}  {speed}"
             if self._bar.disable:
-                left = (time.perf_counter() - self._started) / step * (self.total_steps - step)
+                left = (time.perf_counter() - self._started) / (step - self._start) * (self.total_steps - step)
                 print(f"step {step:>6}/{self.total_steps}  {says}  eta {tqdm.format_interval(left)}", flush=True)
             else:
                 self._bar.set_postfix_str(says, refresh=False)
         else:
-            self._say(f"step {step:>6}/{self.total_steps}  {_evaluation(metrics)}")
+            self.say(f"step {step:>6}/{self.total_steps}  {_evaluation(metrics)}")
             for row in (row for rows in tables.values() for row in rows):
-                self._say("  " + _one_line(" | ".join(row.values())))
+                self.say("  " + _one_line(" | ".join(row.values())))
 
     def advance(self) -> None:
         """Moves the progress bar by one step."""
         if self.is_main:
             self._bar.update()
 
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that the record goes on from there."""
+        if not self.is_main:
+            return {}
+        os.fsync(self._metrics.fileno())
+        return {"metrics_bytes": self._recorded_bytes(), "wandb_id": self.wandb_id}
+
+    def stop(self, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
+        """Writes status.json: the run was told to end, and how to go on."""
+        if not self.is_main:
+            return
+        status = {
+            "status": "preempted",
+            "reason": reason,
+            "step": step,
+            "checkpoint": str(checkpoint) if checkpoint else None,
+            "command": command,
+        }
+        write_json(self.folder / "status.json", status)
+        self._bar.close()
+        if self._wandb:
+            self._wandb.mark_preempting()
+        self._is_stopped = True
+        print(f"stopped after step {step} by {reason}; to go on: {command}", flush=True)
+
     def summarize(self, summary: dict[str, Any]) -> None:
         """Writes summary.json and the closing block."""
         if not self.is_main:
             return
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_json(self.folder / "status.json", {"status": "done", "step": summary["step"]})
+        write_json(self.folder / "summary.json", summary)
         if self._wandb:
             self._wandb.summary.update(summary)
         self._bar.close()
@@ -137,11 +191,17 @@ class Tracker:
             print(f"  W&B        {self._wandb.url}")
         sys.stdout.flush()
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Prints a line, on the main process."""
+        if not self.is_main:
+            return
         if self._bar.disable:
             print(line, flush=True)
         else:
             self._bar.write(line)
+
+    def _recorded_bytes(self) -> int:
+        return os.fstat(self._metrics.fileno()).st_size
 
     def __enter__(self) -> Tracker:
         return self
@@ -151,7 +211,7 @@ class Tracker:
             self._bar.close()
             self._metrics.close()
             if self._wandb:
-                self._wandb.finish(exit_code=1 if kind else 0)
+                self._wandb.finish(exit_code=1 if kind or self._is_stopped else 0)
 
 
 def figures(values: dict[str, float]) -> str:

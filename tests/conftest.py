@@ -56,15 +56,33 @@ Launch = Callable[..., Run]
 
 def run_command(command: list[str], folder: Path, cwd: Path = PROJECT, **environment: str) -> Run:
     """Runs it with one thread per process, as two cores are all that CI has, without credentials or GPUs."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
-    env |= {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "NETRC": os.devnull,
-    } | environment
+    env = clean_environment(**environment)
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     return Run(done.returncode, done.stdout, done.stderr, folder)
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
+    return env | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NETRC": os.devnull} | more
+
+
+def launch_command(
+    config: str | Path,
+    *arguments: str,
+    folder: Path,
+    processes: int | None = None,
+    launcher_arguments: tuple[str, ...] = (),
+    wandb: str = "disabled",
+    project: Path = PROJECT,
+    script: str = "train.py",
+) -> list[str]:
+    """`accelerate launch` with one of accelerate_configs/; on the digits, unless the arguments name a task."""
+    yaml = project / "accelerate_configs" / f"{config}.yaml" if isinstance(config, str) else config
+    command = [str(BIN / "accelerate"), "launch", "--config_file", str(yaml), "--main_process_port", "0"]
+    command += [f"--num_processes={processes}"] if processes else []
+    command += [*launcher_arguments, script, f"--output_dir={folder}", f"--wandb.mode={wandb}"]
+    command += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]
+    return [*command, *arguments]
 
 
 @pytest.fixture(scope="session")
@@ -74,19 +92,25 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     def launch(
         config: str | Path,
         *arguments: str,
+        folder: Path | None = None,
         processes: int | None = None,
         launcher_arguments: tuple[str, ...] = (),
         wandb: str = "disabled",
         project: Path = PROJECT,
+        script: str = "train.py",
         **environment: str,
     ) -> Run:
-        folder = tmp_path_factory.mktemp("launch") / "run"
-        yaml = project / "accelerate_configs" / f"{config}.yaml" if isinstance(config, str) else config
-        command = [str(BIN / "accelerate"), "launch", "--config_file", str(yaml), "--main_process_port", "0"]
-        command += [f"--num_processes={processes}"] if processes else []
-        command += [*launcher_arguments, "train.py", f"--output_dir={folder}", f"--wandb.mode={wandb}"]
-        command += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]
-        command += arguments
+        folder = folder or tmp_path_factory.mktemp("launch") / "run"
+        command = launch_command(
+            config,
+            *arguments,
+            folder=folder,
+            processes=processes,
+            launcher_arguments=launcher_arguments,
+            wandb=wandb,
+            project=project,
+            script=script,
+        )
         return run_command(command, folder, project, **environment)
 
     return launch

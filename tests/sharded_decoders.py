@@ -40,7 +40,7 @@ def main() -> None:
         model, _ = prepare(accelerator, whole, build_optimizers(accelerator, Optim(), whole))
         sharded_loss = model(*batch)
         accelerator.backward(sharded_loss)
-        sharded_norm = scale_and_clip(accelerator, model, torch.ones(()), None, want_norm=True)
+        sharded_norm = scale_and_clip(accelerator, model, torch.ones(()), None)
         results[kind] = {
             "units": sharded_units(model),
             "is_tied": alone.hf.get_input_embeddings().weight is alone.hf.get_output_embeddings().weight,

@@ -172,3 +172,10 @@ except TypeError:
     }
     run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config=fsdp)
     assert run.stdout.split() == ["failed", "failed"]
+
+
+def test_a_failed_save_of_dcp_is_no_exception() -> None:
+    """`except Exception` does not catch it: src/checkpoint/save.py names it."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    assert not issubclass(CheckpointException, Exception)

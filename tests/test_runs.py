@@ -34,7 +34,7 @@ def test_the_digits_are_learnt(digits: Run) -> None:
 
 def test_exactly_these_files_are_written(digits: Run) -> None:
     assert {path.name for path in digits.folder.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "summary.json", "model", "wandb",
+        "config.yaml", "metrics.jsonl", "summary.json", "status.json", "checkpoints", "model", "wandb",
     }  # fmt: skip
     assert {path.name for path in (digits.folder / "model").iterdir()} == {"README.md", "model.safetensors"}
 
@@ -107,12 +107,12 @@ def test_config_yaml_repeats_the_run_to_the_last_digit(launch: Launch, digits: R
     assert again.losses == digits.losses
 
 
-def test_a_folder_with_a_run_is_refused_and_keeps_it(launch: Launch, digits: Run) -> None:
+def test_a_folder_with_another_run_is_refused_and_keeps_it(launch: Launch, digits: Run) -> None:
     before = (digits.folder / "summary.json").read_bytes()
-    refused = launch("ddp", f"--output_dir={digits.folder}", processes=2)
+    refused = launch("ddp", "--seed=1", folder=digits.folder, processes=2)
     assert refused.exit_code != 0
     assert len(refused.messages) == 1
-    assert "holds a run already" in refused.messages[0]
+    assert "is of a run with other settings" in refused.messages[0]
     assert (digits.folder / "summary.json").read_bytes() == before
 
 

@@ -17,14 +17,14 @@ LLAMA: dict[str, Any] = {
 WORDS = ["the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with"]
 
 
-def llama(folder: Path) -> Path:
+def llama(folder: Path, seed: int = 0) -> Path:
     """A causal language model with fresh weights, and the byte tokenizer."""
     tokenizer = byte_tokenizer()
     special: dict[str, Any] = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
     config = LlamaConfig(**LLAMA, **special, vocab_size=len(tokenizer), max_position_embeddings=256)
-    return _saved(LlamaForCausalLM, config, folder)
+    return _saved(LlamaForCausalLM, config, folder, seed)
 
 
 def bert(folder: Path) -> Path:
@@ -40,11 +40,11 @@ def bert(folder: Path) -> Path:
     config = BertConfig(
         **sizes, **dropout, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, max_position_embeddings=256
     )
-    return _saved(BertForMaskedLM, config, folder)
+    return _saved(BertForMaskedLM, config, folder, seed=0)
 
 
-def _saved(model_class: Any, config: PreTrainedConfig, folder: Path) -> Path:
-    torch.manual_seed(0)
+def _saved(model_class: Any, config: PreTrainedConfig, folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
     model_class(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

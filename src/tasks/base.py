@@ -55,6 +55,18 @@ class Task(Settings, ABC):
             ValueError: in one line, what is wrong with the user's data and what to do.
         """
 
+    def from_data(self) -> dict[str, Any]:
+        """What `build_datasets` found out and `build_model` needs, as JSON. Checkpoints keep it: the model can then be
+        built without the data."""
+        return {}
+
+    def recall(self, from_data: dict[str, Any]) -> None:
+        """Takes the place of `build_datasets`.
+
+        Args:
+            from_data: what the method of this name returned.
+        """
+
     def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
         """Figures about a dataset, by name, for summary.json and the terminal: counts, and shares as floats."""
         return {}

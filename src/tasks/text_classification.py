@@ -94,6 +94,12 @@ class TextClassification(TextSource, ModelSource, Task):
         train_ids, eval_ids = ([position[label] for label in part] for part in labels)
         return names, train_ids, eval_ids
 
+    def from_data(self) -> dict[str, Any]:
+        return {"labels": self._labels}
+
+    def recall(self, from_data: dict[str, Any]) -> None:
+        self._labels = from_data["labels"]
+
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
         columns = dataset.select_columns(["length", "truncated"]).with_format("numpy")[:]
         return {

@@ -1,0 +1,212 @@
+"""Which checkpoint a run continues from, and putting the run back to where it was."""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from torch import nn
+
+from src.checkpoint import folders, tensors
+from src.checkpoint.random_state import random_file, restore_random_state
+from src.config import Config
+from src.launch import Launch
+from src.progress import Progress
+
+PATIENCE_SECONDS = 40
+"""What a launcher gives its processes to end, and a little more."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is to continue from."""
+
+    checkpoint: Path | None = None
+    """None: the run starts at its beginning."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Its state.json."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know about the choice, a line each."""
+    is_finished: bool = False
+    """There is nothing left to do."""
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self.state.get("progress", {}))
+
+    @property
+    def summary(self) -> str:
+        """In a line; empty where there is no checkpoint."""
+        if self.checkpoint is None:
+            return ""
+        return (
+            f"after step {self.progress.step:,}, from {self.checkpoint}, "
+            f"saved under {self.state['strategy']} x {self.state['num_processes']}"
+        )
+
+    def is_own(self, config: Config) -> bool:
+        """Whether it is of the run in this output folder, not of another that this one branches off from."""
+        return self.checkpoint is not None and self.checkpoint.resolve().parent.parent == config.folder.resolve()
+
+
+def about(config: Config, launch: Launch, examples: int, frozen_norm: float) -> dict[str, Any]:
+    """What a checkpoint says about the run it is of.
+
+    Args:
+        examples: to train on.
+        frozen_norm: of the model before it was prepared.
+    """
+    return {
+        "config": config.model_dump(mode="json"),
+        "from_data": config.task.from_data(),
+        "examples": examples,
+        "frozen_norm": frozen_norm,
+        "strategy": launch.strategy,
+        "precision": launch.precision,
+        "num_processes": launch.num_processes,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "transformers")},
+    }
+
+
+def find(accelerator: Accelerator, config: Config) -> Found:
+    """The newest valid checkpoint of the output folder, or else the one that it is to branch off from. All processes
+    look together.
+
+    Raises:
+        ValueError: none is valid, or continuing from it would make another run of it.
+    """
+    own = config.folder / "checkpoints"
+    if accelerator.is_main_process:
+        _lock(config.folder)
+        folders.sweep(own)
+    if config.resume == "never":
+        return Found()
+    candidates = folders.newest_first(own) + ([config.origin] if config.origin else [])
+    damaged: dict[Path, str] = {}
+    for checkpoint in gather_object([candidates])[0]:  # those that the main process sees
+        share = accelerator.process_index, accelerator.num_processes
+        if not (problems := gather_object(list(folders.problems(checkpoint, share=share)))):
+            break
+        damaged[checkpoint] = problems[0]
+    else:
+        if not damaged:
+            is_begun = (config.folder / "metrics.jsonl").exists()
+            return Found(notes=[f"starting over: {config.folder} has no checkpoint yet"] if is_begun else [])
+        lines = [f"{path}: {why}" for path, why in damaged.items()]
+        advice = f"move {config.folder} away to start over" if own.exists() else "choose another --resume"
+        raise ValueError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
+    if accelerator.is_main_process:
+        for path in damaged:  # of this run: the one to branch off from is the last candidate
+            folders.set_aside(path)
+    found = Found(checkpoint, folders.read_state(checkpoint))
+    found.notes.extend(f"passed over and set aside: {path}, {why}" for path, why in damaged.items())
+    is_longer = _check_changes(config, found)
+    has_ended = found.is_own(config) and (config.folder / "summary.json").exists()
+    is_longer |= found.state["config"]["early_stopping"] != config.early_stopping.model_dump(mode="json")
+    is_finished = has_ended and not is_longer
+    return Found(checkpoint, found.state, found.notes, is_finished)
+
+
+def restore(
+    accelerator: Accelerator,
+    config: Config,
+    found: Found,
+    model: nn.Module,
+    optimizers: list[AcceleratedOptimizer],
+    now: dict[str, Any],
+) -> None:
+    """Weights, optimizer state and random numbers, in place. Collective.
+
+    Args:
+        model, optimizers: as prepared; no step taken yet.
+        now: of `about`.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or of other data.
+    """
+    assert found.checkpoint
+    then = found.state
+    tensors.require_same_frozen(found.checkpoint, then["frozen_norm"], now["frozen_norm"])
+    if then["examples"] != now["examples"] and not config.checkpoint.accept_changes:
+        raise ValueError(
+            f"{found.checkpoint} was trained on {then['examples']:,} examples, and there are {now['examples']:,} now: "
+            f"continue all the same with --checkpoint.accept_changes=true"
+        )
+    differing = {name: (then["versions"][name], now["versions"][name]) for name in now["versions"]}
+    differing["precision"] = (then["precision"], now["precision"])
+    if changes := ", ".join(f"{name} {old} -> {new}" for name, (old, new) in differing.items() if old != new):
+        found.notes.append(f"changed since: {changes}: what follows differs by rounding")
+    tensors.restore(found.checkpoint, model, [optimizer.optimizer for optimizer in optimizers])
+    set_seed(config.seed + found.progress.step, device_specific=True)
+    if then["num_processes"] != now["num_processes"]:
+        return  # each process's dropout is its own: there is no continuing it on another number of them
+    files = [found.checkpoint / random_file(rank) for rank in range(accelerator.num_processes)]
+    if absent := [file for file in files if not file.exists()]:
+        found.notes.append(f"WARNING: {absent[0]} is missing: dropout goes on with other random numbers")
+    else:
+        restore_random_state(files[accelerator.process_index], accelerator.device)
+
+
+def read_best(accelerator: Accelerator, config: Config, model: nn.Module) -> dict[str, float] | None:
+    """Puts the weights of the best checkpoint into the model. Collective.
+
+    Returns:
+        Its evaluation; None where no checkpoint was evaluated, or could be saved.
+    """
+    chosen: list[Any] = [None]
+    if accelerator.is_main_process:
+        checkpoints = folders.newest_first(config.folder / "checkpoints")
+        chosen = [next((c for c in folders.best_first(checkpoints, config) if not any(folders.problems(c))), None)]
+    broadcast_object_list(chosen)
+    if chosen[0] is None:
+        return None
+    tensors.read_model(chosen[0], model)
+    return folders.evaluation_of(chosen[0])
+
+
+def _lock(folder: Path) -> None:
+    """Waits until no other process writes into this run; held until this one ends.
+
+    Raises:
+        ValueError: one still does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    for second in range(PATIENCE_SECONDS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if second == 0:
+                print(f"{folder}: another process still writes this run, waiting for it to end", flush=True)
+            time.sleep(1)
+        except OSError:  # not on this file system
+            return
+        else:
+            return
+    raise ValueError(f"output_dir={folder}: another process writes this run; stop it, or choose another --run_name")
+
+
+def _check_changes(config: Config, found: Found) -> bool:
+    """Notes the settings that changed. Returns: whether the run is to become longer.
+
+    Raises:
+        ValueError: some would make another run of it, and nobody asked for that.
+    """
+    longer, others = config.changes_since(found.state["config"])
+    pairs = {**longer, **others}.items()
+    changes = ", ".join(f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in pairs)
+    if others and not config.checkpoint.accept_changes:
+        raise ValueError(
+            f"{found.checkpoint} is of a run with other settings: {changes}; set them back, choose another --run_name, "
+            f"or continue all the same with --checkpoint.accept_changes=true"
+        )
+    if changes:
+        found.notes.append(f"changed since: {changes}")
+    return bool(longer)

@@ -1,0 +1,103 @@
+"""train.py with a fault in it, started by the tests in its place: FAULT says which, FAULT_RANK where, FAULT_STEP when.
+
+Each fault patches what the fault would reach in real life: the loss, the file system, the process.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import train
+from src.checkpoint import folders
+from src.checkpoint.save import _Writer
+from src.data.mnist import Digits
+from src.tasks.mnist import Mnist
+
+STEP = int(os.environ.get("FAULT_STEP", "0"))
+IS_HERE = os.environ.get("FAULT_RANK", os.environ.get("RANK", "0")) == os.environ.get("RANK", "0")
+
+
+def before(owner: Any, name: str, fault: Callable[..., Any]) -> None:
+    """Calls `fault` with the arguments of `owner.name` before each of its calls."""
+    original = getattr(owner, name)
+
+    def patched(*arguments: Any, **named: Any) -> Any:
+        fault(*arguments, **named)
+        return original(*arguments, **named)
+
+    setattr(owner, name, patched)
+
+
+def at_training_step(fault: Callable[[], None]) -> None:
+    """Calls `fault` in the forward pass of step FAULT_STEP, counted from 1 in this process."""
+    calls = iter(range(1, 10**9))
+
+    def count(_: Any, model: torch.nn.Module, *__: Any) -> None:
+        if model.training and next(calls) == STEP:
+            fault()
+
+    before(Mnist, "loss", count)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise RuntimeError("the root cause")
+
+
+def not_a_number(steps: range) -> None:
+    """A gradient of this process is NaN in these steps."""
+    original, calls = Mnist.loss, iter(range(1, 10**9))
+
+    def loss(self: Mnist, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        value, count = original(self, model, batch)
+        if model.training and next(calls) in steps:
+            value = value * torch.tensor(float("nan"))
+        return value, count
+
+    Mnist.loss = loss  # type: ignore[method-assign]
+
+
+def count_batches() -> None:
+    """Prints at the end how many batches were made, to train on and to evaluate on."""
+    made: list[int] = []
+    before(Digits, "__getitems__", lambda *_: made.append(1))
+    atexit.register(lambda: print(f"batches made: {len(made)}", flush=True))
+
+
+def is_at_step(checkpoint: Path) -> bool:
+    return folders.step_of(checkpoint) == STEP
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "die": lambda: at_training_step(die),
+    "raise": lambda: at_training_step(fail),
+    "hang": lambda: at_training_step(lambda: time.sleep(10_000)),
+    "nan": lambda: not_a_number(range(STEP, STEP + 1)),
+    "nan forever": lambda: not_a_number(range(STEP, 10**9)),
+    "die before publication": lambda: before(
+        folders, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
+    ),
+    "die in rotation": lambda: before(folders.shutil, "rmtree", lambda *_, **__: die()),
+    "slow save": lambda: before(
+        _Writer, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer._checkpoint) else None
+    ),
+    "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(0.5)),
+    "count batches": count_batches,
+}
+
+if __name__ == "__main__":
+    if IS_HERE:
+        FAULTS[os.environ["FAULT"]]()
+    train.main()

@@ -1,0 +1,103 @@
+"""python -m src.checkpoint: what there is, whether it is whole, its export, what differs."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.conftest import Launch, Run, run_command
+from tests.faults.runs import SHORT, weights
+
+
+def tool(*arguments: str | Path) -> Run:
+    command = [sys.executable, "-W", "error", "-m", "src.checkpoint", *map(str, arguments)]
+    return run_command(command, Path())
+
+
+@pytest.fixture(scope="module")
+def run(launch: Launch) -> Run:
+    """With checkpoints of steps 24 and 30."""
+    return launch("fsdp", *SHORT).succeeded()
+
+
+def test_list(run: Run) -> None:
+    listed = tool("list", run.folder).succeeded().stdout.splitlines()
+    assert [line.split()[0].rpartition("/")[2] for line in listed] == ["step_00000030", "step_00000024"]
+    assert "14.5 MB" in listed[0]
+    assert "fsdp x 2" in listed[0]
+    assert f"eval/accuracy {run.summary['eval/accuracy']:.4g}" in listed[0]
+    assert "eval" not in listed[1]
+
+
+def test_verify(run: Run, tmp_path: Path) -> None:
+    assert tool("verify", run.folder).succeeded().stdout.count("  whole") == 2
+    copy = tmp_path / "step_00000030"
+    shutil.copytree(run.folder / "checkpoints" / "step_00000030", copy)
+    shard = copy / "shard-00002-model-00001-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    found = tool("verify", copy)
+    assert found.exit_code == 1
+    assert found.stdout == f"{copy}  {shard.name} has changed since it was saved\n"
+
+
+def test_export_is_what_the_run_exported(run: Run, tmp_path: Path) -> None:
+    exported = tool("export", run.folder).succeeded()
+    folder = run.folder / "model_step_00000030"
+    assert exported.stdout == f"{folder}\n"
+    for name in ("model.safetensors", "README.md"):
+        assert (folder / name).read_bytes() == (run.folder / "model" / name).read_bytes()
+    again = tool("export", run.folder)
+    assert (again.exit_code, again.stderr) == (2, f"checkpoint: {folder}: is there already, name another folder\n")
+    tool("export", run.folder / "checkpoints" / "step_00000024", tmp_path / "model").succeeded()
+    older = weights(Run(0, "", "", tmp_path))
+    assert all(not older[name].equal(weight) for name, weight in weights(run).items())
+
+
+@pytest.mark.parametrize("lora", [(), ("--task.lora.r=4",)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("task", ["causal_lm", "text_classification"])
+def test_export_of_a_transformer(launch: Launch, tmp_path: Path, task: str, lora: tuple[str, ...]) -> None:
+    """The same files as the run's, the same weights to the last bit; a classifier's labels are known without data."""
+    if task == "causal_lm":
+        model, data = tiny.llama(tmp_path / "llama"), tiny.questions(tmp_path / "questions.jsonl")
+    else:
+        model, data = tiny.bert(tmp_path / "bert"), tiny.reviews(tmp_path / "reviews")
+    run = launch(
+        "fsdp", f"--task.name={task}", f"--task.model={model}", f"--task.dataset={data}", "--max_steps=3",
+        "--global_batch_size=4", "--task.sequence_length=64", *lora,
+    ).succeeded()  # fmt: skip
+    (shutil.rmtree if data.is_dir() else os.unlink)(data)
+    copy = shutil.copytree(run.folder / "checkpoints" / "step_00000003", tmp_path / "elsewhere")
+    tool("export", copy, tmp_path / "model").succeeded()
+    there = {path.name for path in (run.folder / "model").iterdir()}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == there
+    (file,) = (name for name in there if name.endswith(".safetensors"))
+    assert (tmp_path / "model" / file).read_bytes() == (run.folder / "model" / file).read_bytes()
+
+
+def test_diff(run: Run, launch: Launch) -> None:
+    last, before = (run.folder / "checkpoints" / f"step_000000{step}" for step in (30, 24))
+    same = tool("diff", last, last)
+    assert (same.exit_code, same.stdout) == (0, "the same\n")
+    differing = tool("diff", before, last)
+    assert differing.exit_code == 1
+    assert "progress.step  24 -> 30\n" in differing.stdout
+    assert "model.fc1.weight  differs by up to " in differing.stdout
+    assert "optimizer.fc1.weight.step  differs by up to 6\n" in differing.stdout
+    assert "config" not in differing.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["lst", "x"], "lst: must be one of list, verify, export, diff"),
+        (["list"], "list: of which checkpoint or run?"),
+        (["list", "nowhere"], "nowhere: neither a checkpoint nor a folder with any"),
+        (["diff", "nowhere"], "diff: takes two checkpoints"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], says: str) -> None:
+    refused = tool(*arguments)
+    assert (refused.exit_code, refused.stderr) == (2, f"checkpoint: {says}\n")

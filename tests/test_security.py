@@ -1,0 +1,96 @@
+"""Loading a checkpoint executes nothing, whatever lies in it, and no secret gets into what a run writes."""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
+
+from src.checkpoint import folders
+from src.checkpoint.random_state import restore_random_state
+from src.checkpoint.tensors import read_model
+from src.models.mnist_cnn import MnistCnn
+from tests.conftest import PROJECT, Launch, Run
+from tests.faults.runs import SHORT
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
+FILES = ["shard-00001-model-00001-of-00001.safetensors", "rng_00001.json", "state.json", "manifest.json"]
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.fixture(scope="module")
+def run(launch: Launch) -> Run:
+    return launch("cpu", *SHORT, "--max_steps=8").succeeded()
+
+
+@pytest.mark.parametrize("is_listed", [False, True], ids=["planted", "with a manifest to match"])
+@pytest.mark.parametrize("name", [*FILES, ".metadata", "extra.pt"])
+def test_a_payload_in_any_file_stays_inert(run: Run, tmp_path: Path, name: str, is_listed: bool) -> None:
+    """Whatever is read, in each way that a run and the tool have; and it is reported, unless the manifest was made to
+    match. Tried with pickle.loads in `problems`: the payload runs."""
+    proof, checkpoint = tmp_path / "executed", tmp_path / "step_00000008"
+    shutil.copytree(run.folder / "checkpoints" / "step_00000008", checkpoint)
+    payload = pickle.dumps(Payload(proof))
+    (checkpoint / name).write_bytes(payload)
+    if is_listed and name != "manifest.json":
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        manifest["files"][name] = folders.file_facts(checkpoint / name)
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    else:
+        assert any(name in problem for problem in folders.problems(checkpoint))
+    for read in (
+        lambda: folders.read_state(checkpoint),
+        lambda: read_model(checkpoint, MnistCnn()),
+        lambda: restore_random_state(checkpoint / "rng_00001.json", torch.device("cpu")),
+        lambda: list(folders.problems(checkpoint)),
+    ):
+        with contextlib.suppress(ValueError, SafetensorError, CheckpointException):
+            read()
+    assert not proof.exists()
+    pickle.loads(payload)
+    assert proof.exists(), "the payload is one"
+
+
+def test_a_payload_is_reported_and_not_gone_on_from(launch: Launch, run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder)
+    (folder / "checkpoints" / "step_00000008" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
+    resumed = launch("cpu", *SHORT, folder=folder)
+    assert resumed.exit_code != 0
+    assert resumed.messages[0].endswith(".metadata does not belong to it")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_nothing_in_the_project_unpickles() -> None:
+    for path in [PROJECT / "train.py", *(PROJECT / "src").rglob("*.py")]:
+        text = path.read_text()
+        for word in ("pickle", "torch.load", "weights_only", "allow_pickle", "trust_remote_code=True", "joblib"):
+            assert word not in text, f"{path}: {word}"
+
+
+def test_no_secret_is_written_anywhere(launch: Launch) -> None:
+    secrets = {
+        name: f"sentinel-{name.lower()}-0123456789abcdef0123456789"
+        for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
+    }
+    run = launch("ddp", *SHORT, "--max_steps=8", wandb="offline", **secrets).succeeded()
+    written = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    assert any(path.suffix == ".wandb" for path in written)
+    for name, secret in secrets.items():
+        for where, content in {**written, Path("output"): (run.stdout + run.stderr).encode()}.items():
+            assert secret.encode() not in content, f"{name} in {where}"
