@@ -1,5 +1,7 @@
 """Which checkpoint a run continues from, and putting the run back to where it was."""
 
+import atexit
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -177,7 +179,9 @@ def _lock(folder: Path) -> None:
     Raises:
         ValueError: one still does.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        atexit.register(_delete_if_empty, folder)
     descriptor = os.open(folder, os.O_RDONLY)
     for second in range(PATIENCE_SECONDS):
         try:
@@ -191,6 +195,12 @@ def _lock(folder: Path) -> None:
         else:
             return
     raise ValueError(f"output_dir={folder}: another process writes this run; stop it, or choose another --run_name")
+
+
+def _delete_if_empty(folder: Path) -> None:
+    """A run that is refused leaves nothing behind."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _check_changes(config: Config, found: Found) -> bool:
