@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import time
 from datetime import timedelta
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from src.config import Config, load_config
 from src.exit_codes import exit_codes
+from src.orphans import end_with_launcher
 
 if TYPE_CHECKING:  # torch is imported in the functions: the settings come first, and mistakes in them are fast
     from accelerate import Accelerator
@@ -23,10 +23,9 @@ if TYPE_CHECKING:  # torch is imported in the functions: the settings come first
     from src.preemption import StopRequest
     from src.tasks.base import Examples
 
-PARENT = os.getppid()  # now: by the time that everything is imported, the launcher may be gone
-
 
 def main() -> None:
+    end_with_launcher()
     with exit_codes():
         config = load_config(sys.argv[1:])
 
@@ -51,7 +50,6 @@ def train(config: Config) -> None:
         build_accelerator,
         command_to_go_on,
         first_on_each_machine,
-        has_launcher,
         peak_memory,
         prepare,
     )
@@ -109,7 +107,7 @@ def train(config: Config) -> None:
         progress.loss_scale = Progress().loss_scale if is_fp16 else 1.0
     with (
         Tracker(config, launch, facts, total_steps, accelerator.is_main_process, found) as tracker,
-        StopRequest(accelerator, config, PARENT if has_launcher() else None) as stop,
+        StopRequest(accelerator, config) as stop,
     ):
         saver = Saver(accelerator, config, model, optimizers, found.checkpoint, tracker.say)
         windows = training_windows(accelerator, config, train_set, progress.step, total_steps)
@@ -139,8 +137,7 @@ def train(config: Config) -> None:
             saver.collect()
             is_due = step % config.save_every == 0 or (is_evaluated and config.checkpoint.wants_best)
             if step and (is_due or is_last or is_stopping):
-                progress.interval = interval.tolist()
-                progress.interval_seconds = time.perf_counter() - interval_started
+                progress.count_interval(interval.tolist(), time.perf_counter() - interval_started)
                 progress.seconds = time.perf_counter() - started
                 saver.save(progress, facts_to_keep | tracker.position())
             if is_last or is_stopping:
@@ -181,43 +178,30 @@ def train(config: Config) -> None:
             tracker.advance()
             # ---------------------------------------------------------------------------------------------------
             if progress.skipped_in_a_row >= config.max_bad_steps:
-                saver.collect(wait=True)
+                saver.finish()
                 raise FloatingPointError(explain(config, is_fp16, saver.newest))
             is_scheduled = step % config.log_every == 0
             if is_scheduled or step == total_steps:
-                loss_sum, count, tokens, padded = interval.tolist()
                 now = time.perf_counter()
-                seconds = now - interval_started
+                progress.count_interval(interval.tolist(), now - interval_started)
                 last_logged = (step - 1) // config.log_every * config.log_every
                 examples = examples_seen(step, config, train_set) - examples_seen(last_logged, config, train_set)
-                progress.train_loss = loss_sum / count if count else None
-                metrics = {
-                    "epoch": step / steps_per_epoch,
-                    "train/loss": progress.train_loss,
-                    "train/lr": lr,
-                    "train/grad_norm": grad_norm if is_accepted else None,
-                    "perf/samples_per_second": examples / seconds,
-                }
-                if tokens:
-                    metrics |= {"perf/tokens_per_second": tokens / seconds, "perf/padding": 1 - tokens / padded}
-                if is_fp16:
-                    metrics["train/loss_scale"] = progress.loss_scale
-                if progress.skipped or is_fp16:
-                    metrics["train/skipped_steps"] = progress.skipped
+                optim_metrics = {"train/lr": lr, "train/grad_norm": grad_norm if is_accepted else None}
+                metrics = {"epoch": step / steps_per_epoch, **optim_metrics, **progress.metrics(examples, is_fp16)}
+                progress.train_loss = metrics["train/loss"]
                 tracker.log(step, metrics)
                 if is_scheduled:  # a longer run than this one would not stop counting here
-                    progress.training_seconds += seconds
-                    progress.tokens += tokens
-                    interval_started = now
+                    progress.end_interval()
                     interval.zero_()
+                    interval_started = now
 
-        saver.collect(wait=True)
+        saver.finish()
         if is_stopping:
             tracker.stop(stop.reason or "another process", progress.step, saver.newest, command)
         else:
             results = progress.evaluation
             if config.checkpoint.export_best:
-                results = read_best(accelerator, config, model) or results
+                results = read_best(accelerator, config, model, tracker.say) or results
             export(accelerator, config, model, results)
             training_seconds = progress.training_seconds + progress.interval_seconds
             tokens = progress.tokens + progress.interval[2]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from src.config import Config
-from src.preemption import outlive_signals
+from src.orphans import outlive_signals
 from src.tasks.base import Examples
 
 

@@ -234,7 +234,7 @@ def load_config(argv: list[str]) -> Config:
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
     if not bad & {"run_name", "output_dir"}:
-        mistakes.extend(_output_mistakes(config))
+        mistakes.extend(output_mistakes(config))
     if not any(name.startswith("task") for name in bad):
         mistakes.extend(config.task.mistakes())
     if config.push_to_hub:
@@ -298,7 +298,8 @@ def _saved_settings(folder: Path) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def _output_mistakes(config: Config) -> Iterator[str]:
+def output_mistakes(config: Config) -> Iterator[str]:
+    """Why the run must not write into its folder as it is now, a line each."""
     folder = config.folder
     held = [name for name in RUN_FILES if os.path.lexists(folder / name)]
     checkpoints = sorted(folder.glob("checkpoints/step_*"), key=lambda path: (len(path.name), path.name))

@@ -38,7 +38,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     except RuntimeError as error:
         if "gloo" in str(error) or "NCCL" in str(error):
             time.sleep(GRACE_SECONDS)
-        if "timed out" in str(error).lower():
-            message = f"{program}: process {rank} waited for another one, which hangs, until timeout_minutes had passed"
-            print(message, file=sys.stderr, flush=True)
+            if "timed out" in str(error).lower():
+                message = f"process {rank} waited for another one, which hangs, until timeout_minutes had passed"
+                print(f"{program}: {message}", file=sys.stderr, flush=True)
         raise

@@ -150,20 +150,14 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
     return accelerator, launch
 
 
-def has_launcher() -> bool:
-    """Whether accelerate's or torch's launcher started this process, though it may be gone by now."""
-    return "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def command_to_go_on(config: Config) -> str:
     """What the user typed, but that a run which was to branch off, or to be new, goes on from its own checkpoint."""
     launcher = _find_launcher()
     if launcher:
         command = ["accelerate", "launch", *launcher.words]
-    elif has_launcher() and os.getppid() > 1:
-        command = psutil.Process(os.getppid()).cmdline()
     else:
-        command = sys.orig_argv
+        parent = psutil.Process(os.getppid()).cmdline()
+        command = parent if "TORCHELASTIC_RUN_ID" in os.environ and sys.argv[0] in parent else sys.orig_argv
     return shlex.join(command if config.resume == "auto" else [*command, "--resume=auto"])
 
 

@@ -1,11 +1,11 @@
-"""A run that is told to end saves first: SIGTERM, SIGINT, SIGUSR1, the end of its launcher, or of its time."""
+"""A run that is told to end saves first: SIGTERM, SIGINT, SIGUSR1, or the end of its time."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,29 +16,32 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from src.config import Config
+from src.exit_codes import GRACE_SECONDS
 
-PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
     """As a context manager, turns the signals into a request that the loop answers at the next step boundary.
 
-    A second SIGINT, a second or more after the first, ends the process at once. A launcher that dies (SIGUSR1 ends
-    both accelerate's and torch's) would leave its processes behind as orphans: they take it as a request to stop.
+    A second SIGINT, a second or more after the first, ends the process at once. So does the death of another process
+    of the run on this machine, after a grace: one that is blocked in a collective would notice neither it nor a signal.
     """
 
-    def __init__(self, accelerator: Accelerator, config: Config, launcher: int | None) -> None:
-        """Args:
-        launcher: its process id, where there is one to outlive.
-        """
+    def __init__(self, accelerator: Accelerator, config: Config) -> None:
         self.reason: str | None = None
         self._interrupted = 0.0
         self._max_hours = config.max_hours
         self._deadline = psutil.Process().create_time() + (config.max_hours or math.inf) * 3600
-        self._launcher = launcher
+        here = socket.gethostname()
+        self._others = [
+            psutil.Process(pid)
+            for host, pid in gather_object([(here, os.getpid())])
+            if host == here and pid != os.getpid()
+        ]
         # a group of its own, on the CPU: asking all processes must not wait for the device
         self._group: Any = None
         if accelerator.num_processes > 1:
@@ -63,8 +66,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
-        if self._launcher is not None:
-            threading.Thread(target=self._outlive, daemon=True).start()
+        if self._others:
+            threading.Thread(target=self._watch_others, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,16 +84,15 @@ class StopRequest:
             self._interrupted = time.monotonic()
         self.reason = name
 
-    def _outlive(self) -> None:
+    def _watch_others(self) -> None:
         while not self._left.wait(0.5):
-            if os.getppid() != self._launcher:
-                self.reason = self.reason or "the end of its launcher"
-                return
+            if not all(map(_is_alive, self._others)) and not self._left.wait(GRACE_SECONDS):
+                print("train.py: another process of this run died", file=sys.stderr, flush=True)
+                os._exit(1)
 
 
-def outlive_signals(_worker: int) -> None:
-    """For processes that load data: launchers and terminals signal the whole process group, and the one that trains
-    still needs them. They end with it."""
-    os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # elsewhere torch notices, after 5 seconds
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

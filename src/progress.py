@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Progress:
-    """Saved as JSON, which gives each float back to the last bit."""
+    """Saved as JSON, which gives each float back to the last bit.
+
+    An interval is what comes after a step that is a multiple of log_every, up to the next.
+    """
 
     step: int = 0
     """Optimizer steps done, the skipped ones among them. With the seed, it says which examples come next."""
@@ -17,15 +20,15 @@ class Progress:
     finite_in_a_row: int = 0
     """Steps since the loss scale last changed."""
     interval: list[float] = field(default_factory=lambda: [0.0] * 4)
-    """Loss sum, count, tokens without and with padding, over all processes, since the last multiple of log_every."""
+    """Loss sum, count, tokens without and with padding, over all processes, in this interval."""
     interval_seconds: float = 0.0
-    """Time since then, without evaluations."""
+    """Time since its beginning, without evaluations."""
     training_seconds: float = 0.0
-    """Time from the first step to then, without evaluations."""
+    """Time from the first step to its beginning, without evaluations."""
     seconds: float = 0.0
     """Time since the first step, evaluations included, the time between two sessions of a run not."""
     tokens: float = 0.0
-    """Without padding, up to then."""
+    """Without padding, up to its beginning."""
     train_loss: float | None = None
     """Of the last training record; None: none of its steps had a finite one."""
     evaluated: int = 0
@@ -40,3 +43,33 @@ class Progress:
     def updates(self) -> int:
         """Steps that were taken: what the learning rate's schedule counts."""
         return self.step - self.skipped
+
+    def count_interval(self, interval: list[float], seconds: float) -> None:
+        """Takes down what the loop has summed up."""
+        self.interval, self.interval_seconds = interval, seconds
+
+    def metrics(self, examples: int, is_fp16: bool) -> dict[str, float | None]:
+        """The means over the interval, and what was skipped so far.
+
+        Args:
+            examples: in the interval.
+        """
+        loss_sum, count, tokens, padded = self.interval
+        metrics = {
+            "train/loss": loss_sum / count if count else None,
+            "perf/samples_per_second": examples / self.interval_seconds,
+        }
+        if tokens:
+            metrics["perf/tokens_per_second"] = tokens / self.interval_seconds
+            metrics["perf/padding"] = 1 - tokens / padded
+        if is_fp16:
+            metrics["train/loss_scale"] = self.loss_scale
+        if self.skipped or is_fp16:
+            metrics["train/skipped_steps"] = self.skipped
+        return metrics
+
+    def end_interval(self) -> None:
+        """Begins the next one."""
+        self.training_seconds += self.interval_seconds
+        self.tokens += self.interval[2]
+        self.count_interval([0.0] * 4, 0.0)

@@ -21,7 +21,7 @@ from src.launch import Launch
 
 
 class Tracker:
-    """Opens the record in the output folder and the W&B run; as a context manager, ends a run that raises as crashed."""
+    """Opens the run's record and its W&B run; as a context manager, ends a run that raises as crashed."""
 
     def __init__(
         self, config: Config, launch: Launch, facts: dict[str, Any], total_steps: int, is_main: bool, found: Found
@@ -38,7 +38,8 @@ class Tracker:
         self._is_stopped = False
         if not is_main:
             return
-        write_text(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        settings = config.model_dump(mode="json") | {"resume": str(config.origin or config.resume)}
+        write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         for of_an_earlier_end in ("status.json", "summary.json"):
             (self.folder / of_an_earlier_end).unlink(missing_ok=True)
         is_continued = found.is_own(config)

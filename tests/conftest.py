@@ -1,5 +1,7 @@
 """What the tests share: `launch`, which runs train.py as a user does, and the real MNIST where it is at hand."""
 
+import fcntl
+import hashlib
 import json
 import os
 import subprocess
@@ -114,3 +116,23 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         return run_command(command, folder, project, **environment)
 
     return launch
+
+
+@pytest.fixture(scope="session")
+def whole(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """whole("ddp", "--max_steps=30"): the run in one piece. Whoever asks for the same one, in whichever of pytest's
+    processes, gets the same folder, so leave it as it is."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def run(yaml: str, *arguments: str, processes: int | None = None) -> Run:
+        name = hashlib.sha256(repr((yaml, arguments, processes)).encode()).hexdigest()[:16]
+        folder, output = shared / f"whole-{name}" / "run", shared / f"whole-{name}.json"
+        with (shared / f"whole-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not output.exists():
+                done = launch(yaml, *arguments, folder=folder, processes=processes).succeeded()
+                output.write_text(json.dumps([done.exit_code, done.stdout, done.stderr]))
+        return Run(*json.loads(output.read_text()), folder)
+
+    return run

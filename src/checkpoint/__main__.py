@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from src.checkpoint import folders
+from src.checkpoint.random_state import absent_random_file
 from src.exit_codes import exit_codes
 from src.settings import flatten
 
@@ -65,7 +66,8 @@ def verify(paths: list[str]) -> int:
     for path in _all(paths):
         wrong = list(folders.problems(path))
         is_whole = is_whole and not wrong
-        print(f"{path}  {'; '.join(wrong) or 'whole'}")
+        absent = "" if wrong else absent_random_file(path, folders.read_state(path)["num_processes"])
+        print(f"{path}  {'; '.join(wrong) or 'whole'}" + (f", but {absent}" if absent else ""))
     return 0 if is_whole else 1
 
 

@@ -15,6 +15,12 @@ def random_file(rank: int) -> str:
     return f"rng_{rank + 1:05d}.json"
 
 
+def absent_random_file(checkpoint: Path, num_processes: int) -> str:
+    """What is missing, and what that means; empty: nothing is."""
+    absent = [file for rank in range(num_processes) if not (file := checkpoint / random_file(rank)).exists()]
+    return f"{absent[0]} is missing: dropout goes on with other random numbers" if absent else ""
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"torch": _encode(torch.get_rng_state()), "python": random.getstate()}
     numpy_state = np.random.get_state(legacy=False)

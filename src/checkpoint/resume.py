@@ -2,11 +2,13 @@
 
 import atexit
 import contextlib
+import dataclasses
 import fcntl
 import importlib.metadata
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 
 from src.checkpoint import folders, tensors
-from src.checkpoint.random_state import random_file, restore_random_state
-from src.config import Config
+from src.checkpoint.random_state import absent_random_file, random_file, restore_random_state
+from src.config import Config, output_mistakes
 from src.launch import Launch
 from src.progress import Progress
 
@@ -87,33 +89,33 @@ def find(accelerator: Accelerator, config: Config) -> Found:
     own = config.folder / "checkpoints"
     if accelerator.is_main_process:
         _lock(config.folder)
+        if mistakes := list(output_mistakes(config)):  # the one that held the lock may have changed what is there
+            raise ValueError("\n".join(mistakes))
         folders.sweep(own)
     if config.resume == "never":
         return Found()
     candidates = folders.newest_first(own) + ([config.origin] if config.origin else [])
-    damaged: dict[Path, str] = {}
-    for checkpoint in gather_object([candidates])[0]:  # those that the main process sees
-        share = accelerator.process_index, accelerator.num_processes
-        if not (problems := gather_object(list(folders.problems(checkpoint, share=share)))):
-            break
-        damaged[checkpoint] = problems[0]
-    else:
+    checkpoint, damaged = _first_whole(accelerator, candidates)
+    if checkpoint is None:
         if not damaged:
             is_begun = (config.folder / "metrics.jsonl").exists()
             return Found(notes=[f"starting over: {config.folder} has no checkpoint yet"] if is_begun else [])
         lines = [f"{path}: {why}" for path, why in damaged.items()]
         advice = f"move {config.folder} away to start over" if own.exists() else "choose another --resume"
         raise ValueError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
+    seen = [(folders.read_state(checkpoint), (config.folder / "summary.json").exists())]
+    broadcast_object_list(seen)  # by the main process: file systems tell machines news at different times
+    state, has_ended = seen[0]
+    found = Found(checkpoint, state, [f"passed over and set aside: {path}, {why}" for path, why in damaged.items()])
+    is_longer = _check_changes(config, found)
+    watched, watches = state["config"]["early_stopping"], config.early_stopping.model_dump(mode="json")
+    if (watched["metric"], watched["mode"]) != (watches["metric"], watches["mode"]):
+        state["progress"] |= {"best": None, "evaluations_without_gain": 0}
     if accelerator.is_main_process:
         for path in damaged:  # of this run: the one to branch off from is the last candidate
             folders.set_aside(path)
-    found = Found(checkpoint, folders.read_state(checkpoint))
-    found.notes.extend(f"passed over and set aside: {path}, {why}" for path, why in damaged.items())
-    is_longer = _check_changes(config, found)
-    has_ended = found.is_own(config) and (config.folder / "summary.json").exists()
-    is_longer |= found.state["config"]["early_stopping"] != config.early_stopping.model_dump(mode="json")
-    is_finished = has_ended and not is_longer
-    return Found(checkpoint, found.state, found.notes, is_finished)
+    is_finished = has_ended and found.is_own(config) and not is_longer and watched == watches
+    return dataclasses.replace(found, is_finished=is_finished)
 
 
 def restore(
@@ -149,51 +151,67 @@ def restore(
     set_seed(config.seed + found.progress.step, device_specific=True)
     if then["num_processes"] != now["num_processes"]:
         return  # each process's dropout is its own: there is no continuing it on another number of them
-    files = [found.checkpoint / random_file(rank) for rank in range(accelerator.num_processes)]
-    if absent := [file for file in files if not file.exists()]:
-        found.notes.append(f"WARNING: {absent[0]} is missing: dropout goes on with other random numbers")
+    if absent := absent_random_file(found.checkpoint, now["num_processes"]):
+        found.notes.append(f"WARNING: {absent}")
     else:
-        restore_random_state(files[accelerator.process_index], accelerator.device)
+        restore_random_state(found.checkpoint / random_file(accelerator.process_index), accelerator.device)
 
 
-def read_best(accelerator: Accelerator, config: Config, model: nn.Module) -> dict[str, float] | None:
-    """Puts the weights of the best checkpoint into the model. Collective.
+def read_best(
+    accelerator: Accelerator, config: Config, model: nn.Module, say: Callable[[str], None]
+) -> dict[str, float] | None:
+    """Puts the weights of the best checkpoint into the model, and says so. Collective.
 
     Returns:
         Its evaluation; None where no checkpoint was evaluated, or could be saved.
     """
-    chosen: list[Any] = [None]
-    if accelerator.is_main_process:
-        checkpoints = folders.newest_first(config.folder / "checkpoints")
-        chosen = [next((c for c in folders.best_first(checkpoints, config) if not any(folders.problems(c))), None)]
-    broadcast_object_list(chosen)
-    if chosen[0] is None:
+    own = folders.newest_first(config.folder / "checkpoints")
+    best, damaged = _first_whole(accelerator, folders.best_first(own, config))
+    for path, why in damaged.items():
+        say(f"WARNING: {path}: {why}")
+    if best is None:
+        say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return None
-    tensors.read_model(chosen[0], model)
-    return folders.evaluation_of(chosen[0])
+    say(f"exporting the best of the checkpoints, {best}")
+    tensors.read_model(best, model)
+    return folders.evaluation_of(best)
+
+
+def _first_whole(accelerator: Accelerator, candidates: list[Path]) -> tuple[Path | None, dict[Path, str]]:
+    """The first that is whole of those that the main process sees, and what is wrong with the ones before. Collective:
+    each process reads its share of the files."""
+    damaged: dict[Path, str] = {}
+    for checkpoint in gather_object([candidates])[0]:
+        share = accelerator.process_index, accelerator.num_processes
+        if not (problems := gather_object(list(folders.problems(checkpoint, share=share)))):
+            return checkpoint, damaged
+        damaged[checkpoint] = problems[0]
+    return None, damaged
 
 
 def _lock(folder: Path) -> None:
-    """Waits until no other process writes into this run; held until this one ends.
+    """Waits until no other process of this machine writes into this run; held until this one ends.
 
     Raises:
         ValueError: one still does.
     """
     if not folder.exists():
-        folder.mkdir(parents=True)
         atexit.register(_delete_if_empty, folder)
-    descriptor = os.open(folder, os.O_RDONLY)
     for second in range(PATIENCE_SECONDS):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if second == 0:
                 print(f"{folder}: another process still writes this run, waiting for it to end", flush=True)
-            time.sleep(1)
         except OSError:  # not on this file system
             return
         else:
-            return
+            if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
+                return  # else the other one, refused, deleted the folder that was locked
+        os.close(descriptor)
+        time.sleep(1)
     raise ValueError(f"output_dir={folder}: another process writes this run; stop it, or choose another --run_name")
 
 

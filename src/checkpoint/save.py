@@ -80,7 +80,7 @@ class Saver:
         started = time.perf_counter()
         self.collect(wait=True)
         checkpoint = folders.step_folder(self._config.folder / "checkpoints", progress.step)
-        if self.newest and checkpoint.resolve() == self.newest.resolve():
+        if checkpoint == self.newest:
             return
         writer = _Writer(
             checkpoint,
@@ -109,7 +109,7 @@ class Saver:
         self._running = None
         try:
             future.result()
-        except (Exception, CheckpointException) as error:  # which is none
+        except CheckpointException as error:  # all else is a broken exchange, which would fail again and again
             if self._rank == 0:
                 shutil.rmtree(folders.unpublished(checkpoint), ignore_errors=True)
             kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
@@ -117,6 +117,11 @@ class Saver:
         else:
             self.newest = checkpoint
             self._say(f"checkpoint {checkpoint} (paused {1000 * self._pause:,.0f} ms)")
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written, and frees the memory of the copies."""
+        self.collect(wait=True)
+        self._stager.close()
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -163,6 +168,6 @@ class _Writer(HuggingFaceStorageWriter):
             warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=1)
 
 
-def _cause(error: BaseException) -> str:
-    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+def _cause(error: CheckpointException) -> str:
+    cause = next(iter(error.failures.values()))[0]
     return " ".join(str(cause).split()) or type(cause).__name__

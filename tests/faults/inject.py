@@ -52,6 +52,14 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_or_go_deaf() -> None:
+    """The second process dies; the first one is as if blocked in a collective of NCCL: its Python sees no signal."""
+    if os.environ["RANK"] == "1":
+        die()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(10_000)
+
+
 def fail() -> None:
     raise RuntimeError("the root cause")
 
@@ -82,6 +90,7 @@ def is_at_step(checkpoint: Path) -> bool:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "die": lambda: at_training_step(die),
+    "die, others deaf": lambda: at_training_step(die_or_go_deaf),
     "raise": lambda: at_training_step(fail),
     "hang": lambda: at_training_step(lambda: time.sleep(10_000)),
     "nan": lambda: not_a_number(range(STEP, STEP + 1)),

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -20,6 +21,8 @@ Whole = Callable[..., Run]
 INJECT = "tests/faults/inject.py"
 SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
 """An epoch has 23 steps: checkpoints at 8, 16, 24 and 30, evaluations at 23 and 30. With dropout."""
+EACH_STEP = (*SHORT, "--save_every=1", "--checkpoint.keep_last=9")
+"""The same run, with the checkpoints of its last nine steps."""
 
 
 class Started:
@@ -103,6 +106,18 @@ def _command_line(process: psutil.Process) -> list[str]:
 def checkpoints(folder: Path) -> list[int]:
     """The steps that have one."""
     return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("checkpoints/step_*"))
+
+
+def cut_back(whole: Run, folder: Path, *steps: int) -> Path:
+    """A copy of the run as if it had been killed in its last steps, with the checkpoints of `steps` alone."""
+    shutil.copytree(whole.folder, folder)
+    for path in folder.glob("checkpoints/step_*"):
+        if int(path.name.removeprefix("step_")) not in steps:
+            shutil.rmtree(path)
+    shutil.rmtree(folder / "model")
+    for name in ("summary.json", "status.json"):
+        (folder / name).unlink()
+    return folder
 
 
 def curve(run: Run) -> list[dict[str, Any]]:

@@ -46,6 +46,16 @@ def test_one_killed_process_ends_the_run_in_seconds(launch: Launch, whole: Whole
     assert_same_run(again, whole(yaml, *SHORT))
 
 
+def test_a_killed_process_ends_the_others_though_they_see_no_signal(tmp_path: Path) -> None:
+    """Tried without looking after the other processes: the launcher waits for 30 seconds."""
+    folder = tmp_path / "run"
+    with Started("ddp", *SHORT, folder=folder, script=INJECT, FAULT="die, others deaf", FAULT_STEP="12") as started:
+        started.wait_for("step     11/")
+        asked = time.monotonic()
+        assert started.ended().exit_code != 0
+        assert time.monotonic() - asked < 10
+
+
 def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(
     launch: Launch, whole: Whole, tmp_path: Path
 ) -> None:
@@ -60,12 +70,13 @@ def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(
 
 
 def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) -> None:
-    """Tried without passing the timeout on: it hangs for half an hour."""
+    """After 3 seconds here. Tried without passing the timeout on: it hangs for half an hour; without looking after the
+    other processes: the launcher gives the hung one 30 seconds more."""
     with Started(
         "ddp", *SHORT, "--timeout_minutes=0.05", folder=tmp_path / "run", script=INJECT, FAULT="hang", FAULT_RANK="1",
         FAULT_STEP="12",
     ) as started:  # fmt: skip
-        hung = started.wait_for("step     11/").ended(seconds=50)  # the launcher gives the hung one 30 to end by itself
+        hung = started.wait_for("step     11/").ended(seconds=25)
     assert hung.exit_code != 0
     (line,) = hung.messages
     assert "process 0 waited for another one, which hangs" in line
