@@ -132,7 +132,8 @@ def whole(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not output.exists():
                 done = launch(yaml, *arguments, folder=folder, processes=processes).succeeded()
-                output.write_text(json.dumps([done.exit_code, done.stdout, done.stderr]))
-        return Run(*json.loads(output.read_text()), folder)
+                output.write_text(json.dumps([done.stdout, done.stderr]))
+        stdout, stderr = json.loads(output.read_text())
+        return Run(0, stdout, stderr, folder)
 
     return run

@@ -16,8 +16,8 @@ from src.checkpoint import folders
 from src.checkpoint.random_state import restore_random_state
 from src.checkpoint.tensors import read_model
 from src.models.mnist_cnn import MnistCnn
-from tests.conftest import PROJECT, Launch, Run
-from tests.faults.runs import SHORT
+from tests.conftest import PROJECT, Launch
+from tests.faults.runs import EACH_STEP, SHORT, Whole, cut_back
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 FILES = ["shard-00001-model-00001-of-00001.safetensors", "rng_00001.json", "state.json", "manifest.json"]
@@ -34,17 +34,16 @@ class Payload:
 
 
 @pytest.fixture(scope="module")
-def run(launch: Launch) -> Run:
-    return launch("cpu", *SHORT, "--max_steps=8").succeeded()
+def checkpoint(whole: Whole) -> Path:
+    return whole("cpu", *EACH_STEP).folder / "checkpoints" / "step_00000030"
 
 
 @pytest.mark.parametrize("is_listed", [False, True], ids=["planted", "with a manifest to match"])
 @pytest.mark.parametrize("name", [*FILES, ".metadata", "extra.pt"])
-def test_a_payload_in_any_file_stays_inert(run: Run, tmp_path: Path, name: str, is_listed: bool) -> None:
+def test_a_payload_in_any_file_stays_inert(checkpoint: Path, tmp_path: Path, name: str, is_listed: bool) -> None:
     """Whatever is read, in each way that a run and the tool have; and it is reported, unless the manifest was made to
     match. Tried with pickle.loads in `problems`: the payload runs."""
-    proof, checkpoint = tmp_path / "executed", tmp_path / "step_00000008"
-    shutil.copytree(run.folder / "checkpoints" / "step_00000008", checkpoint)
+    proof, checkpoint = tmp_path / "executed", shutil.copytree(checkpoint, tmp_path / "step_00000030")
     payload = pickle.dumps(Payload(proof))
     (checkpoint / name).write_bytes(payload)
     if is_listed and name != "manifest.json":
@@ -66,10 +65,9 @@ def test_a_payload_in_any_file_stays_inert(run: Run, tmp_path: Path, name: str, 
     assert proof.exists(), "the payload is one"
 
 
-def test_a_payload_is_reported_and_not_gone_on_from(launch: Launch, run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(run.folder, folder)
-    (folder / "checkpoints" / "step_00000008" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
+def test_a_payload_is_reported_and_not_gone_on_from(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    folder = cut_back(whole("cpu", *EACH_STEP), tmp_path / "run", 24)
+    (folder / "checkpoints" / "step_00000024" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
     resumed = launch("cpu", *SHORT, folder=folder)
     assert resumed.exit_code != 0
     assert resumed.messages[0].endswith(".metadata does not belong to it")
@@ -88,7 +86,7 @@ def test_no_secret_is_written_anywhere(launch: Launch) -> None:
         name: f"sentinel-{name.lower()}-0123456789abcdef0123456789"
         for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
     }
-    run = launch("ddp", *SHORT, "--max_steps=8", wandb="offline", **secrets).succeeded()
+    run = launch("cpu", *SHORT, "--max_steps=8", wandb="offline", **secrets).succeeded()
     written = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
     assert any(path.suffix == ".wandb" for path in written)
     for name, secret in secrets.items():

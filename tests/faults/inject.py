@@ -102,7 +102,10 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slow save": lambda: before(
         _Writer, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer._checkpoint) else None
     ),
-    "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(0.5)),
+    "stuck save": lambda: before(
+        _Writer, "write_data", lambda writer, *_: time.sleep(10_000) if is_at_step(writer._checkpoint) else None
+    ),
+    "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
     "count batches": count_batches,
 }
 

@@ -11,27 +11,16 @@ import torch
 from src.checkpoint import folders
 from src.checkpoint.tensors import read_model
 from src.models.mnist_cnn import MnistCnn
-from tests.conftest import Launch, Run
-from tests.faults.runs import SHORT, assert_same_run, checkpoints
+from tests.conftest import Launch
+from tests.faults.runs import EACH_STEP, SHORT, Whole, assert_same_run, checkpoints, cut_back
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
-@pytest.fixture(scope="module")
-def whole(launch: Launch) -> Run:
-    """With checkpoints of steps 16, 24 and 30."""
-    return launch("ddp", *SHORT, "--checkpoint.keep_last=3").succeeded()
-
-
 @pytest.fixture
-def run(whole: Run, tmp_path: Path) -> Path:
-    """A copy of it as it was before it ended: with checkpoints of steps 16 and 24."""
-    folder = tmp_path / "run"
-    shutil.copytree(whole.folder, folder)
-    shutil.rmtree(folder / "checkpoints" / "step_00000030")
-    shutil.rmtree(folder / "model")
-    (folder / "summary.json").unlink()
-    return folder
+def run(whole: Whole, tmp_path: Path) -> Path:
+    """Killed with checkpoints of steps 22 and 24."""
+    return cut_back(whole("ddp", *EACH_STEP), tmp_path / "run", 22, 24)
 
 
 def truncate(checkpoint: Path) -> None:
@@ -58,7 +47,7 @@ def swap(checkpoint: Path) -> None:
 
 
 def take_an_older_one(checkpoint: Path) -> None:
-    shutil.copy(checkpoint.parent / "step_00000016" / SHARD, checkpoint / SHARD)
+    shutil.copy(checkpoint.parent / "step_00000022" / SHARD, checkpoint / SHARD)
 
 
 def add(checkpoint: Path) -> None:
@@ -83,7 +72,7 @@ def change_the_state(checkpoint: Path) -> None:
 def point_elsewhere(checkpoint: Path) -> None:
     """A manifest from someone else must not make us read files elsewhere."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["../step_00000016/state.json"] = manifest["files"].pop("state.json")
+    manifest["files"]["../step_00000022/state.json"] = manifest["files"].pop("state.json")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -112,24 +101,26 @@ def test_each_damage_is_found(run: Path, damage: Callable[[Path], None]) -> None
     assert set(shares) == set(folders.problems(checkpoint))
 
 
-def test_the_newest_whole_one_is_taken_and_the_reason_said(launch: Launch, run: Path, whole: Run) -> None:
+def test_the_newest_whole_one_is_taken_and_the_reason_said(launch: Launch, run: Path, whole: Whole) -> None:
+    """Tried without setting aside: the next save at that step fails."""
     flip_a_bit(run / "checkpoints" / "step_00000024")
     again = launch("ddp", *SHORT, "--checkpoint.keep_last=3", folder=run).succeeded()
     assert f"passed over and set aside: {run}/checkpoints/step_00000024, {SHARD} has changed" in again.stdout
-    assert "after step 16, from" in again.stdout
-    assert_same_run(again, whole)
-    assert checkpoints(run) == [16, 24, 30]
+    assert "after step 22, from" in again.stdout
+    assert_same_run(again, whole("ddp", *EACH_STEP))
+    assert checkpoints(run) == [22, 24, 30]
     assert len(list(run.glob("checkpoints/damaged_1_step_00000024"))) == 1
 
 
 def test_with_none_whole_nothing_is_started_over(launch: Launch, run: Path) -> None:
+    """Tried without raising: it trains from the start, over the record."""
     for checkpoint in (run / "checkpoints").iterdir():
         truncate(checkpoint)
-    refused = launch("ddp", *SHORT, folder=run)
+    refused = launch("cpu", *SHORT, folder=run)
     assert refused.exit_code != 0
     assert len(refused.messages) == 3
     assert "no valid checkpoint to continue from" in refused.messages[-1]
-    assert checkpoints(run) == [16, 24]
+    assert checkpoints(run) == [22, 24]
 
 
 def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:

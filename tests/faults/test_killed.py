@@ -10,7 +10,7 @@ import pytest
 
 from src.checkpoint import folders
 from tests.conftest import Launch, run_command
-from tests.faults.runs import INJECT, SHORT, Started, Whole, assert_same_run, checkpoints
+from tests.faults.runs import EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints
 
 
 @pytest.mark.slow
@@ -35,6 +35,8 @@ def test_killed_25_times_at_any_moment_it_ends_as_if_it_had_not_been(
 
 @pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
 def test_one_killed_process_ends_the_run_in_seconds(launch: Launch, whole: Whole, tmp_path: Path, yaml: str) -> None:
+    """And it goes on to the last bit. Tried without outlive_signals' PR_SET_PDEATHSIG: the processes that load data
+    hold the launcher for 5 seconds more; without truncating the record: steps come twice."""
     with Started(yaml, *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:
         started.wait_for("step     12/").send(signal.SIGKILL, to=started.trainers[1])
         asked = time.monotonic()
@@ -43,7 +45,7 @@ def test_one_killed_process_ends_the_run_in_seconds(launch: Launch, whole: Whole
     assert killed.exit_code != 0
     assert checkpoints(killed.folder) == [8]
     again = launch(yaml, *SHORT, "--num_workers=1", folder=killed.folder).succeeded()
-    assert_same_run(again, whole(yaml, *SHORT))
+    assert_same_run(again, whole(yaml, *EACH_STEP))
 
 
 def test_a_killed_process_ends_the_others_though_they_see_no_signal(tmp_path: Path) -> None:
@@ -56,17 +58,14 @@ def test_a_killed_process_ends_the_others_though_they_see_no_signal(tmp_path: Pa
         assert time.monotonic() - asked < 10
 
 
-def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
+def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(launch: Launch) -> None:
     """And the only one. Tried without the grace in exit_codes.py: the other's lost connection follows."""
-    folder = tmp_path / "run"
-    failed = launch("ddp", *SHORT, folder=folder, script=INJECT, FAULT="raise", FAULT_RANK="1", FAULT_STEP="12")
+    failed = launch("ddp", *SHORT, script=INJECT, FAULT="raise", FAULT_RANK="1", FAULT_STEP="12")
     assert failed.exit_code != 0
     causes = [line for line in failed.stderr.splitlines() if "Error:" in line]
     assert causes[0].endswith("RuntimeError: the root cause")
     assert "gloo" not in failed.stderr
-    assert_same_run(launch("ddp", *SHORT, folder=folder).succeeded(), whole("ddp", *SHORT))
+    assert checkpoints(failed.folder) == [8]
 
 
 def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) -> None:
@@ -78,12 +77,14 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
     ) as started:  # fmt: skip
         hung = started.wait_for("step     11/").ended(seconds=25)
     assert hung.exit_code != 0
-    (line,) = hung.messages
-    assert "process 0 waited for another one, which hangs" in line
+    assert hung.messages == [
+        "train.py: process 0 waited for another one, which hangs, until timeout_minutes had passed",
+        "train.py: another process of this run died",
+    ]
     assert checkpoints(hung.folder) == [8]
 
 
-def test_a_killed_loading_process_is_named(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
     with Started("cpu", *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:
         started.wait_for("step      9/")
         (trainer,) = started.trainers
@@ -92,21 +93,19 @@ def test_a_killed_loading_process_is_named(launch: Launch, whole: Whole, tmp_pat
         killed = started.ended()
     assert killed.exit_code != 0
     assert "DataLoader worker" in killed.stdout
-    again = launch("cpu", *SHORT, "--num_workers=1", folder=killed.folder).succeeded()
-    assert_same_run(again, whole("cpu", *SHORT))
+    assert checkpoints(killed.folder) == [8]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_crash_between_writing_and_publishing(launch: Launch, whole: Whole, tmp_path: Path, processes: int) -> None:
+def test_a_crash_between_writing_and_publishing(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """All is written but the manifest and the name. Tried without `unpublished`: it is passed over as damaged; without
     `sweep`: it stays for ever."""
-    yaml, folder = {1: "cpu", 2: "fsdp"}[processes], tmp_path / "run"
-    launch(yaml, *SHORT, folder=folder, script=INJECT, FAULT="die before publication", FAULT_STEP="16")
+    folder = tmp_path / "run"
+    launch("fsdp", *SHORT, folder=folder, script=INJECT, FAULT="die before publication", FAULT_STEP="16")
     assert checkpoints(folder) == [8]
     assert (folder / "checkpoints" / "tmp_step_00000016").is_dir()
-    again = launch(yaml, *SHORT, "--save_every=10", folder=folder).succeeded()
+    again = launch("fsdp", *SHORT, "--save_every=10", folder=folder).succeeded()
     assert "passed over" not in again.stdout
-    assert_same_run(again, whole(yaml, *SHORT))
+    assert_same_run(again, whole("fsdp", *EACH_STEP))
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000020", "step_00000030"}
 
 
@@ -117,7 +116,7 @@ def test_a_crash_while_old_checkpoints_are_deleted(launch: Launch, whole: Whole,
     assert checkpoints(folder) == [16]
     again = launch("cpu", *arguments, folder=folder).succeeded()
     assert "after step 16," in again.stdout
-    assert_same_run(again, whole("cpu", *SHORT))
+    assert_same_run(again, whole("cpu", *EACH_STEP))
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000030"}
 
 
@@ -130,4 +129,4 @@ def test_what_a_killed_first_save_left_is_not_taken_into_the_next(launch: Launch
     again = launch("cpu", *SHORT, folder=folder).succeeded()
     assert "starting over" in again.stdout
     assert not [problem for path in (folder / "checkpoints").iterdir() for problem in folders.problems(path)]
-    assert_same_run(again, whole("cpu", *SHORT))
+    assert_same_run(again, whole("cpu", *EACH_STEP))

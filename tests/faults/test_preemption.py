@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.conftest import BIN, Launch, Run, run_command
-from tests.faults.runs import INJECT, SHORT, Started, Whole, assert_same_run, checkpoints
+from tests.faults.runs import EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints
 
 LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", "--num_workers=1")
 """Too long to end by itself in a test, never saved but when told to, and with a process that loads data."""
@@ -39,11 +39,10 @@ def test_a_signal_to_the_launcher_saves_and_ends(
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_process_stops_all_of_them_without_an_error(tmp_path: Path, rank: int) -> None:
+def test_a_signal_to_one_process_stops_all_of_them_without_an_error(tmp_path: Path) -> None:
     """Tried without the sum over processes: the others wait for the one that left, and fail."""
     with Started("fsdp", *LONG, folder=tmp_path / "run") as started:
-        started.wait_for("step      5/").send(signal.SIGTERM, to=started.trainers[rank])
+        started.wait_for("step      5/").send(signal.SIGTERM, to=started.trainers[1])
         run = started.ended(seconds=20)
     assert_preempted(run)
     assert run.exit_code == 0
@@ -55,23 +54,20 @@ def test_what_status_says_goes_on_exactly(whole: Whole, tmp_path: Path) -> None:
         stopped = started.wait_for("step     10/").send(signal.SIGTERM).ended()
     command = shlex.split(assert_preempted(stopped, at_least=10)["command"])
     again = run_command([str(BIN / "accelerate"), *command[1:]], stopped.folder).succeeded()
-    assert_same_run(again, whole("ddp", *SHORT))
+    assert_same_run(again, whole("ddp", *EACH_STEP))
     assert json.loads((again.folder / "status.json").read_text()) == {"status": "done", "step": 30}
 
 
 def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """The evaluation, 23 batches of half a second, is made again. Tried without asking in `evaluate`: 12 s too long."""
-    arguments = (*SHORT, "--micro_batch_size=8")
-    with Started(
-        "ddp", *arguments, folder=tmp_path / "run", processes=2, script=INJECT, FAULT="slow evaluation"
-    ) as started:
+    """The evaluation, six batches of four seconds, is made again. Tried without asking in `evaluate`: 24 seconds."""
+    with Started("ddp", *SHORT, folder=tmp_path / "run", script=INJECT, FAULT="slow evaluation") as started:
         started.wait_for("step     23/")
         asked = time.monotonic()
         stopped = started.send(signal.SIGTERM).ended()
-        assert time.monotonic() - asked < 8
+        assert time.monotonic() - asked < 15
     assert assert_preempted(stopped)["step"] == 23
-    again = launch("ddp", *arguments, processes=2, folder=stopped.folder).succeeded()
-    assert_same_run(again, whole("ddp", *arguments))
+    again = launch("ddp", *SHORT, folder=stopped.folder).succeeded()
+    assert_same_run(again, whole("ddp", *EACH_STEP))
 
 
 def test_during_a_save_both_checkpoints_are_whole(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -80,7 +76,7 @@ def test_during_a_save_both_checkpoints_are_whole(launch: Launch, whole: Whole, 
         stopped = started.ended()
     step = assert_preempted(stopped, at_least=9)["step"]
     assert checkpoints(stopped.folder) == [8, int(step)]
-    assert_same_run(launch("fsdp", *SHORT, folder=stopped.folder).succeeded(), whole("fsdp", *SHORT))
+    assert_same_run(launch("fsdp", *SHORT, folder=stopped.folder).succeeded(), whole("fsdp", *EACH_STEP))
 
 
 def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -91,15 +87,13 @@ def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch
         stopped = started.wait_for("step     16/").send(signal.SIGTERM).ended()
     assert checkpoints(stopped.folder) == [8]
     assert not (stopped.folder / "status.json").exists()
-    assert_same_run(launch("ddp", *SHORT, folder=stopped.folder).succeeded(), whole("ddp", *SHORT))
+    assert_same_run(launch("ddp", *SHORT, folder=stopped.folder).succeeded(), whole("ddp", *EACH_STEP))
 
 
-@pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("ddp", 2)])
-def test_a_second_interrupt_ends_at_once(tmp_path: Path, yaml: str, processes: int) -> None:
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     """Tried without: it ends when the save does, after 3 seconds."""
     with Started(
-        yaml, *LONG, "--save_every=6", folder=tmp_path / "run", processes=processes, script=INJECT, FAULT="slow save",
-        FAULT_STEP="6",
+        "ddp", *LONG, "--save_every=6", folder=tmp_path / "run", script=INJECT, FAULT="slow save", FAULT_STEP="6",
     ) as started:  # fmt: skip
         started.wait_for("step      6/")
         trainers = started.trainers
@@ -124,9 +118,9 @@ def test_max_hours_ends_the_same_way(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_gone_before_the_first_step_leaves_no_orphan(tmp_path: Path) -> None:
-    """Tried with looking for the launcher only when all is built: its process trains on to the end."""
+    """Tried with watching the launcher only when all is built: its process trains on to the end."""
     with Started("cpu", *LONG, folder=tmp_path / "run") as started:
         started.wait_until(lambda: started.trainers and "train.py" in started.trainers[0].cmdline())
         time.sleep(1)  # within its imports
-        run = started.send(signal.SIGTERM).ended(seconds=40)
-    assert assert_preempted(run, at_least=1)["reason"] == "the end of its launcher"
+        run = started.send(signal.SIGTERM).ended(seconds=10)
+    assert not (run.folder / "metrics.jsonl").exists()

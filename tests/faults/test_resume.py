@@ -12,8 +12,18 @@ from src.config import config_from
 from tests import tiny
 from tests.conftest import Launch, Run
 from tests.faults.runs import (
-    EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints, curve, cut_back, lines, weights,
-)  # fmt: skip
+    EACH_STEP,
+    INJECT,
+    SHORT,
+    Started,
+    Whole,
+    assert_same_run,
+    checkpoints,
+    curve,
+    cut_back,
+    lines,
+    weights,
+)
 
 Arguments = tuple[str, ...]
 
@@ -177,12 +187,12 @@ def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_
     for the next. Tried without `config.origin` in config.yaml: the third launch starts over."""
     origin = whole("cpu", *EACH_STEP).folder / "checkpoints" / "step_00000024"
     folder = tmp_path / "run"
-    for resume in (f"--resume={origin}", "--resume=auto"):
-        with Started("cpu", *SHORT, resume, folder=folder) as started:
-            started.wait_for(f"after step 24, from {origin}").kill_all()
-    launch("cpu", *SHORT, "--max_steps=27", folder=folder).succeeded()
+    for start, save_every in ((origin, 8), ("auto", 8), ("auto", 2)):
+        with Started("cpu", *SHORT, f"--resume={start}", f"--save_every={save_every}", folder=folder) as started:
+            started.wait_for(f"after step 24, from {origin}")
+            started.wait_until(lambda: save_every == 8 or checkpoints(folder)).kill_all()  # noqa: B023
     again = launch("cpu", *SHORT, f"--resume={origin}", folder=folder).succeeded()
-    assert f"after step 27, from {folder}/checkpoints/step_00000027" in again.stdout
+    assert f"from {folder}/checkpoints/step_000000" in again.stdout
     assert [record["step"] for record in again.records if "train/loss" in record] == list(range(25, 31))
 
 

@@ -13,7 +13,18 @@ from src.checkpoint import folders
 from src.checkpoint.tensors import read, saved_tensors
 from tests import tiny
 from tests.conftest import PROJECT, Launch, Run, clean_environment, launch_command
-from tests.faults.runs import SHORT, checkpoints, curve, weights
+from tests.faults.runs import (
+    EACH_STEP,
+    INJECT,
+    SHORT,
+    Started,
+    Whole,
+    assert_same_run,
+    checkpoints,
+    curve,
+    cut_back,
+    weights,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
@@ -26,17 +37,39 @@ def launched_with_small_files(config: str, *arguments: str, folder: Path) -> Run
 
 
 @pytest.mark.parametrize("yaml", ["cpu", "ddp"])
-def test_a_full_disk_is_a_warning_and_the_checkpoint_before_stays(launch: Launch, tmp_path: Path, yaml: str) -> None:
+def test_a_full_disk_is_a_warning_and_the_checkpoint_before_stays(whole: Whole, tmp_path: Path, yaml: str) -> None:
     """Tried without catching: the run ends. Tried without deleting: the half-written files stay and fill the disk."""
-    folder, whole = tmp_path / "run", launch(yaml, *SHORT)
-    launch(yaml, *SHORT, "--max_steps=8", folder=folder).succeeded()
+    expected = whole(yaml, *EACH_STEP)
+    folder = cut_back(expected, tmp_path / "run", 22)
     run = launched_with_small_files(yaml, *SHORT, folder=folder)
     assert run.exit_code == 0, run.stderr
     warnings = [line for line in run.stdout.splitlines() if "WARNING" in line]
-    assert [line.split(":")[1] for line in warnings] == [f" no checkpoint of step {step}" for step in (16, 24, 30)]
-    assert all(line.endswith(f"the last one is {folder}/checkpoints/step_00000008") for line in warnings)
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000008"]
-    assert all(torch.equal(weight, weights(whole)[name]) for name, weight in weights(run).items())
+    assert [line.split(":")[1] for line in warnings] == [f" no checkpoint of step {step}" for step in (24, 30)]
+    assert all(line.endswith(f"the last one is {folder}/checkpoints/step_00000022") for line in warnings)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000022"]
+    assert_same_run(run, expected)
+
+
+def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(tmp_path: Path) -> None:
+    """Tried with str(): "None", as if it were a folder."""
+    run = launched_with_small_files("cpu", *SHORT, "--max_hours=1e-9", folder=tmp_path / "run")
+    assert run.exit_code == 0, run.stderr
+    status = json.loads((run.folder / "status.json").read_text())
+    assert (status["status"], status["step"], status["checkpoint"]) == ("preempted", 1, None)
+
+
+def test_a_save_in_which_a_process_hangs_ends_the_run_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """The exchange that it left others waiting in can't be used again. Tried with a warning, as for a full disk: no
+    further checkpoint can be saved, and the run trains on."""
+    folder = tmp_path / "run"
+    with Started(
+        "ddp", *SHORT, "--timeout_minutes=0.1", folder=folder, script=INJECT, FAULT="stuck save", FAULT_STEP="16",
+        FAULT_RANK="1",
+    ) as started:  # fmt: skip
+        stuck = started.ended()
+    assert stuck.exit_code != 0
+    assert "process 0 waited for another one, which hangs" in stuck.messages[0]
+    assert checkpoints(folder) == [8]
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(launch: Launch) -> None:
@@ -79,21 +112,24 @@ def test_the_best_is_exported_and_reported(judged: Run) -> None:
 
 def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launch: Launch, tmp_path: Path) -> None:
     """A gain must be of 100: the first evaluation is the best, and the third one without a gain the last."""
-    arguments = (*SHORT, "--eval_every=4", "--early_stopping.metric=eval/loss", "--early_stopping.min_delta=100")
-    whole = launch("fsdp", *arguments, "--early_stopping.patience=3").succeeded()
-    assert whole.summary["step"] == 16
-    assert json.loads((whole.folder / "status.json").read_text())["status"] == "done"
-    shorter = launch("fsdp", *arguments, "--early_stopping.patience=3", "--max_steps=10", folder=tmp_path / "run")
-    assert shorter.succeeded().summary["step"] == 10
-    longer = launch("fsdp", *arguments, "--early_stopping.patience=3", folder=tmp_path / "run").succeeded()
-    assert [r["step"] for r in longer.records if "eval/loss" in r] == [4, 8, 10, 12]  # that of step 10 counts too
-    again = launch("fsdp", *arguments, "--early_stopping.patience=3", folder=whole.folder).succeeded()
+    arguments = (
+        *SHORT, "--eval_every=4", "--early_stopping.metric=eval/loss", "--early_stopping.min_delta=100",
+        "--early_stopping.patience=3",
+    )  # fmt: skip
+    stopped = launch("fsdp", *arguments).succeeded()
+    assert stopped.summary["step"] == 16
+    assert json.loads((stopped.folder / "status.json").read_text())["status"] == "done"
+    again = launch("cpu", *arguments, folder=stopped.folder).succeeded()
     assert "nothing to do" in again.stdout
+    resumed = launch("fsdp", *arguments, folder=cut_back(stopped, tmp_path / "run", 8)).succeeded()
+    assert_same_run(resumed, stopped)
+    other = launch("cpu", *arguments, "--early_stopping.metric=eval/accuracy", folder=stopped.folder).succeeded()
+    assert [r["step"] for r in other.records if "eval/loss" in r] == [4, 8, 12, 16, 20, 24, 28, 30]  # counted anew
 
 
 @pytest.mark.parametrize("setting", ["early_stopping.metric", "checkpoint.metric"])
 def test_a_metric_that_does_not_exist_is_named(launch: Launch, setting: str) -> None:
-    run = launch("cpu", *SHORT, "--eval_every=2", f"--{setting}=eval/acuracy", "--checkpoint.keep_best=1")
+    run = launch("cpu", *SHORT, "--eval_every=1", f"--{setting}=eval/acuracy", "--checkpoint.keep_best=1")
     assert run.exit_code != 0
     assert run.messages == [
         f"train.py: {setting}=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
@@ -123,10 +159,9 @@ def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, tm
     whole = launch("fsdp", *arguments).succeeded()
     shards = (whole.folder / "checkpoints" / "step_00000030").glob("shard-*")
     assert sum(shard.stat().st_size for shard in shards) < os.path.getsize(model / "model.safetensors")
-    launch("fsdp", *arguments, "--max_steps=16", folder=tmp_path / "run").succeeded()
-    run = launch("fsdp", *arguments, folder=tmp_path / "run").succeeded()
-    assert [record for record in curve(run) if record["step"] > 16] == [r for r in curve(whole) if r["step"] > 16]
+    run = launch("fsdp", *arguments, folder=cut_back(whole, tmp_path / "run", 24)).succeeded()
+    assert curve(run) == curve(whole)
     tiny.llama(tmp_path / "other", seed=1)
     shutil.copy(tmp_path / "other" / "model.safetensors", model)
-    other = launch("fsdp", *arguments, "--max_steps=40", folder=tmp_path / "run")
+    other = launch("cpu", *arguments, "--max_steps=40", folder=tmp_path / "run")
     assert "was trained beside other frozen weights" in other.messages[0]
