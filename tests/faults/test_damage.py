@@ -124,6 +124,7 @@ def test_with_none_whole_nothing_is_started_over(launch: Launch, run: Path) -> N
 
 
 def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
+    """Tried without comparing names and shapes."""
     wider = MnistCnn()
     wider.fc2 = torch.nn.Linear(128, 11)
     message = r"another model: fc2.weight is \(10, 128\) in it and \(11, 128\) in this one, and 1 more differ"

@@ -85,6 +85,7 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
 
 
 def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
+    """It is torch that notices: nothing of ours could be taken out."""
     with Started("cpu", *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:
         started.wait_for("step      9/")
         (trainer,) = started.trainers

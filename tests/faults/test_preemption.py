@@ -50,6 +50,7 @@ def test_a_signal_to_one_process_stops_all_of_them_without_an_error(tmp_path: Pa
 
 
 def test_what_status_says_goes_on_exactly(whole: Whole, tmp_path: Path) -> None:
+    """Tried with what the process, not its launcher, was started with: no command for two processes."""
     with Started("ddp", *SHORT, folder=tmp_path / "run") as started:
         stopped = started.wait_for("step     10/").send(signal.SIGTERM).ended()
     command = shlex.split(assert_preempted(stopped, at_least=10)["command"])
@@ -71,6 +72,7 @@ def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(launch: Launch, who
 
 
 def test_during_a_save_both_checkpoints_are_whole(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Tried without waiting for the save that is under way: one of the two is missing."""
     with Started("fsdp", *SHORT, folder=tmp_path / "run", script=INJECT, FAULT="slow save", FAULT_STEP="8") as started:
         started.wait_for("step      9/").send(signal.SIGTERM)
         stopped = started.ended()
@@ -80,6 +82,7 @@ def test_during_a_save_both_checkpoints_are_whole(launch: Launch, whole: Whole, 
 
 
 def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Tried with writing under the final name: half of a checkpoint is taken for one."""
     with Started(
         "ddp", *SHORT, folder=tmp_path / "run", script=INJECT, FAULT="slow save", FAULT_STEP="16", FAULT_RANK="0",
         TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1",
@@ -109,6 +112,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_max_hours_ends_the_same_way(launch: Launch, tmp_path: Path) -> None:
+    """Tried without the deadline: it trains on."""
     folder = tmp_path / "run"
     limited = launch("ddp", *LONG, "--max_hours=0.004", folder=folder)  # 14 seconds, imports included
     assert limited.exit_code == 0

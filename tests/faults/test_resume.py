@@ -102,7 +102,8 @@ def test_at_the_end_of_an_epoch(launch: Launch, whole: Whole, tmp_path: Path, ya
 
 
 def test_a_longer_run_goes_on_from_the_end(launch: Launch, tmp_path: Path) -> None:
-    """With the records of the longer run, but for the evaluation at the end of the shorter."""
+    """With the records of the longer run, but for the evaluation at the end of the shorter. Tried without restoring
+    what was summed up: the first record after step 18 is of fewer steps."""
     arguments = (*SHORT, "--log_every=4")
     whole = launch("cpu", *arguments).succeeded()
     shorter = launch("cpu", *arguments, "--max_steps=18", folder=tmp_path / "run").succeeded()
@@ -114,6 +115,7 @@ def test_a_longer_run_goes_on_from_the_end(launch: Launch, tmp_path: Path) -> No
 
 
 def test_a_finished_run_is_left_alone(launch: Launch, whole: Whole) -> None:
+    """Tried without: it is evaluated and exported again."""
     finished = whole("ddp", *EACH_STEP)
     before = {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")}
     again = launch("ddp", *EACH_STEP, folder=finished.folder).succeeded()
@@ -124,6 +126,7 @@ def test_a_finished_run_is_left_alone(launch: Launch, whole: Whole) -> None:
 def test_changed_settings_are_listed_in_one_line_and_refused_unless_asked_for(
     launch: Launch, whole: Whole, tmp_path: Path
 ) -> None:
+    """Tried without refusing: it trains on."""
     folder = cut_back(whole("cpu", *EACH_STEP), tmp_path / "run", 24)
     changed = (*SHORT, "--optim.lr=0.001", "--global_batch_size=32", "--micro_batch_size=16", "--wandb.tags=[x]")
     refused = launch("cpu", *changed, folder=folder)
@@ -136,7 +139,8 @@ def test_changed_settings_are_listed_in_one_line_and_refused_unless_asked_for(
 
 
 def test_a_checkpoint_of_another_run_starts_a_branch(launch: Launch, whole: Whole) -> None:
-    """With a record and a W&B run of its own; the run that it comes from stays as it is."""
+    """With a record and a W&B run of its own; the run that it comes from stays as it is. Tried without comparing
+    with the newest checkpoint of its own: what came after is overwritten."""
     origin = whole("cpu", *EACH_STEP)
     source = origin.folder / "checkpoints" / "step_00000025"
     before = {path: path.stat().st_mtime_ns for path in origin.folder.rglob("*")}
@@ -150,11 +154,13 @@ def test_a_checkpoint_of_another_run_starts_a_branch(launch: Launch, whole: Whol
 
 
 def test_never_refuses_a_folder_with_a_run(launch: Launch, whole: Whole) -> None:
+    """Tried without: it starts over in there."""
     refused = launch("cpu", *SHORT, "--resume=never", folder=whole("cpu", *EACH_STEP).folder)
     assert "holds a run already" in refused.messages[0]
 
 
 def test_the_wandb_run_goes_on_too(launch: Launch, tmp_path: Path) -> None:
+    """Tried with a new id each time: two runs in W&B."""
     folder = tmp_path / "run"
     launch("cpu", *SHORT, "--max_steps=8", folder=folder, wandb="offline").succeeded()
     first = (folder / "wandb" / "run_id").read_text()
@@ -164,7 +170,7 @@ def test_the_wandb_run_goes_on_too(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_missing_random_numbers_are_a_loud_warning(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Dropout can't go on as it was: said loudly, and the rest goes on."""
+    """Dropout can't go on as it was: said loudly, and the rest goes on. Tried without looking: a traceback."""
     checkpoint = tmp_path / "step_00000025"
     shutil.copytree(whole("cpu", *EACH_STEP).folder / "checkpoints" / "step_00000025", checkpoint)
     (checkpoint / "rng_00001.json").unlink()
@@ -174,12 +180,14 @@ def test_missing_random_numbers_are_a_loud_warning(launch: Launch, whole: Whole,
 
 
 def test_resuming_reads_no_batch_twice(launch: Launch, whole: Whole) -> None:
-    """The order is cut off, not replayed: one batch for the epoch's last step, and six to evaluate on."""
+    """The order is cut off, not replayed: one batch for the epoch's last step, and six to evaluate on. Tried with
+    skipping batches instead: 29. Tried without either: it is another batch."""
     origin = whole("cpu", *EACH_STEP)
     source = origin.folder / "checkpoints" / "step_00000022"
     arguments = (*SHORT, f"--resume={source}", "--max_steps=23", "--checkpoint.accept_changes=true")
     run = launch("cpu", *arguments, script=INJECT, FAULT="count batches").succeeded()
     assert "batches made: 7" in run.stdout
+    assert curve(run) == [record for record in curve(origin) if record["step"] == 23]
 
 
 def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -197,6 +205,7 @@ def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_
 
 
 def test_a_change_within_a_mapping_is_a_change() -> None:
+    """Tried with comparing only what is no mapping."""
     then, now = (
         config_from(
             {"task": {"name": "causal_lm", "architecture": {"model_type": "llama", **more}}, "output_dir": "nowhere"}
@@ -208,12 +217,14 @@ def test_a_change_within_a_mapping_is_a_change() -> None:
 
 
 def test_more_steps_taken_than_asked_for_are_named(launch: Launch, whole: Whole) -> None:
+    """Tried without: a traceback."""
     source = whole("cpu", *EACH_STEP).folder / "checkpoints" / "step_00000025"
     refused = launch("cpu", *SHORT, f"--resume={source}", "--max_steps=20", "--checkpoint.accept_changes=true")
     assert refused.messages == [f"train.py: {source} has 25 steps already, and epochs=10 and max_steps=20 make 20"]
 
 
 def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tried with a lock that can be shared."""
     monkeypatch.setattr(resume, "PATIENCE_SECONDS", 1)
     resume._lock(tmp_path)
     with pytest.raises(ValueError, match="another process writes this run"):

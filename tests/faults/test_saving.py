@@ -73,6 +73,7 @@ def test_a_save_in_which_a_process_hangs_ends_the_run_and_leaves_the_checkpoint_
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(launch: Launch) -> None:
+    """Tried without trying to write: a traceback."""
     refused = launch("cpu", *SHORT, folder=Path("/proc/run"))
     assert refused.exit_code != 0
     (line,) = refused.messages
@@ -101,6 +102,7 @@ def test_the_newest_and_the_best_are_kept(judged: Run) -> None:
 
 
 def test_the_best_is_exported_and_reported(judged: Run) -> None:
+    """Tried without: the last one is."""
     best = max(losses(judged), key=lambda step: losses(judged)[step])
     checkpoint = judged.folder / "checkpoints" / f"step_{best:08d}"
     assert judged.summary["eval/loss"] == losses(judged)[best]
@@ -111,7 +113,8 @@ def test_the_best_is_exported_and_reported(judged: Run) -> None:
 
 
 def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launch: Launch, tmp_path: Path) -> None:
-    """A gain must be of 100: the first evaluation is the best, and the third one without a gain the last."""
+    """A gain must be of 100: the first evaluation is the best, and the third one without a gain the last. Tried without
+    the reset where another metric is watched: no further step; with a reset at each resume: it trains past step 16."""
     arguments = (
         *SHORT, "--eval_every=4", "--early_stopping.metric=eval/loss", "--early_stopping.min_delta=100",
         "--early_stopping.patience=3",
@@ -129,6 +132,7 @@ def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launc
 
 @pytest.mark.parametrize("setting", ["early_stopping.metric", "checkpoint.metric"])
 def test_a_metric_that_does_not_exist_is_named(launch: Launch, setting: str) -> None:
+    """Tried without: a KeyError."""
     run = launch("cpu", *SHORT, "--eval_every=1", f"--{setting}=eval/acuracy", "--checkpoint.keep_best=1")
     assert run.exit_code != 0
     assert run.messages == [
@@ -138,6 +142,7 @@ def test_a_metric_that_does_not_exist_is_named(launch: Launch, setting: str) -> 
 
 
 def test_a_checkpoint_is_hardly_larger_than_its_tensors_and_says_what_it_is_of(judged: Run) -> None:
+    """Tried with names that differ by process: each tensor is there twice."""
     checkpoint = judged.folder / "checkpoints" / "step_00000030"
     tensors = saved_tensors(checkpoint)
     assert sorted(name for name in tensors if name.startswith("model.")) == sorted(
@@ -150,7 +155,8 @@ def test_a_checkpoint_is_hardly_larger_than_its_tensors_and_says_what_it_is_of(j
 
 
 def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, tmp_path: Path) -> None:
-    """And go on to the last bit, but only beside the weights that they were trained with."""
+    """And go on to the last bit, but only beside the weights that they were trained with. Tried with saving
+    frozen weights too: it is as large as the model; without comparing their norm: it trains on beside others."""
     model, data = tiny.llama(tmp_path / "llama"), tiny.questions(tmp_path / "questions.jsonl")
     arguments = (
         "--task.name=causal_lm", f"--task.model={model}", f"--task.dataset={data}", "--task.lora.r=4",
