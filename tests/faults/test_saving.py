@@ -142,7 +142,7 @@ def test_a_metric_that_does_not_exist_is_named(launch: Launch, setting: str) -> 
 
 
 def test_a_checkpoint_is_hardly_larger_than_its_tensors_and_says_what_it_is_of(judged: Run) -> None:
-    """Tried with names that differ by process: each tensor is there twice."""
+    """Tried with names that differ by process: it cannot be read back."""
     checkpoint = judged.folder / "checkpoints" / "step_00000030"
     tensors = saved_tensors(checkpoint)
     assert sorted(name for name in tensors if name.startswith("model.")) == sorted(
