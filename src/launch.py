@@ -155,9 +155,10 @@ def command_to_go_on(config: Config) -> str:
     launcher = _find_launcher()
     if launcher:
         command = ["accelerate", "launch", *launcher.words]
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        command = psutil.Process(os.getppid()).cmdline()
     else:
-        parent = psutil.Process(os.getppid()).cmdline()
-        command = parent if "TORCHELASTIC_RUN_ID" in os.environ and sys.argv[0] in parent else sys.orig_argv
+        command = sys.orig_argv
     return shlex.join(command if config.resume == "auto" else [*command, "--resume=auto"])
 
 
