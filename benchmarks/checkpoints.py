@@ -1,4 +1,5 @@
-"""What checkpoints cost: the pause per save, resuming early and late in an epoch, the size on disk. One process, CPU.
+"""What checkpoints cost: the pause per save, resuming early and late in an epoch, the size on disk, the memory that an
+export takes. One process, CPU.
 
     python -m benchmarks.checkpoints
 
@@ -7,25 +8,31 @@
   the next, and whose time is printed too.
 - resume: a whole session of train.py that goes on from 1% and from 99% of an epoch of 60,000 images for one step.
 - size: all files of a checkpoint against the bytes of its tensors.
+- export: the peak of resident memory of `python -m src.checkpoint export`, beyond that of the same for a tiny model,
+  against the bytes of the model and of one shard, which is mapped into memory: here the whole checkpoint.
 """
 
 import contextlib
 import io
+import json
+import re
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from src.checkpoint import folders
+from src.checkpoint.resume import about
 from src.checkpoint.save import Saver
 from src.checkpoint.tensors import saved_tensors
 from src.config import Config, load_config
-from src.launch import prepare
+from src.launch import build_accelerator, prepare
 from src.optim import build_optimizers
 from src.progress import Progress
 from train import train
@@ -39,7 +46,11 @@ LLAMA = {
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs, written, ratio_on_disk = saving(Path(folder))
+        ours, theirs, written, checkpoint = saving(Path(folder), LLAMA)
+        *_, tiny = saving(Path(folder), LLAMA | {"hidden_size": 48, "vocab_size": 300})
+        on_disk = folders.size_on_disk(checkpoint)
+        of_tensors, of_model = bytes_of_tensors(checkpoint), bytes_of_tensors(checkpoint, "model.")
+        peak = peak_of_export(checkpoint) - peak_of_export(tiny)
         early, late = resuming(Path(folder))
     print(f"pause per save, 100M parameters   {report(ours)}, written after {report(written)}")
     print(f"accelerator.save_state            {report(theirs)}")
@@ -47,26 +58,27 @@ def main() -> None:
     print(f"session resumed at 1%             {report(early)}")
     print(f"session resumed at 99%            {report(late)}")
     print(f"  ratio                           {statistics.median(late) / statistics.median(early):.3f}")
-    print(f"size on disk / bytes of tensors   {ratio_on_disk:.4f}")
+    print(f"size on disk / bytes of tensors   {on_disk / of_tensors:.4f}")
+    print(f"peak memory of an export          {peak / 1e9:.2f} GB")
+    print(f"  model, one shard                {of_model / 1e9:.2f} GB, {on_disk / 1e9:.2f} GB")
 
 
 def report(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
 
 
-def saving(folder: Path) -> tuple[list[float], list[float], list[float], float]:
-    """Returns: seconds of our pauses, of theirs and of our saves as a whole, and the ratio of the size on disk."""
-    architecture = f"--task.architecture={ {'model_type': 'llama', **LLAMA} }".replace("'", '"')
-    arguments = [
-        "--task.name=causal_lm",
-        architecture,
-        "--task.dataset=requirements.txt",
-        f"--output_dir={folder / 'saving'}",
-    ]
-    config = load_config(arguments)
-    config.folder.mkdir()
+def saving(folder: Path, architecture: dict[str, int]) -> tuple[list[float], list[float], list[float], Path]:
+    """Returns: seconds of our pauses, of theirs and of our saves as a whole, and the last checkpoint."""
+    config = load_config(
+        [
+            "--task.name=causal_lm",
+            f"--task.architecture={json.dumps({'model_type': 'llama', **architecture})}",
+            "--task.dataset=requirements.txt",
+            f"--output_dir={tempfile.mkdtemp(dir=folder)}",
+        ]
+    )
     (config.folder / "metrics.jsonl").touch()
-    accelerator = Accelerator(cpu=True)
+    accelerator, launch = build_accelerator()
     model = config.task.build_model()
     model, optimizers = prepare(accelerator, model, build_optimizers(accelerator, config.optim, model))
     for parameter in model.parameters():
@@ -78,7 +90,7 @@ def saving(folder: Path) -> tuple[list[float], list[float], list[float], float]:
     ours, theirs, written = [], [], []
     for step in range(1, REPEATS + 1):
         started = time.perf_counter()
-        saver.save(Progress(step=step), {})
+        saver.save(Progress(step=step), about(config, launch, examples=0, frozen_norm=0.0))
         ours.append(time.perf_counter() - started)
         saver.collect(wait=True)
         written.append(time.perf_counter() - started)
@@ -88,9 +100,26 @@ def saving(folder: Path) -> tuple[list[float], list[float], list[float], float]:
         accelerator.save_state(str(folder / "theirs"))
         theirs.append(time.perf_counter() - started)
         shutil.rmtree(folder / "theirs")
-    tensors = saved_tensors(newest).values()
-    size = sum(facts.size.numel() * facts.properties.dtype.itemsize for facts in tensors)
-    return ours, theirs, written, folders.size_on_disk(newest) / size
+    return ours, theirs, written, newest
+
+
+def bytes_of_tensors(checkpoint: Path, group: str = "") -> int:
+    tensors = [facts for name, facts in saved_tensors(checkpoint).items() if name.startswith(group)]
+    return sum(facts.size.numel() * facts.properties.dtype.itemsize for facts in tensors)
+
+
+def peak_of_export(checkpoint: Path) -> int:
+    """Bytes that the tool has resident at most, as Linux counts them."""
+    tool = subprocess.Popen(
+        [sys.executable, "-m", "src.checkpoint", "export", str(checkpoint)], stdout=subprocess.DEVNULL
+    )
+    peak = 0
+    while tool.poll() is None:
+        if found := re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{tool.pid}/status").read_text()):
+            peak = int(found[1]) * 1024
+        time.sleep(0.001)
+    assert tool.returncode == 0
+    return peak
 
 
 def resuming(folder: Path) -> tuple[list[float], list[float]]:

@@ -40,6 +40,8 @@ class Started:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # where pytest itself runs in the background of a shell, SIGINT is ignored, and children inherit that
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property
