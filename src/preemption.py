@@ -36,11 +36,11 @@ class StopRequest:
         self._interrupted = 0.0
         self._max_hours = config.max_hours
         self._deadline = psutil.Process().create_time() + (config.max_hours or math.inf) * 3600
-        here = socket.gethostname()
+        here = socket.gethostname(), os.environ.get("GROUP_RANK")  # containers can share the first, not both
         self._others = [
             psutil.Process(pid)
-            for host, pid in gather_object([(here, os.getpid())])
-            if host == here and pid != os.getpid()
+            for where, pid in gather_object([(here, os.getpid())])
+            if where == here and pid != os.getpid()
         ]
         # a group of its own, on the CPU: asking all processes must not wait for the device
         self._group: Any = None
