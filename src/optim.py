@@ -81,9 +81,11 @@ def scale_and_clip(accelerator: Accelerator, model: nn.Module, scale: Tensor, ma
     """
     gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
     scale = scale.to(gradients[0].device)  # FSDP offload keeps the gradients on the CPU
-    # float64: on the CPU, torch's norm of a million fp32 values is off by 5e-5, and by less for each shard of them
     precise = torch.float32 if scale.device.type == "mps" else torch.float64
-    square = torch.stack(torch._foreach_norm(gradients, 2, dtype=precise)).square().sum()
+    if scale.device.type == "cpu":  # torch's norm of a million values is off by 5e-5 there, but its sum adds in pairs
+        square = torch.stack([gradient.square().sum() for gradient in gradients]).to(precise).sum()
+    else:
+        square = torch.stack(torch._foreach_norm(gradients, 2, dtype=precise)).square().sum()
     norm = (accelerator.reduce(square, "sum") if accelerator.is_fsdp2 else square).sqrt() * scale
     if max_norm is not None:
         scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1)
