@@ -3,7 +3,7 @@ export takes. One process, CPU.
 
     python -m benchmarks.checkpoints
 
-- pause: for how long a save keeps the loop from training, of a Llama of 100M parameters with AdamW's state (1.2 GB),
+- pause: for how long a save keeps the loop from training, of a Llama of 100M parameters with AdamW's state (1.3 GB),
   against `accelerator.save_state` of the same. In turn; ours is written in the background, which is waited for before
   the next, and whose time is printed too.
 - resume: a whole session of train.py that goes on from 1% and from 99% of an epoch of 60,000 images for one step.
