@@ -13,6 +13,11 @@ GRACE_SECONDS = 5.0
 """How long a process keeps quiet that may be failing only because another one did: the launcher ends it meanwhile."""
 
 
+def has_lost_others(error: BaseException | None) -> bool:
+    """Whether it says no more than that another process failed."""
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
+
+
 @contextlib.contextmanager
 def exit_codes(program: str = "train.py") -> Iterator[None]:
     """Turns a `raise ValueError` of this project into its message and exit code 2; all else keeps its traceback.
@@ -36,7 +41,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     except FloatingPointError as error:
         sys.exit(f"{program}: {error}" if rank == 0 else 1)  # it is the same on all processes
     except RuntimeError as error:
-        if "gloo" in str(error) or "NCCL" in str(error):
+        if has_lost_others(error):
             time.sleep(GRACE_SECONDS)
             if "timed out" in str(error).lower():
                 message = f"process {rank} waited for another one, which hangs, until timeout_minutes had passed"

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import psutil
@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from src.config import Config
-from src.exit_codes import GRACE_SECONDS
+from src.exit_codes import GRACE_SECONDS, has_lost_others
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -70,10 +70,12 @@ class StopRequest:
             threading.Thread(target=self._watch_others, daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         self._left.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if has_lost_others(error) and self.reason in signal.Signals.__members__:
+            signal.raise_signal(signal.Signals[str(self.reason)])  # there is no stopping in order, and no cause to tell
 
     def _note(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name

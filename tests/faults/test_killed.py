@@ -1,14 +1,18 @@
 """Processes that die, fail or hang: the run ends by itself, says why, leaves nothing running, and goes on exactly."""
 
 import json
+import os
 import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from src.checkpoint import folders
+from src.config import config_from
+from src.preemption import StopRequest
 from tests.conftest import Launch, run_command
 from tests.faults.runs import EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints
 
@@ -66,6 +70,25 @@ def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(launc
     assert causes[0].endswith("RuntimeError: the root cause")
     assert "gloo" not in failed.stderr
     assert checkpoints(failed.folder) == [8]
+
+
+@pytest.mark.parametrize(("message", "raised"), [("[gloo] closed by peer", [signal.SIGTERM]), ("the root cause", [])])
+def test_told_to_end_a_process_has_nothing_to_say_of_lost_others(
+    monkeypatch: pytest.MonkeyPatch, message: str, raised: list[signal.Signals]
+) -> None:
+    """The launcher's SIGTERM can come before the broken connection is noticed. Tried without `raise_signal`: the
+    launcher sends no other for 30 seconds, and its lost connection is shown below the cause."""
+    seen: list[signal.Signals] = []
+    monkeypatch.setattr(signal, "raise_signal", seen.append)
+
+    def fail_after_sigterm() -> None:
+        with StopRequest(Accelerator(cpu=True), config_from({"task": {"name": "mnist"}})):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError):
+        fail_after_sigterm()
+    assert seen == raised
 
 
 def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) -> None:
