@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from src.config import Config, load_config
 from src.exit_codes import exit_codes
@@ -18,9 +18,12 @@ from src.orphans import end_with_launcher
 
 if TYPE_CHECKING:  # torch is imported in the functions: the settings come first, and mistakes in them are fast
     from accelerate import Accelerator
-    from torch import nn
+    from accelerate.optimizer import AcceleratedOptimizer
+    from torch import Tensor, nn
 
+    from src.batches import MicroBatch
     from src.preemption import StopRequest
+    from src.progress import Progress
     from src.tasks.base import Examples
 
 
@@ -38,7 +41,7 @@ def main() -> None:
 def train(config: Config) -> None:
     from accelerate.utils import set_seed
 
-    from src.bad_steps import accepts, explain
+    from src.bad_steps import explain
     from src.batches import examples_seen, training_windows, zeros
     from src.blocks import checkpoint_activations, compile_blocks
     from src.checkpoint.resume import about, find, read_best, restore
@@ -53,7 +56,7 @@ def train(config: Config) -> None:
         peak_memory,
         prepare,
     )
-    from src.optim import build_optimizers, lr_at, scale_and_clip, set_lr
+    from src.optim import build_optimizers
     from src.preemption import StopRequest
     from src.progress import Progress
     from src.tracking import Tracker, figures
@@ -82,11 +85,12 @@ def train(config: Config) -> None:
         compile_blocks(model)
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    model, optimizers = prepare(accelerator, model, build_optimizers(accelerator, config.optim, model))
+    model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
     set_seed(config.seed, device_specific=True)  # other dropout on each
 
     steps_per_epoch = -(-len(train_set) // global_batch_size)
     total_steps, schedule_steps = config.steps(steps_per_epoch)
+    schedule = Schedule(schedule_steps, steps_per_epoch)
     eval_every = config.eval_every or steps_per_epoch
     data = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
     facts = {
@@ -143,38 +147,13 @@ def train(config: Config) -> None:
             if is_last or is_stopping:
                 break
             # ------------------------------------------------------------------------------- one optimizer step
-            window = next(windows)
-            totals = zeros(accelerator, 5)
-            for i, micro_batch in enumerate(window, start=1):
-                # FSDP reduces after each micro-batch: it would have to keep whole gradients to do so only at the end
-                is_reduced = i == len(window) or accelerator.is_fsdp2
-                with contextlib.nullcontext() if is_reduced else accelerator.no_sync(model):
-                    loss, count = task.loss(model, micro_batch.to(accelerator.device))
-                    # DDP and FSDP average the gradients: times world_size, that is their sum over the processes
-                    factor = micro_batch.weight * world_size / global_batch_size * progress.loss_scale
-                    accelerator.backward(loss * factor)
-                for k, amount in enumerate((loss.detach(), count, *task.tokens(micro_batch.data))):
-                    totals[k] += amount * micro_batch.weight
-            totals[4] = stop.is_made
-            totals = accelerator.reduce(totals, "sum")
-            norm = scale_and_clip(  # from the sum / global_batch_size to the mean over what the loss counts
-                accelerator,
-                model,
-                global_batch_size / (totals[1].clamp(min=1) * progress.loss_scale),
-                config.optim.max_grad_norm,
+            totals, sums, lr, grad_norm = optimizer_step(
+                accelerator, config, model, optimizers, progress, next(windows), schedule, stop
             )
-            (loss_sum, *_, requests), grad_norm = totals.tolist(), norm.item()  # waits for the device
-            is_stopping = requests > 0
-            if math.isfinite(loss_sum):
+            is_stopping = sums[4] > 0
+            if math.isfinite(sums[0]):
                 interval += totals[:4]
-            lr = lr_at(progress.updates, config.optim, schedule_steps, steps_per_epoch)
-            set_lr(optimizers, lr)
-            is_accepted = accepts(progress, grad_norm, is_fp16)
-            for optimizer in optimizers:
-                if is_accepted:
-                    optimizer.step()
-                optimizer.zero_grad()
-            progress.step = step = step + 1
+            step = progress.step
             tracker.advance()
             # ---------------------------------------------------------------------------------------------------
             if progress.skipped_in_a_row >= config.max_bad_steps:
@@ -186,7 +165,7 @@ def train(config: Config) -> None:
                 progress.count_interval(interval.tolist(), now - interval_started)
                 last_logged = (step - 1) // config.log_every * config.log_every
                 examples = examples_seen(step, config, train_set) - examples_seen(last_logged, config, train_set)
-                optim_metrics = {"train/lr": lr, "train/grad_norm": grad_norm if is_accepted else None}
+                optim_metrics = {"train/lr": lr, "train/grad_norm": grad_norm}
                 metrics = {"epoch": step / steps_per_epoch, **optim_metrics, **progress.metrics(examples, is_fp16)}
                 progress.train_loss = metrics["train/loss"]
                 tracker.log(step, metrics)
@@ -227,6 +206,73 @@ def train(config: Config) -> None:
     if config.push_to_hub and accelerator.is_main_process and not is_stopping:
         push(config)
     accelerator.end_training()
+
+
+class Schedule(NamedTuple):
+    """What the learning rate goes by."""
+
+    steps: int
+    """That it spans."""
+    steps_per_epoch: int
+
+
+class Step(NamedTuple):
+    """What one optimizer step has to say."""
+
+    totals: Tensor
+    """Over all processes: the loss's sum, what it counts, tokens without and with padding, requests to stop."""
+    sums: list[float]
+    """The same, on the host."""
+    lr: float
+    grad_norm: float | None
+    """Before it was clipped; None: it is not finite, and the step was not taken."""
+
+
+def optimizer_step(
+    accelerator: Accelerator,
+    config: Config,
+    model: nn.Module,
+    optimizers: list[AcceleratedOptimizer],
+    progress: Progress,
+    window: list[MicroBatch],
+    schedule: Schedule,
+    stop: StopRequest,
+) -> Step:
+    """Forward and backward over one global batch, of which `window` is this process's part, and the update."""
+    from src.bad_steps import accepts
+    from src.batches import zeros
+    from src.optim import lr_at, scale_and_clip, set_lr
+
+    is_fp16, global_batch_size = accelerator.mixed_precision == "fp16", config.global_batch_size
+    totals = zeros(accelerator, 5)
+    for i, micro_batch in enumerate(window, start=1):
+        # FSDP reduces after each micro-batch: it would have to keep whole gradients to do so only at the end
+        is_reduced = i == len(window) or accelerator.is_fsdp2
+        with contextlib.nullcontext() if is_reduced else accelerator.no_sync(model):
+            loss, count = config.task.loss(model, micro_batch.to(accelerator.device))
+            # DDP and FSDP average the gradients: times the number of processes, that is their sum over them
+            factor = micro_batch.weight * accelerator.num_processes / global_batch_size * progress.loss_scale
+            accelerator.backward(loss * factor)
+        for k, amount in enumerate((loss.detach(), count, *config.task.tokens(micro_batch.data))):
+            totals[k] += amount * micro_batch.weight
+    totals[4] = stop.is_made
+    totals = accelerator.reduce(totals, "sum")
+    norm = scale_and_clip(  # from the sum / global_batch_size to the mean over what the loss counts
+        accelerator,
+        model,
+        global_batch_size / (totals[1].clamp(min=1) * progress.loss_scale),
+        config.optim.max_grad_norm,
+    )
+    sums, grad_norm = totals.tolist(), norm.item()  # waits for the device
+    lr = lr_at(progress.updates, config.optim, *schedule)
+    set_lr(optimizers, lr)
+    is_accepted = accepts(progress, grad_norm, is_fp16)
+    for optimizer in optimizers:
+        if is_accepted:
+            optimizer.step()
+        optimizer.zero_grad()
+    progress.step += 1
+    return Step(totals, sums, lr, grad_norm if is_accepted else None)
 
 
 def evaluate(

@@ -80,7 +80,7 @@ def saving(folder: Path, architecture: dict[str, int]) -> tuple[list[float], lis
     (config.folder / "metrics.jsonl").touch()
     accelerator, launch = build_accelerator()
     model = config.task.build_model()
-    model, optimizers = prepare(accelerator, model, build_optimizers(accelerator, config.optim, model))
+    model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for optimizer in optimizers:

@@ -12,8 +12,12 @@ from torch.optim import SGD, Adadelta, AdamW, Optimizer
 from src.config import Optim
 
 
-def build_optimizers(accelerator: Accelerator, config: Optim, model: nn.Module) -> list[Optimizer]:
-    """One optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer."""
+def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) -> list[Optimizer]:
+    """One optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer.
+
+    Args:
+        is_sharded: the model will be, by FSDP.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.name == "muon":
         ends = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -35,7 +39,7 @@ def build_optimizers(accelerator: Accelerator, config: Optim, model: nn.Module) 
         case "adamw":
             return [AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
         case "sgd":
-            return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not accelerator.is_fsdp2)]
+            return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
             return [Adadelta(groups, lr=config.lr)]
 

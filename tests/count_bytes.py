@@ -28,7 +28,7 @@ def main() -> None:
     }  # fmt: skip
     model: torch.nn.Module = CausalLM(dataset="none", architecture=architecture, sequence_length=8).build_model()
     parameters = sum(p.numel() for p in model.parameters())
-    model, (optimizer,) = prepare(accelerator, model, build_optimizers(accelerator, Optim(), model))
+    model, (optimizer,) = prepare(accelerator, model, build_optimizers(Optim(), model))
     tokens = torch.arange(8)
     accelerator.backward(model(tokens[None], tokens[None], tokens, tokens))
     optimizer.step()

@@ -37,7 +37,7 @@ def main() -> None:
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm()
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # it remembers the last model's blocks
-        model, _ = prepare(accelerator, whole, build_optimizers(accelerator, Optim(), whole))
+        model, _ = prepare(accelerator, whole, build_optimizers(Optim(), whole))
         sharded_loss = model(*batch)
         accelerator.backward(sharded_loss)
         sharded_norm = scale_and_clip(accelerator, model, torch.ones(()), None)

@@ -64,7 +64,7 @@ def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     config = Optim.model_validate({"name": name, "lr": 0.5 if name == "adadelta" else 0.02, "weight_decay": 0.1})
-    optimizers = build_optimizers(Accelerator(cpu=True), config, model)
+    optimizers = build_optimizers(config, model)
     inputs = torch.randn(64, 8)
     losses = []
     for _ in range(100):
@@ -83,7 +83,7 @@ def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
 
 
 def test_muon_takes_the_hidden_matrices_only() -> None:
-    muon, rest = build_optimizers(Accelerator(cpu=True), Optim(name="muon"), MnistCnn())
+    muon, rest = build_optimizers(Optim(name="muon"), MnistCnn())
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(128, 9216)]
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
 
