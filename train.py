@@ -44,7 +44,7 @@ def train(config: Config) -> None:
     from src.bad_steps import explain
     from src.batches import examples_seen, training_windows, zeros
     from src.blocks import checkpoint_activations, compile_blocks
-    from src.checkpoint.resume import about, find, read_best, restore
+    from src.checkpoint.resume import Found, about, find, read_best, restore
     from src.checkpoint.save import Saver
     from src.checkpoint.tensors import frozen_norm
     from src.early_stopping import count_evaluation, is_out_of_patience
@@ -65,7 +65,7 @@ def train(config: Config) -> None:
     task, global_batch_size = config.task, config.global_batch_size
     accelerator, launch = build_accelerator(timedelta(minutes=config.timeout_minutes))
     command = command_to_go_on(config)
-    found = find(accelerator, config)
+    found = Found() if config.check else find(accelerator, config)
     if found.is_finished:
         accelerator.print(
             f"{config.folder} holds this run, finished: nothing to do; more --epochs or --max_steps go on"
@@ -91,6 +91,18 @@ def train(config: Config) -> None:
     steps_per_epoch = -(-len(train_set) // global_batch_size)
     total_steps, schedule_steps = config.steps(steps_per_epoch)
     schedule = Schedule(schedule_steps, steps_per_epoch)
+    if config.check:
+        from src.check.examine import Subject, examine
+
+        sets = train_set, eval_set
+        is_right = examine(
+            Subject(
+                accelerator, launch, config, *sets, model, optimizers, schedule, facts_to_keep, optimizer_step, evaluate
+            )
+        )
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+        sys.exit(0 if is_right else 1)
     eval_every = config.eval_every or steps_per_epoch
     data = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
     facts = {

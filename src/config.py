@@ -28,7 +28,7 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "status.json", "mod
 """What a run writes into its output folder."""
 FREE_TO_CHANGE = (
     "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
-    "timeout_minutes", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "push_to_hub",
+    "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "push_to_hub",
     "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
     "task.sample_temperature", "task.lora.merge",
 )  # fmt: skip
@@ -151,6 +151,8 @@ class Config(Settings):
     """Steps in a row with gradients that are not finite, each skipped, after which the run ends."""
     timeout_minutes: PositiveFloat = 30.0
     """Minutes that a process waits for the others in an exchange before the run ends: one of them hangs."""
+    check: bool = False
+    """Examine whether this run would be right, in place of training; `--check` alone will do. See docs/check.md."""
     push_to_hub: str | None = None
     """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
     task: Task
@@ -234,7 +236,7 @@ def load_config(argv: list[str]) -> Config:
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
     if not bad & {"run_name", "output_dir"}:
-        mistakes.extend(output_mistakes(config))
+        mistakes.extend(_folder_mistakes(config.folder) if config.check else output_mistakes(config))
     if not any(name.startswith("task") for name in bad):
         mistakes.extend(config.task.mistakes())
     if config.push_to_hub:
@@ -321,6 +323,10 @@ def output_mistakes(config: Config) -> Iterator[str]:
             yield f"output_dir={folder}: holds a run already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
         elif config.changes_since(saved)[1]:
             yield f"output_dir={folder}: holds the beginning of a run with other settings; {elsewhere}"
+    yield from _folder_mistakes(folder)
+
+
+def _folder_mistakes(folder: Path) -> Iterator[str]:
     parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
     if not parent.is_dir():
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"

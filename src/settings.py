@@ -42,6 +42,8 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
             files.append(next(arguments, ""))
         elif name == "config" and equals:
             files.append(value)
+        elif argument == "--check":
+            options["check"] = "true"
         elif argument.startswith("--") and equals:
             options[name] = value
         else:

@@ -74,43 +74,15 @@ class Tracker:
 
     def _start_wandb(self, config: Config, launch: Launch) -> str:
         """Returns: for the start-up summary, where the run is recorded."""
-        if config.wandb.mode == "disabled":
-            return "disabled"
-        import wandb
-
-        settings = config.wandb
-        mode: Any = settings.mode
-        why = "as asked"
-        if mode == "auto" and "WANDB_MODE" in os.environ:
-            mode = None
-        elif mode == "auto" and not wandb.login(prompt=False, verify=False):
-            mode, why = "offline", "no credentials: `wandb login` for online"
-        elif mode == "auto":
-            mode = "online"
-        arguments: dict[str, Any] = {
-            "project": settings.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
-            "entity": settings.entity,
-            "tags": settings.tags,
-            "name": config.run_name,
-            "id": self.wandb_id,
-            "resume": "allow" if self.wandb_id else None,
-            "dir": self.folder,
-            "config": config.model_dump(mode="json") | {"launch": launch.as_dict()},
-            "settings": wandb.Settings(silent=True),
-        }
-        try:
-            self._wandb = wandb.init(mode=mode, **arguments)
-        except wandb.errors.Error as error:
-            mode, why = "offline", f"could not go online: {str(error).splitlines()[0]}"
-            self._wandb = wandb.init(mode=mode, **arguments)
-        self._wandb.define_metric("step", hidden=True)
-        self._wandb.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
-        if self._wandb.disabled:
-            self._wandb = None
-            return "disabled"
-        self.wandb_id = self._wandb.id
-        (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
-        return f"offline ({why})" if self._wandb.offline else self._wandb.url
+        self._wandb, says = start_wandb(
+            config, launch, id=self.wandb_id, resume="allow" if self.wandb_id else None, dir=self.folder
+        )
+        if self._wandb:
+            self._wandb.define_metric("step", hidden=True)
+            self._wandb.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
+            self.wandb_id = self._wandb.id
+            (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
+        return says
 
     def log(
         self, step: int, metrics: dict[str, float | None], tables: dict[str, list[dict[str, str]]] | None = None
@@ -212,6 +184,46 @@ class Tracker:
             self._metrics.close()
             if self._wandb:
                 self._wandb.finish(exit_code=1 if kind or self._is_stopped else 0)
+
+
+def start_wandb(config: Config, launch: Launch, **arguments: Any) -> tuple[Any, str]:
+    """Goes offline where it can't go online.
+
+    Args:
+        arguments: of wandb.init, besides what the settings say.
+
+    Returns:
+        The W&B run, None where it is disabled; and in a few words where it is recorded.
+    """
+    if config.wandb.mode == "disabled":
+        return None, "disabled"
+    import wandb
+
+    settings = config.wandb
+    mode: Any = settings.mode
+    why = "as asked"
+    if mode == "auto" and "WANDB_MODE" in os.environ:
+        mode = None
+    elif mode == "auto" and not wandb.login(prompt=False, verify=False):
+        mode, why = "offline", "no credentials: `wandb login` for online"
+    elif mode == "auto":
+        mode = "online"
+    arguments |= {
+        "project": settings.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
+        "entity": settings.entity,
+        "tags": settings.tags,
+        "name": config.run_name,
+        "config": config.model_dump(mode="json") | {"launch": launch.as_dict()},
+        "settings": wandb.Settings(silent=True),
+    }
+    try:
+        run = wandb.init(mode=mode, **arguments)
+    except wandb.errors.Error as error:
+        mode, why = "offline", f"could not go online: {str(error).splitlines()[0]}"
+        run = wandb.init(mode=mode, **arguments)
+    if run.disabled:
+        return None, "disabled"
+    return run, f"offline ({why})" if run.offline else str(run.url)
 
 
 def figures(values: dict[str, float]) -> str:

@@ -1,0 +1,79 @@
+"""Check 8, Checkpoint: saved, restored, and the run goes on to the last bit."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+
+from src.check.findings import Finding
+from src.check.subject import Subject, checksum
+from src.checkpoint.resume import find, restore
+from src.checkpoint.save import Saver
+from src.checkpoint.tensors import run_tensors
+from src.config import Checkpoint, Config
+from src.progress import Progress
+
+STEPS = 2
+"""To take after the checkpoint: the optimizer's state shows in the second one's loss."""
+
+
+def examine(subject: Subject) -> Iterator[Finding]:
+    """In a folder of its own beside the output folder, deleted afterwards."""
+    folder = subject.config.folder.with_name(f"tmp_check_{subject.config.folder.name}")
+    config = subject.config.model_copy(
+        update={"output_dir": str(folder), "checkpoint": Checkpoint(), "resume": "auto", "check": False}
+    )
+    subject.accelerator.wait_for_everyone()
+    try:
+        yield from _save_and_restore(subject, config)
+    finally:
+        if subject.accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+        subject.accelerator.wait_for_everyone()
+
+
+def _save_and_restore(subject: Subject, config: Config) -> Iterator[Finding]:
+    said: list[str] = []
+    if subject.accelerator.is_main_process:
+        config.folder.mkdir(parents=True, exist_ok=True)
+    progress = subject.progress(STEPS)
+    about = subject.about | {"config": config.model_dump(mode="json"), "metrics_bytes": 0, "wandb_id": None}
+    subject.seed()
+    saver = Saver(subject.accelerator, config, subject.model, subject.optimizers, None, said.append)
+    saver.save(progress, about)
+    saver.finish()
+    if saver.newest is None:
+        yield Finding("Checkpoint", "saved", said[-1], "saved", False, "the folder can't be written as it must be")
+        return
+    losses, sums = _go_on(subject, dataclasses.replace(progress))
+    found = find(subject.accelerator, config)
+    restore(subject.accelerator, config, found, subject.model, subject.optimizers, about)
+    again, sums_again = _go_on(subject, found.progress)
+    yield Finding(
+        "Checkpoint",
+        "losses of the next two steps",
+        f"{', '.join(f'{loss:.9g}' for loss in losses)}; restored {', '.join(f'{loss:.9g}' for loss in again)}",
+        "the same, bitwise",
+        losses == again,
+        "the checkpoint forgets something: the optimizer's state (the second loss differs, not the first), the random "
+        "numbers or the position in the data",
+    )
+    same = [here == there for here, there in zip(subject.gather(sums), subject.gather(sums_again), strict=True)]
+    yield Finding(
+        "Checkpoint",
+        "weights, optimizer after them",
+        "the same on all processes" if all(same) else f"differ on process {same.index(False)}",
+        "the same, bitwise",
+        all(same),
+        "as above",
+    )
+
+
+def _go_on(subject: Subject, progress: Progress) -> tuple[list[float], str]:
+    """Losses of the next steps, and the checksum of what they leave on this process."""
+    windows = subject.windows(progress.step)
+    losses = []
+    for _ in range(STEPS):
+        done = subject.step(next(windows), progress)
+        losses.append(done.sums[0] / max(done.sums[1], 1))
+    left = run_tensors(subject.model, [optimizer.optimizer for optimizer in subject.optimizers])
+    return losses, checksum([left[name] for name in sorted(left)])

@@ -1,0 +1,235 @@
+"""Checks 9 and 10, Precision and Cost: what one step really computes in, sends and takes."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from src.batches import MicroBatch
+from src.check.findings import Finding
+from src.check.subject import Reference, Subject
+from src.launch import peak_memory
+from src.reference import backward
+
+LOSSES = (
+    "log_softmax", "nll_loss", "mse_loss", "binary_cross_entropy", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
+    "ctc_loss", "linear_cross_entropy",
+)  # fmt: skip
+"""In the names of operators: what losses are made of."""
+PRODUCTS = ("mm", "addmm", "bmm", "convolution")
+"""Names of operators: where most of the computing is."""
+ROUNDS = 5
+"""Steps to take the median time of."""
+SLACK = 0.01, 1000.0
+"""What the bytes may be off by: a share, and the loop's own counts."""
+
+
+class Recorder(TorchDispatchMode):
+    """Sees each operator and collective of a step, also those of the backward pass, DDP's and FSDP's."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.losses: Counter[str] = Counter()
+        """Operators that compute losses, by dtype."""
+        self.products: Counter[str] = Counter()
+        """Matrix products and convolutions, by dtype."""
+        self.reductions: Counter[str] = Counter()
+        """Bytes reduced, by dtype."""
+        self.is_done = False
+        """Set when the step comes to its update: what the optimizer sends is its own affair (Muon does)."""
+        self.sent = 0.0
+        """Bytes that this process sends, where each collective goes around a ring."""
+        self._world_size = world_size
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        space, _, name = function._schema.name.partition("::")
+        if self.is_done:
+            return result
+        if "c10d" in space:
+            self._count(name, args, result)
+        elif any(loss in name and "backward" not in name for loss in LOSSES):
+            self.losses[_short(args[0].dtype)] += 1
+        elif name in PRODUCTS:
+            self.products[_short(args[0].dtype)] += 1
+        return result
+
+    def _count(self, name: str, args: Sequence[Any], result: Any) -> None:
+        # the whole tensor is what is gathered, or what is scattered: the larger one of what goes in and comes out
+        sides = [[t for t in tree_leaves(side) if isinstance(t, Tensor)] for side in (args[0], args[1:2], result)]
+        size = max(sum(t.numel() * t.element_size() for t in side) for side in sides)
+        share = (self._world_size - 1) / self._world_size
+        name = name.replace("_", "")
+        if "allreduce" in name or "reducescatter" in name:
+            self.reductions[_short(sides[0][0].dtype)] += size
+        if "wait" not in name and "barrier" not in name:
+            self.sent += share * size * (2 if "allreduce" in name else 1)
+
+
+def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
+    """On the first window of the epoch."""
+    window = next(subject.windows(0))
+    subject.step(window, subject.progress(0))  # DDP arranges its buckets anew in its first steps
+    recorder, gradients = Recorder(subject.world_size), Counter[str]()
+
+    def at_update(*_: object) -> None:
+        recorder.is_done = True
+        gradients.update(_short(p.grad.dtype) for p in subject.model.parameters() if p.grad is not None)
+
+    hook = subject.optimizers[0].optimizer.register_step_pre_hook(at_update)
+    with recorder:
+        subject.step(window, subject.progress(0))
+    hook.remove()
+    yield from _precision(subject, window, recorder, gradients)
+    yield from _cost(subject, reference, window, recorder)
+
+
+def _precision(
+    subject: Subject, window: list[MicroBatch], recorder: Recorder, gradients: Counter[str]
+) -> Iterator[Finding]:
+    trained = Counter(_short(p.dtype) for p in subject.model.parameters() if p.requires_grad)
+    frozen = Counter(_short(p.dtype) for p in subject.model.parameters() if not p.requires_grad)
+    states = [s for o in subject.optimizers for state in o.optimizer.state.values() for s in state.values()]
+    state = Counter(_short(s.dtype) for s in states if torch.is_tensor(s))
+    lost = "small updates are lost in half precision: load the weights in fp32, and let mixed precision compute in half"
+    yield _all_fp32("trained parameters", trained, lost)
+    if frozen:
+        yield Finding("Precision", "frozen parameters", _count(frozen))
+    yield _all_fp32("gradients", gradients, lost)
+    yield _all_fp32("optimizer state", state, lost)
+    if recorder.reductions:
+        ((dtype, _),) = recorder.reductions.most_common(1)
+        yield Finding("Precision", "reduction of the gradients", dtype)
+    asked = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(subject.launch.precision)
+    yield Finding(
+        "Precision",
+        "matrix products",
+        _count(recorder.products),
+        f"{asked}, some at least" if asked else "",
+        asked is None or asked in recorder.products,
+        f"{subject.launch.precision} was asked for and is not what is computed in: the model was not passed through "
+        "prepare(), or casts by itself",
+    )
+    with torch.no_grad():
+        loss, _ = subject.task.loss(subject.model, window[0].to(subject.device))
+    dtypes = recorder.losses + Counter([_short(loss.dtype)])
+    yield Finding(
+        "Precision",
+        "loss",
+        _count(dtypes),
+        "no half precision",
+        not {"bfloat16", "float16"} & dtypes.keys(),
+        "the loss is computed in half precision, with 8 to 11 bits, and so is its gradient: take it of logits.float()",
+    )
+
+
+def _all_fp32(what: str, found: Counter[str], means: str) -> Finding:
+    return Finding("Precision", what, _count(found), "float32", not {"bfloat16", "float16"} & found.keys(), means)
+
+
+def _cost(subject: Subject, reference: Reference, window: list[MicroBatch], recorder: Recorder) -> Iterator[Finding]:
+    expected, formula = _expected_bytes(subject, reference, window)
+    share, slack = SLACK
+    sent = max(subject.gather(recorder.sent))
+    yield Finding(
+        "Cost",
+        "sent per step and process",
+        f"{sent / 1e6:,.3f} MB",
+        f"{expected / 1e6:,.3f} MB, {formula}",
+        abs(sent - expected) <= share * expected + slack,
+        "not what the strategy has to send: gradients reduced after each micro-batch, or not at all, another "
+        "strategy than it seems, or a model that communicates by itself",
+    )
+    batches = [micro_batch for micro_batch in window if micro_batch.weight]
+    times: dict[str, list[float]] = {"data": [], "step": [], "compute": []}
+    windows = subject.windows(0)
+    next(windows)  # the first one's augmentation of an epoch is no cost of a step
+    for _ in range(ROUNDS):
+        times["data"].append(_seconds(subject, lambda: next(windows)))
+        times["step"].append(_seconds(subject, lambda: subject.step(window, subject.progress(0))))
+        times["compute"].append(_seconds(subject, lambda: _compute(subject, reference, batches)))
+    data, step, compute = (max(subject.gather(1000 * statistics.median(times[name]))) for name in times)
+    yield Finding(
+        "Cost",
+        "time per step",
+        f"{data + step:,.1f} ms: data {data:,.1f}, compute {compute:,.1f} (of an unwrapped copy), "
+        f"communication, waiting, the rest {max(0.0, step - compute):,.1f}",
+    )
+    del reference.model, reference.optimizers
+    has_copies = "" if _reset_peak(subject) else ", the examination's copies included"
+    subject.step(window, subject.progress(0))
+    peaks = ", ".join(f"{peak / 1e6:,.0f}" for peak in peak_memory(subject.accelerator))
+    yield Finding("Cost", "peak memory per process", f"{peaks} MB{has_copies}")
+
+
+def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBatch]) -> tuple[float, str]:
+    """What a process sends in a step where each collective goes around a ring of N processes, and the formula: an
+    all_reduce of S bytes 2 (N - 1) / N S, a reduce_scatter to shards or an all_gather from them half of that.
+
+    Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7.
+    """
+    world_size = subject.world_size
+    share = (world_size - 1) / world_size
+    parameters = list(reference.model.parameters())
+    if world_size == 1:
+        return 0.0, "nothing"
+    if not subject.accelerator.is_fsdp2:
+        trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        buffers = sum(b.numel() * b.element_size() for b in reference.model.buffers())
+        of_buffers = " + the buffers" if buffers else ""
+        return share * (2 * trained + buffers), f"all_reduce of the gradients{of_buffers}"
+    plugin = subject.accelerator.state.fsdp_plugin
+    policy = plugin.mixed_precision_policy
+    cast = policy.param_dtype if policy and policy.param_dtype else torch.float32
+    # FSDP fills up the first dimension, so that each shard has as many rows
+    sizes = [(p, world_size * math.ceil(p.shape[0] / world_size) * p[0].numel() if p.ndim else 1) for p in parameters]
+    gathered = sum(size * cast.itemsize for _, size in sizes)
+    reduced = sum(size * 4 for p, size in sizes if p.requires_grad)
+    gathers = 2 if plugin.reshard_after_forward else 1
+    count = f" x {len(window)} micro-batches" if len(window) > 1 else ""
+    formula = f"{gathers} all_gather + 1 reduce_scatter{count}"
+    return share * len(window) * (gathers * gathered + reduced), formula
+
+
+def _compute(subject: Subject, reference: Reference, window: list[MicroBatch]) -> None:
+    with subject.accelerator.autocast():
+        backward(subject.task, reference.model, [micro_batch.data for micro_batch in window])
+    for optimizer in reference.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _seconds(subject: Subject, work: Callable[[], object]) -> float:
+    subject.accelerator.wait_for_everyone()
+    started = time.perf_counter()
+    work()
+    if subject.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - started
+
+
+def _reset_peak(subject: Subject) -> bool:
+    """Whether it can be: the peak of a process's resident memory cannot."""
+    if subject.device.type == "cpu":
+        return False
+    gc.collect()
+    torch.accelerator.reset_peak_memory_stats()
+    return True
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _count(dtypes: Counter[str]) -> str:
+    return ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items())) or "none"

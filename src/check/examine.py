@@ -1,0 +1,46 @@
+"""The ten checks, one after the other, and what is told of them."""
+
+import importlib.metadata
+import time
+from typing import Any
+
+from src.check import accumulation, checkpoint, cost, data, evaluation, findings, launch, start, steps
+from src.check.subject import Reference, Subject
+from src.tracking import start_wandb
+
+
+def examine(subject: Subject) -> bool:
+    """Prints the table, writes check.json and the W&B run. Collective.
+
+    Returns:
+        Whether all is well: the same on all processes.
+    """
+    started = time.perf_counter()
+    is_main, config = subject.accelerator.is_main_process, subject.config
+    if is_main:
+        print(f"{config.run_name}: examining {subject.launch.strategy} x {subject.world_size}", flush=True)
+    reference = Reference(subject)
+    found = [
+        *launch.examine(subject, reference),
+        *data.examine(subject),
+        *start.examine(subject, reference),
+        *steps.examine(subject, reference),
+        *accumulation.examine(subject, reference),
+        *evaluation.examine(subject, reference),
+        *checkpoint.examine(subject),
+        *cost.examine(subject, reference),
+    ]
+    failed = {finding.check for finding in found if not finding.is_passed}
+    seconds = time.perf_counter() - started
+    if is_main:
+        print("\n".join(findings.table(found)), flush=True)
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
+        about: dict[str, Any] = {"seconds": seconds, "launch": subject.launch.as_dict(), "versions": versions}
+        content = findings.as_dict(found, about | {"config": config.model_dump(mode="json")})
+        file = findings.write(content, config.folder)
+        run, _ = start_wandb(config, subject.launch, job_type="check")
+        if run:
+            findings.record(run, found)
+        verdict = f"FAILED: {', '.join(sorted(failed))}" if failed else "all checks passed"
+        print(f"{verdict}, in {seconds:.0f} s; {file}", flush=True)
+    return not any(subject.gather(bool(failed)))

@@ -1,0 +1,110 @@
+"""Check 1, Launch: is what runs what the accelerate yaml asked for?"""
+
+import math
+import os
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from src.blocks import repeating_blocks
+from src.check.findings import Finding
+from src.check.subject import Reference, Subject
+from src.launch import sharded_units
+
+KINDS = {"FSDP": "FSDP", "MULTI_GPU": "DDP", "NO": "single"}
+"""What a yaml's distributed_type asks for."""
+
+
+def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
+    """Looks at processes and model, not at what the launcher or Accelerate say of them."""
+    requested, world_size = subject.launch.requested, int(os.environ.get("WORLD_SIZE", "1"))
+    joined = subject.accelerator.reduce(torch.ones((), device=subject.device), "sum")
+    yield Finding(
+        "Launch",
+        "processes that see each other",
+        f"{int(joined)}",
+        f"{world_size}, as started",
+        int(joined) == world_size,
+        "each process trains a model of its own: the launcher and the script disagree about what a distributed run is",
+    )
+    places = subject.gather(str(subject.device))
+    shared = subject.device.type != "cpu" and len(set(places)) < subject.accelerator.num_processes
+    one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world_size
+    yield Finding(
+        "Launch",
+        "devices",
+        ", ".join(f"{places.count(place)} x {place}" for place in sorted(set(places))),
+        "one each" if subject.device.type != "cpu" and one_machine else "",
+        not (shared and one_machine),
+        "processes share a device: each must take the one of its LOCAL_RANK",
+    )
+    wanted = KINDS.get(requested["distributed_type"], requested["distributed_type"])
+    if wanted == "DDP" and world_size == 1:
+        wanted = "single"
+    units = sharded_units(subject.model)
+    kind = "FSDP" if units else "DDP" if isinstance(subject.model, DistributedDataParallel) else "single"
+    yield Finding(
+        "Launch",
+        "strategy",
+        f"{kind}: {subject.launch.strategy}",
+        f"{wanted}, as requested",
+        kind == wanted,
+        f"the yaml asks for {wanted}, and it was not applied: look for keys that Accelerate ignores, variables "
+        "ACCELERATE_* in the environment, and a model that was not passed through prepare()",
+    )
+    if note := subject.launch.note:
+        yield Finding("Launch", "stand-in", note)
+    if units:
+        yield from _sharding(subject, reference, units)
+    else:
+        held = _held_bytes(subject)
+        yield Finding("Launch", "parameters per process", f"{held / 1e6:,.2f} MB, all of them")
+
+
+def _sharding(subject: Subject, reference: Reference, units: int) -> Iterator[Finding]:
+    plugin = subject.accelerator.state.fsdp_plugin
+    from_yaml = plugin.transformer_cls_names_to_wrap if plugin else None
+    classes = [type(module).__name__ for module in reference.model.modules()]
+    blocks = sum(name in from_yaml for name in classes) if from_yaml else len(repeating_blocks(reference.model))
+    yield Finding(
+        "Launch",
+        "sharded units",
+        f"{units}",
+        f"{blocks + 1}: {blocks} blocks, and the rest" if blocks else "2 or more",
+        units == blocks + 1 if blocks else units > 1,
+        "only the root is wrapped: the whole model is gathered at once, and nothing is saved. Name the repeating "
+        "blocks in the model's _no_split_modules",
+    )
+    world_size = subject.world_size
+    parameters = list(reference.model.parameters())
+    largest = sum(math.ceil(p.shape[0] / world_size) * p[0].numel() * 4 if p.ndim else 4 for p in parameters)
+    held = _held_bytes(subject)
+    whole = sum(p.numel() * 4 for p in parameters)
+    unsharded = [name for name, p in subject.model.named_parameters() if not isinstance(p, DTensor)]
+    yield Finding(
+        "Launch",
+        "parameters per process",
+        f"{held / 1e6:,.2f} MB of {whole / 1e6:,.2f} ({held / whole:.1%})",
+        f"{largest / 1e6:,.2f} MB",
+        held <= largest and not unsharded,
+        f"not all is sharded: {', '.join(unsharded[:3]) or 'some shards'} " + "takes more than its share",
+    )
+    places = {p.device.type for p in subject.model.parameters()}
+    wants_offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    wanted = "cpu" if wants_offload or subject.device.type == "cpu" else subject.device.type
+    yield Finding(
+        "Launch",
+        "where the shards live",
+        ", ".join(sorted(places)) + (" (as they would without offload here)" * (subject.device.type == "cpu")),
+        wanted,
+        places == {wanted},
+        "the yaml's fsdp_offload_params was not applied",
+    )
+
+
+def _held_bytes(subject: Subject) -> int:
+    """Of parameters, by the process that holds most."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in subject.model.parameters()]
+    return max(subject.gather(sum(tensor.numel() * tensor.element_size() for tensor in local)))

@@ -1,0 +1,174 @@
+"""Checks 4 and 5, Gradients and Updates: three steps of the run, each held against one by hand."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from src.batches import MicroBatch
+from src.check.by_hand import by_hand, taken
+from src.check.errors import EXACT, Worst, norm, relative_errors
+from src.check.findings import Finding
+from src.check.subject import Reference, Subject, checksum, whole
+from src.optim import lr_at, set_lr
+
+UPDATE = 1e-3
+"""Largest error of an update, as a share of it: a small one is 1e-4 of its weight, whose rounding is 1e-7."""
+MUON_UPDATE = 0.1
+"""Muon iterates in bf16, where the order of a sum, which sharding changes, is worth 1e-2."""
+RATE = 1e-9
+"""Largest relative error of a learning rate: a number of Python's, and early in a warm-up hardly different at the next
+step."""
+
+
+def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
+    """The first two windows of an epoch and its last, ragged one. Before each step the reference takes over the run's
+    weights; it has gradients of its own, but then updates with the run's: each fault shows in one of the two."""
+    config, schedule = subject.config, subject.schedule
+    windows = subject.windows(0)
+    examined = [next(windows), next(windows), next(subject.windows(schedule.steps_per_epoch - 1))]
+    steps = [min(step, schedule.steps - 1) for step in (0, 1, schedule.steps // 2)]  # whose learning rate they have
+    randomness, is_training = _randomness(subject, reference, examined[0])
+    gradients, updates = Worst(), Worst(MUON_UPDATE if config.optim.name == "muon" else UPDATE)
+    losses, norms, rates = Worst(1e-2 if subject.is_half else EXACT), Worst(), Worst(RATE)
+    is_clipped = config.optim.max_grad_norm is not None
+    for step, window in zip(steps, examined, strict=True):
+        for model in (subject.model, reference.model):
+            model.train(is_training)
+        reference.copy_from(subject)
+        before = {name: parameter.detach().clone() for name, parameter in reference.model.named_parameters()}
+        expected = by_hand(subject, reference, window)
+        expected_norm = norm(expected.gradients.values())
+        limit = min(config.optim.max_grad_norm or 0, expected_norm / 2)  # one that takes effect
+        if is_clipped:
+            expected.clip(expected_norm, limit)
+        subject.seed()
+        with taken(subject) as found:
+            done = subject.step(window, subject.progress(step), limit)
+        if done.grad_norm is None:
+            yield Finding("Gradients", "finite", "not finite", "finite", False, "the loss or its gradient overflows")
+            return
+        gradients.add(relative_errors(found.gradients, expected.gradients), expected.noise)
+        losses.add({f"step {step + 1}": abs(done.sums[0] / max(done.sums[1], 1) / expected.loss - 1)})
+        norms.add({"all": abs(done.grad_norm / expected_norm - 1)}, expected.noise)
+        rate = lr_at(step, config.optim, *schedule)
+        rates.add({f"step {step + 1}": abs(rate_found / rate - 1) for rate_found in found.rates})
+        _update(reference, found.gradients, rate)
+        updates.add(_update_errors(subject, reference, before))
+    subject.model.train()
+    yield Finding("Gradients", "randomness (dropout, …)", randomness)
+    yield Finding(
+        "Gradients",
+        "largest relative error",
+        *_worst(subject, gradients),
+        "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean of means "
+        "where processes or micro-batches count differently, a parameter that is not reduced over the processes",
+    )
+    yield Finding("Gradients", "loss, relative error", *_worst(subject, losses), "as above: sums, counts and means")
+    yield Finding(
+        "Gradients",
+        "norm, " + ("clipped at half of it" if is_clipped else "not clipped"),
+        *_worst(subject, norms),
+        "the norm is one process's, or was taken before the gradients were scaled: clipping then has another bound",
+    )
+    yield from _membership(subject)
+    yield Finding(
+        "Updates",
+        "learning rate",
+        *_worst(subject, rates),
+        "the schedule is ahead of the steps: a prepared scheduler steps once per process; set the rate from the step",
+    )
+    yield Finding(
+        "Updates",
+        "parameters after each step",
+        *_worst(subject, updates),
+        "the optimizer made something else of the gradients than its copy on one process: parameters that it doesn't "
+        "have, another learning rate or weight decay, gradients changed after they were clipped",
+    )
+    yield from _replicas(subject)
+
+
+def _randomness(subject: Subject, reference: Reference, window: list[MicroBatch]) -> tuple[str, bool]:
+    """What the table says of it, and whether the steps are those of training mode."""
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        batches = [micro_batch.to(subject.device) for micro_batch in window]
+        with torch.no_grad():
+            losses.append([float(subject.task.loss(reference.model, batch)[0]) for batch in batches])
+    if not any(subject.gather(losses[0] != losses[1])):
+        return "the model draws none", True
+    if subject.config.compile:
+        return "switched off (eval mode): compiled code draws other numbers", False
+    return "on, seeded alike in the run and by hand", True
+
+
+def _update(reference: Reference, gradients: Mapping[str, Tensor], rate: float) -> None:
+    for name, parameter in reference.model.named_parameters():
+        parameter.grad = gradients.get(name)
+    set_lr(reference.optimizers, rate)
+    for optimizer in reference.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _update_errors(subject: Subject, reference: Reference, before: Mapping[str, Tensor]) -> dict[str, float]:
+    """By name, the distance from the reference as a share of how far that has moved."""
+    errors, ours = {}, dict(reference.model.named_parameters())
+    for name, parameter in subject.bare().named_parameters():
+        found, expected = whole(parameter, subject.device), ours[name].detach()
+        moved = norm([expected - before[name]])
+        errors[name] = norm([found - expected]) / (moved + 1e-6 * norm([expected]) + 1e-30)
+    return errors
+
+
+def _worst(subject: Subject, worst: Worst) -> tuple[str, str, bool]:
+    """For a finding, of all processes: what was measured, the bound, and whether it holds."""
+    everywhere = subject.gather(worst)
+    rank = max(range(len(everywhere)), key=lambda rank: everywhere[rank].ratio)
+    worst = everywhere[rank]
+    is_alone = not worst.is_within and any(other.is_within for other in everywhere)
+    return worst.says + (f", on process {rank}" if is_alone else ""), worst.says_bound, worst.is_within
+
+
+def _membership(subject: Subject) -> Iterator[Finding]:
+    names = {id(p): name for name, p in subject.bare().named_parameters() if p.requires_grad}
+    held = [id(p) for o in subject.optimizers for group in o.optimizer.param_groups for p in group["params"]]
+    absent = [name for key, name in names.items() if key not in held]
+    again = [name for key, name in names.items() if held.count(key) > 1]
+    says = f"{len(names) - len(absent)} of {len(names)} trained parameters"
+    yield Finding(
+        "Updates",
+        "in the optimizer",
+        says + (f", not {absent[0]}" if absent else "") + (f", {again[0]} twice" if again else ""),
+        "each once",
+        not absent and not again,
+        "these parameters never change, or change twice: a parameter group is missing or overlaps another one",
+    )
+
+
+def _replicas(subject: Subject) -> Iterator[Finding]:
+    model, ranks = subject.bare(), range(subject.world_size)
+    if subject.accelerator.is_fsdp2:
+        yield Finding("Updates", "replicas", "none: each process has its own shard")
+    elif subject.world_size > 1:
+        sums = subject.gather(checksum(list(model.parameters())))
+        yield Finding(
+            "Updates",
+            "replicas, checksum per process",
+            ", ".join(sums) if len(set(sums)) > 1 else f"{sums[0]} on all {len(sums)}",
+            "the same",
+            len(set(sums)) == 1,
+            "the processes train different models by now: they started apart, or a gradient is not reduced",
+        )
+    everywhere = subject.gather({name: checksum([buffer]) for name, buffer in model.named_buffers()})
+    differing = [name for name in everywhere[0] if any(everywhere[rank][name] != everywhere[0][name] for rank in ranks)]
+    yield Finding(
+        "Updates",
+        "buffers",
+        f"{', '.join(differing[:3])}: differs" if differing else f"{len(everywhere[0])}, the same on all processes",
+        "the same",
+        not differing,
+        "a buffer follows each process's own examples, and is not synchronised: evaluation and checkpoints have one "
+        "process's. In place of BatchNorm take torch.nn.SyncBatchNorm, or better a norm that looks at one example",
+    )

@@ -1,0 +1,150 @@
+"""What is examined, and the copy of its model that it is held against."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import extract_model_from_parallel, gather_object, set_seed
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from src.batches import MicroBatch, training_windows
+from src.config import Config
+from src.launch import Launch
+from src.optim import build_optimizers
+from src.preemption import StopRequest
+from src.progress import Progress
+from src.tasks.base import Examples, Task
+
+if TYPE_CHECKING:
+    from train import Schedule, Step
+
+
+@dataclass
+class Subject:
+    """The run as train.py has prepared it, no step taken yet, and its own step and evaluation."""
+
+    accelerator: Accelerator
+    launch: Launch
+    config: Config
+    train_set: Examples
+    eval_set: Examples
+    model: nn.Module
+    optimizers: list[AcceleratedOptimizer]
+    schedule: Schedule
+    about: dict[str, Any]
+    """What its checkpoints say of it."""
+    optimizer_step: Callable[..., Step]
+    evaluate: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        self.stop = StopRequest(self.accelerator, self.config)
+
+    @property
+    def task(self) -> Task:
+        return self.config.task
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it computes in half precision."""
+        return self.launch.precision != "fp32"
+
+    def progress(self, step: int) -> Progress:
+        """As it is after `step` steps."""
+        is_fp16 = self.launch.precision == "fp16"
+        return Progress(step=step, loss_scale=Progress().loss_scale if is_fp16 else 1.0)
+
+    def windows(self, first: int, micro_batch_size: int | None = None) -> Iterator[list[MicroBatch]]:
+        """This process's micro-batches from step `first` on, without end."""
+        size = {"micro_batch_size": micro_batch_size or self.config.micro_batch_size}
+        config = self.config.model_copy(update=size)
+        return training_windows(self.accelerator, config, self.train_set, first, 10**12)
+
+    def step(self, window: list[MicroBatch], progress: Progress, max_grad_norm: float | None = None) -> Step:
+        """The run's own; in fp16 again and again, until it doesn't overflow.
+
+        Args:
+            max_grad_norm: in place of the setting.
+        """
+        optim = self.config.optim.model_copy(update={"max_grad_norm": max_grad_norm or self.config.optim.max_grad_norm})
+        config = self.config.model_copy(update={"optim": optim})
+        while True:
+            done = self.optimizer_step(
+                self.accelerator, config, self.model, self.optimizers, progress, window, self.schedule, self.stop
+            )
+            if done.grad_norm is not None or progress.skipped_in_a_row or progress.loss_scale == 1.0:
+                return done
+
+    def seed(self) -> None:
+        """What follows draws the same random numbers as after any other call, on each process its own."""
+        set_seed(self.config.seed, device_specific=True)
+
+    def bare(self) -> nn.Module:
+        """The model without its wrapper; FSDP leaves shards in it."""
+        return extract_model_from_parallel(self.model)
+
+    def gather(self, fact: Any) -> list[Any]:
+        """Each process's, in the order of their ranks, on all of them. Collective."""
+        return gather_object([fact])
+
+
+class Reference:
+    """An unwrapped copy of the model with optimizers of its own, as one process would have it.
+
+    A process needs the memory for it and its optimizers' state, whole, whatever the strategy.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        set_seed(subject.config.seed)
+        self.model = subject.task.build_model().to(subject.device)
+        self.model.train()
+        self.optimizers: list[Optimizer] = build_optimizers(
+            subject.config.optim, self.model, subject.accelerator.is_fsdp2
+        )
+
+    def copy_from(self, subject: Subject) -> None:
+        """Takes over the run's weights and buffers. Collective."""
+        ours = dict(tensors(self.model))
+        for name, tensor in tensors(subject.bare()):
+            ours[name].data.copy_(whole(tensor, subject.device))
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, tied ones once, and buffers, by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """All of it on `device`. Collective where it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to(device)
+    local = tensor.to_local().to(device)  # offloaded shards are on the CPU, and NCCL is not
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    ).full_tensor()
+
+
+def checksum(found: list[Tensor]) -> str:
+    """Equal where all values are, to the last bit."""
+    digest = hashlib.sha256()
+    for tensor in found:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        digest.update(local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
