@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from src.batches import MicroBatch
-from src.check.errors import relative_errors
+from src.check.errors import NOISE_FACTORS, relative_errors
 from src.check.subject import Reference, Subject, whole
 from src.reference import all_reduce, average_gradients, backward
 
@@ -64,7 +64,7 @@ class ByHand:
     """Of its mean loss; not clipped."""
     loss: float
     noise: dict[str, float]
-    """Relative errors that half precision makes of the gradients, by name, and of `all`; empty in fp32."""
+    """Relative errors that half precision may make of the gradients, by name, and of `all`; empty in fp32."""
 
     def clip(self, norm: float, max_norm: float) -> None:
         """Args:
@@ -83,7 +83,8 @@ def by_hand(subject: Subject, reference: Reference, window: list[MicroBatch]) ->
         # bf16 also for fp16, which has more digits, but would need its loss scaled
         with torch.autocast(subject.device.type, torch.bfloat16):
             rough, _ = _gradients(subject, reference, window)
-        noise = relative_errors(rough, gradients)
+        factor = NOISE_FACTORS["FSDP" if subject.accelerator.is_fsdp2 else "autocast"]
+        noise = {name: factor * error for name, error in relative_errors(rough, gradients).items()}
     return ByHand(gradients, loss, noise)
 
 

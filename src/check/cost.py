@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from src.batches import MicroBatch
+from src.blocks import repeating_blocks
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 from src.launch import peak_memory
@@ -138,15 +139,16 @@ def _all_fp32(what: str, found: Counter[str], means: str) -> Finding:
 
 
 def _cost(subject: Subject, reference: Reference, window: list[MicroBatch], recorder: Recorder) -> Iterator[Finding]:
-    expected, formula = _expected_bytes(subject, reference, window)
+    least, most, formula = _expected_bytes(subject, reference, window)
     share, slack = SLACK
+    expected = f"{least / 1e6:,.3f}" + (f" to {most / 1e6:,.3f}" if most > least else "")
     sent = max(subject.gather(recorder.sent))
     yield Finding(
         "Cost",
         "sent per step and process",
         f"{sent / 1e6:,.3f} MB",
-        f"{expected / 1e6:,.3f} MB, {formula}",
-        abs(sent - expected) <= share * expected + slack,
+        f"{expected} MB, {formula}",
+        least * (1 - share) - slack <= sent <= most * (1 + share) + slack,
         "not what the strategy has to send: gradients reduced after each micro-batch, or not at all, another "
         "strategy than it seems, or a model that communicates by itself",
     )
@@ -172,33 +174,37 @@ def _cost(subject: Subject, reference: Reference, window: list[MicroBatch], reco
     yield Finding("Cost", "peak memory per process", f"{peaks} MB{has_copies}")
 
 
-def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBatch]) -> tuple[float, str]:
-    """What a process sends in a step where each collective goes around a ring of N processes, and the formula: an
-    all_reduce of S bytes 2 (N - 1) / N S, a reduce_scatter to shards or an all_gather from them half of that.
+def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBatch]) -> tuple[float, float, str]:
+    """What a process sends in a step where each collective goes around a ring of N processes: least, most, and the
+    formula. An all_reduce of S bytes sends 2 (N - 1) / N S; a reduce_scatter to shards, or an all_gather of them, half
+    of that. Least and most differ where FSDP keeps what is not in a block gathered for the backward pass.
 
     Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7.
     """
-    world_size = subject.world_size
+    world_size, model = subject.world_size, reference.model
     share = (world_size - 1) / world_size
-    parameters = list(reference.model.parameters())
     if world_size == 1:
-        return 0.0, "nothing"
+        return 0.0, 0.0, "nothing"
     if not subject.accelerator.is_fsdp2:
-        trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-        buffers = sum(b.numel() * b.element_size() for b in reference.model.buffers())
-        of_buffers = " + the buffers" if buffers else ""
-        return share * (2 * trained + buffers), f"all_reduce of the gradients{of_buffers}"
+        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+        sent = share * (2 * trained + buffers)
+        return sent, sent, "all_reduce of the gradients" + (", broadcast of the buffers" if buffers else "")
     plugin = subject.accelerator.state.fsdp_plugin
     policy = plugin.mixed_precision_policy
-    cast = policy.param_dtype if policy and policy.param_dtype else torch.float32
-    # FSDP fills up the first dimension, so that each shard has as many rows
-    sizes = [(p, world_size * math.ceil(p.shape[0] / world_size) * p[0].numel() if p.ndim else 1) for p in parameters]
-    gathered = sum(size * cast.itemsize for _, size in sizes)
-    reduced = sum(size * 4 for p, size in sizes if p.requires_grad)
-    gathers = 2 if plugin.reshard_after_forward else 1
-    count = f" x {len(window)} micro-batches" if len(window) > 1 else ""
-    formula = f"{gathers} all_gather + 1 reduce_scatter{count}"
-    return share * len(window) * (gathers * gathered + reduced), formula
+    width = policy.param_dtype.itemsize if policy and policy.param_dtype else 4
+    in_blocks = {id(p) for block in repeating_blocks(model) for p in block.parameters()}
+    least = most = 0.0
+    for p in model.parameters():
+        # FSDP fills up the first dimension, so that each shard has as many rows
+        size = world_size * math.ceil(p.shape[0] / world_size) * p[0].numel() if p.ndim else 1
+        reduced = 4 * size if p.requires_grad else 0
+        again = width * size if plugin.reshard_after_forward else 0
+        least += width * size + reduced + (again if id(p) in in_blocks else 0)
+        most += width * size + reduced + again
+    factor, count = share * len(window), f" x {len(window)} micro-batches" if len(window) > 1 else ""
+    gathers = "2 all_gather" if plugin.reshard_after_forward else "1 all_gather"
+    return factor * least, factor * most, f"{gathers} + 1 reduce_scatter{count}"
 
 
 def _compute(subject: Subject, reference: Reference, window: list[MicroBatch]) -> None:

@@ -72,8 +72,8 @@ def _sharding(subject: Subject, reference: Reference, units: int) -> Iterator[Fi
         "Launch",
         "sharded units",
         f"{units}",
-        f"{blocks + 1}: {blocks} blocks, and the rest" if blocks else "2 or more",
-        units == blocks + 1 if blocks else units > 1,
+        f"{max(blocks, 1) + 1} or more: {blocks} blocks, the rest",  # Accelerate wraps embeddings and head apart
+        units > max(blocks, 1),
         "only the root is wrapped: the whole model is gathered at once, and nothing is saved. Name the repeating "
         "blocks in the model's _no_split_modules",
     )

@@ -45,7 +45,7 @@ class Subject:
     evaluate: Callable[..., Any]
 
     def __post_init__(self) -> None:
-        self.stop = StopRequest(self.accelerator, self.config)
+        self.stop = StopRequest(self.accelerator, self.config.model_copy(update={"max_hours": None}))
 
     @property
     def task(self) -> Task:
