@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from src.check.by_hand import by_hand, taken
-from src.check.errors import EXACT, Worst, relative_errors
+from src.check.errors import REORDERED, Worst, relative_errors
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 
@@ -24,7 +24,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     reference.copy_from(subject)
     window = next(subject.windows(last))
     noise = by_hand(subject, reference, window).noise
-    gradients, losses = Worst(), Worst(1e-2 if subject.is_half else EXACT)
+    gradients, losses = Worst(REORDERED), Worst(1e-2 if subject.is_half else REORDERED)
     expected, expected_loss = _step(subject, own)
     for size in sizes:
         found, loss = _step(subject, size)

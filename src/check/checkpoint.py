@@ -18,6 +18,9 @@ STEPS = 2
 
 def examine(subject: Subject) -> Iterator[Finding]:
     """In a folder of its own beside the output folder, deleted afterwards."""
+    if not subject.accelerator.is_fsdp2 and len(set(subject.gather(checksum(list(subject.model.parameters()))))) > 1:
+        yield Finding("Checkpoint", "not examined", "the replicas differ, and a checkpoint has one of them")
+        return
     folder = subject.config.folder.with_name(f"tmp_check_{subject.config.folder.name}")
     config = subject.config.model_copy(
         update={"output_dir": str(folder), "checkpoint": Checkpoint(), "resume": "auto", "check": False}

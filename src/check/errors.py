@@ -8,9 +8,14 @@ from torch import Tensor
 
 EXACT = 1e-4
 """Largest relative error in fp32. The order of a sum makes 1e-7 to 1e-5; a fault of distribution 1e-2 to 1."""
+REORDERED = 1e-3
+"""The same where the forward pass rounds otherwise too, in a batch of another size or compiled: a ReLU that flips, or
+another maximum in a pool, is worth 1e-4."""
 NOISE_FACTORS = {"autocast": 4.0, "FSDP": 16.0}
 """In half precision an error may be so many times that of one unwrapped model, between autocast to bf16 and fp32. FSDP
 computes all in half precision, autocast only what bears it well, such as matrix products."""
+MOST = 0.5
+"""In half precision too: a sum that was not divided by two processes is 1 off."""
 FLOOR = 1e-2
 """Times the root mean square of all gradients: to what lies below, the rounding of larger ones leaks over."""
 
@@ -46,7 +51,7 @@ class Worst:
         noise: what half precision may make of each; empty or None in fp32.
         """
         for name, error in errors.items():
-            bound = max(self._least, noise[name], noise["all"]) if noise else self._least
+            bound = min(MOST, max(self._least, noise[name], noise["all"])) if noise else self._least
             ratio = error / bound if math.isfinite(error) else math.inf
             if ratio >= self.ratio:
                 self.ratio, self.error, self.name, self.bound = ratio, error, name, bound

@@ -5,6 +5,8 @@ import os
 import time
 from typing import Any
 
+import torch
+
 from src.check import accumulation, checkpoint, cost, data, evaluation, findings, launch, start, steps
 from src.check.subject import Reference, Subject
 from src.tracking import start_wandb
@@ -20,6 +22,7 @@ def examine(subject: Subject) -> bool:
     is_main, config = os.environ.get("RANK", "0") == "0", subject.config  # also where each believes to be alone
     if is_main:
         print(f"{config.run_name}: examining {subject.launch.strategy} x {subject.world_size}", flush=True)
+    torch.backends.cudnn.allow_tf32 = False  # 10 bits: more than most faults, between batches of two sizes
     reference = Reference(subject)
     found = list(launch.examine(subject, reference))
     if found[0].is_passed:  # else each process would examine a run of its own

@@ -1,6 +1,5 @@
 """Checks 4 and 5, Gradients and Updates: three steps of the run, each held against one by hand."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from src.batches import MicroBatch
 from src.check.by_hand import by_hand, taken
-from src.check.errors import EXACT, Worst, norm, relative_errors
+from src.check.errors import EXACT, REORDERED, Worst, norm, relative_errors
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject, checksum, whole
 from src.optim import lr_at, set_lr
@@ -26,13 +25,13 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     """The first two windows of an epoch and its last, ragged one. Before each step the reference takes over the run's
     weights; it has gradients of its own, but then updates with the run's: each fault shows in one of the two."""
     config, schedule = subject.config, subject.schedule
-    absent = _absent(subject)
     windows = subject.windows(0)
     examined = [next(windows), next(windows), next(subject.windows(schedule.steps_per_epoch - 1))]
     steps = [min(step, schedule.steps - 1) for step in (0, 1, schedule.steps // 2)]  # whose learning rate they have
     randomness, is_training = _randomness(subject, reference, examined[0])
-    gradients, updates = Worst(), Worst(MUON_UPDATE if config.optim.name == "muon" else UPDATE)
-    losses, norms, rates = Worst(1e-2 if subject.is_half else EXACT), Worst(), Worst(RATE)
+    exact = REORDERED if config.compile else EXACT
+    gradients, updates = Worst(exact), Worst(MUON_UPDATE if config.optim.name == "muon" else UPDATE)
+    losses, norms, rates = Worst(1e-2 if subject.is_half else exact), Worst(exact), Worst(RATE)
     is_clipped = config.optim.max_grad_norm is not None
     for step, window in zip(steps, examined, strict=True):
         for model in (subject.model, reference.model):
@@ -44,9 +43,6 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         limit = min(config.optim.max_grad_norm or 0, expected_norm / 2)  # one that takes effect
         if is_clipped:
             expected.clip(expected_norm, limit)
-        for name, parameter in subject.bare().named_parameters():
-            if name in absent:  # of no optimizer, which would have cleared it: said below, and not a wrong gradient
-                parameter.grad = None
         subject.seed()
         with taken(subject) as found:
             done = subject.step(window, subject.progress(step), limit)
@@ -76,7 +72,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         *_worst(subject, norms),
         "the norm is one process's, or was taken before the gradients were scaled: clipping then has another bound",
     )
-    yield from _membership(subject, absent)
+    yield from _membership(subject)
     yield Finding(
         "Updates",
         "learning rate",
@@ -114,7 +110,7 @@ def _update(reference: Reference, gradients: Mapping[str, Tensor], rate: float) 
     set_lr(reference.optimizers, rate)
     for optimizer in reference.optimizers:
         optimizer.step()
-        optimizer.zero_grad()
+    reference.model.zero_grad()
 
 
 def _update_errors(subject: Subject, reference: Reference, before: Mapping[str, Tensor]) -> dict[str, float]:
@@ -136,17 +132,12 @@ def _worst(subject: Subject, worst: Worst) -> tuple[str, str, bool]:
     return worst.says + (f", on process {rank}" if is_alone else ""), worst.says_bound, worst.is_within
 
 
-def _absent(subject: Subject) -> list[str]:
-    """The trained parameters that no optimizer has."""
-    held = {id(p) for o in subject.optimizers for group in o.optimizer.param_groups for p in group["params"]}
-    return [name for name, p in subject.bare().named_parameters() if p.requires_grad and id(p) not in held]
-
-
-def _membership(subject: Subject, absent: list[str]) -> Iterator[Finding]:
-    held = Counter(id(p) for o in subject.optimizers for group in o.optimizer.param_groups for p in group["params"])
-    again = [name for name, p in subject.bare().named_parameters() if held[id(p)] > 1]
-    trained = sum(p.requires_grad for p in subject.model.parameters())
-    says = f"{trained - len(absent)} of {trained} trained parameters"
+def _membership(subject: Subject) -> Iterator[Finding]:
+    trained = {name: p for name, p in subject.bare().named_parameters() if p.requires_grad}
+    times = subject.times_optimized
+    absent = [name for name, p in trained.items() if times[id(p)] == 0]
+    again = [name for name, p in trained.items() if times[id(p)] > 1]
+    says = f"{len(trained) - len(absent)} of {len(trained)} trained parameters"
     yield Finding(
         "Updates",
         "in the optimizer",

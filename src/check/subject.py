@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,11 @@ class Subject:
         self.stop = StopRequest(self.accelerator, self.config.model_copy(update={"max_hours": None}))
 
     @property
+    def times_optimized(self) -> Counter[int]:
+        """How often optimizers have a parameter, by its `id`."""
+        return Counter(id(p) for o in self.optimizers for group in o.optimizer.param_groups for p in group["params"])
+
+    @property
     def task(self) -> Task:
         return self.config.task
 
@@ -83,6 +89,10 @@ class Subject:
         """
         optim = self.config.optim.model_copy(update={"max_grad_norm": max_grad_norm or self.config.optim.max_grad_norm})
         config = self.config.model_copy(update={"optim": optim})
+        times_optimized = self.times_optimized
+        for parameter in self.model.parameters():
+            if not times_optimized[id(parameter)]:  # nobody clears its gradient: that is told in Updates, once
+                parameter.grad = None
         while True:
             done = self.optimizer_step(
                 self.accelerator, config, self.model, self.optimizers, progress, window, self.schedule, self.stop

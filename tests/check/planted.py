@@ -1,0 +1,206 @@
+"""Faults that raise no error, each as an edit of the project: what a user's copy of it may come to look like."""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.conftest import PROJECT
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault and what --check has to say of it."""
+
+    name: str
+    yaml: str
+    """What it is run under; some only show with shards, others only with replicas."""
+    edits: tuple[tuple[str, str, str], ...]
+    """(file, text in it, what stands there instead)."""
+    fails: frozenset[str]
+    """The checks that fail, and no others."""
+    says: str
+    """In what they say: the cause."""
+    arguments: tuple[str, ...] = ()
+    launcher_arguments: tuple[str, ...] = field(default=())
+
+
+def plant(fault: Fault, folder: Path) -> Path:
+    """Returns: a copy of the project with the fault in it."""
+    project = folder / "project"
+    for name in ("src", "accelerate_configs"):
+        shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PROJECT / "train.py", project)
+    for file, text, instead in fault.edits:
+        content = (project / file).read_text()
+        assert content.count(text) == 1, f"{file} has changed: {text}"
+        (project / file).write_text(content.replace(text, instead))
+    return project
+
+
+CLIPPED = ("--optim.max_grad_norm=1",)
+FAULTS = [
+    Fault(
+        "every process reads the same shard",
+        "ddp",
+        (("src/batches.py", "config.micro_batch(world_size), rank, world_size)\n        epoch_set",
+          "config.micro_batch(world_size), 0, world_size)\n        epoch_set"),),
+        frozenset({"Data"}),
+        "every process reads the same shard",
+    ),
+    Fault(
+        "set_epoch forgotten",
+        "fsdp",
+        (("src/batches.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, 0])"),),
+        frozenset({"Data"}),
+        "set_epoch was forgotten",
+    ),
+    Fault(
+        "one sample dropped",
+        "ddp",
+        (("src/batches.py", "order[done_in_epoch * config.global_batch_size :]",
+          "order[done_in_epoch * config.global_batch_size : -1]"),),
+        frozenset({"Data"}),
+        "1 left out",
+    ),
+    Fault(
+        "one sample doubled in evaluation",
+        "ddp",
+        (("src/batches.py", "order = np.arange(len(dataset))", "order = np.append(np.arange(len(dataset)), 0)"),),
+        frozenset({"Data", "Evaluation"}),
+        "1 read more than once (0, …)",
+    ),
+    Fault(
+        "the loss averaged per micro-batch, with ragged counts",
+        "ddp",
+        (("train.py", "accelerator.backward(loss * factor)", "accelerator.backward(loss / count / len(window))"),
+         ("train.py", "global_batch_size / (totals[1].clamp(min=1) * progress.loss_scale)", "totals[1] / totals[1]")),
+        frozenset({"Gradients", "Accumulation"}),
+        "a mean of means",
+        ("--micro_batch_size=4",),
+    ),
+    Fault(
+        "gradients summed, not averaged",
+        "fsdp",
+        (("train.py", "* accelerator.num_processes / global", "* accelerator.num_processes**2 / global"),),
+        frozenset({"Gradients"}),
+        "a sum that was not divided",
+    ),
+    Fault(
+        "gradients not reduced for one parameter",
+        "ddp",
+        (("src/launch.py", "    model, *prepared =",
+          '    model._ddp_params_and_buffers_to_ignore = ["fc1.bias"]\n    model, *prepared ='),),
+        frozenset({"Gradients", "Updates"}),  # and so the replicas drift apart
+        "fc1.bias",
+    ),
+    Fault(
+        "a process seeded differently at start",
+        "fsdp",  # DDP sends the first process's weights to all
+        (("train.py", "set_seed(config.seed)  #", "set_seed(config.seed + accelerator.process_index)  #"),),
+        frozenset({"Same start"}),
+        "process 1: conv1.weight and 7 more differ",
+    ),
+    Fault(
+        "a parameter group left out of the optimizer",
+        "fsdp",
+        (("src/optim.py", 'return [group for group in groups if group["params"]]', "return groups[:1]"),),
+        frozenset({"Updates"}),
+        "4 of 8 trained parameters, not conv1.bias",
+    ),
+    Fault(
+        "a buffer not synchronised",
+        "ddp",
+        (("src/models/mnist_cnn.py", "        self.fc2 = nn.Linear(128, 10)\n",
+          "        self.fc2 = nn.Linear(128, 10)\n        self.register_buffer('seen', torch.zeros(()))\n"),
+         ("src/models/mnist_cnn.py", "        return self.fc2(x)",
+          "        self.seen += images.float().mean() * self.training\n        return self.fc2(x)")),
+        frozenset({"Updates"}),
+        "seen: differs",
+    ),
+    Fault(
+        "clipping before the gradients are scaled",
+        "ddp",
+        (("src/optim.py", ".sqrt() * scale\n", ".sqrt()\n"),),
+        frozenset({"Gradients"}),
+        "taken before the gradients were scaled",
+        CLIPPED,
+    ),
+    Fault(
+        "clipping by one process's norm",
+        "fsdp",
+        (("src/optim.py", 'accelerator.reduce(square, "sum") if accelerator.is_fsdp2 else square', "square"),),
+        frozenset({"Gradients"}),
+        "the norm is one process's",
+        CLIPPED,
+    ),
+    Fault(
+        "the learning rate stepped once per process",
+        "ddp",
+        (("train.py", "lr_at(progress.updates,", "lr_at(progress.updates * accelerator.num_processes,"),),
+        frozenset({"Updates"}),
+        "a prepared scheduler steps once per process",
+    ),
+    Fault(
+        "FSDP asked for and DDP run",
+        "fsdp",
+        (("src/launch.py", "list(_mistakes(launcher, world_size, wants_fsdp))",
+          "list(_mistakes(launcher, world_size, wants_fsdp)); wants_fsdp = False"),),
+        frozenset({"Launch"}),
+        "the yaml asks for FSDP, and it was not applied",
+    ),
+    Fault(
+        "DDP asked for and nothing run",
+        "ddp",
+        (("src/launch.py", "if accelerator.num_processes != world_size:", "if False:"),
+         ("src/launch.py", "accelerator = Accelerator(cpu=on_cpu,", "accelerator = Accelerator(cpu=False,")),
+        frozenset({"Launch"}),
+        "each process trains a model of its own",
+    ),
+    Fault(
+        "only the root wrapped",
+        "fsdp",
+        (("src/models/mnist_cnn.py", '_no_split_modules = ["Conv2d", "Linear"]', "_no_split_modules = []"),
+         ("src/launch.py", "if accelerator.is_fsdp2 and sharded_units(model) < 2:", "if False:")),
+        frozenset({"Launch"}),
+        "only the root is wrapped",
+    ),
+    Fault(
+        "the loss in bf16",
+        "fsdp",
+        (("src/tasks/mnist.py", 'model(batch["images"]).float(), batch["labels"]\n        smoothed',
+          'model(batch["images"]), batch["labels"]\n        smoothed'),),
+        frozenset({"Precision"}),
+        "the loss is computed in half precision",
+        launcher_arguments=("--mixed_precision=bf16",),
+    ),
+    Fault(
+        "a checkpoint that forgets the optimizer",
+        "fsdp",
+        (("src/checkpoint/tensors.py", "for optimizer in optimizers:\n        for parameter, states",
+          "for optimizer in ():\n        for parameter, states"),),
+        frozenset({"Checkpoint"}),
+        "the optimizer's state",
+    ),
+    Fault(
+        "a checkpoint that forgets the random numbers",
+        "ddp",
+        (("src/checkpoint/random_state.py", "    torch.set_rng_state(", "    bytes("),),
+        frozenset({"Checkpoint"}),
+        "the random numbers",
+    ),
+    Fault(
+        "gradients not cleared",
+        "ddp",
+        (("train.py", "        optimizer.zero_grad()\n", ""),),
+        frozenset({"Gradients", "Accumulation", "Checkpoint"}),  # none of which begin where they should
+        "not the gradient of the whole batch's mean loss",
+    ),
+    Fault(
+        "gradients reduced after each micro-batch",
+        "ddp",
+        (("train.py", "is_reduced = i == len(window) or accelerator.is_fsdp2", "is_reduced = True"),),
+        frozenset({"Cost"}),
+        "gradients reduced after each micro-batch",
+        ("--micro_batch_size=8",),
+    ),
+]  # fmt: skip
