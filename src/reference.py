@@ -1,6 +1,6 @@
 """Data-parallel training by hand, as the classic tutorials teach it: what DDP does, one step at a time.
 
-    torchrun --nproc-per-node=2 -m src.reference --config=configs/mnist.yaml [--key.sub=value]...
+    torchrun --standalone --nproc-per-node=2 -m src.reference --config=configs/mnist.yaml [--key.sub=value]...
 
 Read it before train.py. It is also the second implementation that `train.py --check` holds the first against: it knows
 neither Accelerate nor DDP nor FSDP, nor accumulation, clipping, mixed precision or checkpoints.

