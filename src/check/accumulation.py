@@ -4,32 +4,33 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from src.batches import MicroBatch
 from src.check.by_hand import by_hand, taken
-from src.check.errors import REORDERED, Worst, relative_errors
+from src.check.errors import REORDERED, Worst, relative_errors, verdict
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 
 
 def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
-    """The run's own steps over the last window of the epoch, without the update, in eval mode, as dropout
-    would draw other numbers."""
+    """The run's own steps over the first window of the epoch and its last, ragged one: without the update, and in eval
+    mode, as dropout would draw other numbers."""
     own = subject.config.micro_batch(subject.world_size)
     sizes = _other_sizes(subject.config.global_batch_size // subject.world_size, own)
     if not sizes:
         yield Finding("Accumulation", "other micro-batches", f"none: a process has {own} example per batch")
         return
-    last = subject.schedule.steps_per_epoch - 1
     for model in (subject.model, reference.model):
         model.eval()
     reference.copy_from(subject)
-    window = next(subject.windows(last))
-    noise = by_hand(subject, reference, window).noise
     gradients, losses = Worst(REORDERED), Worst(1e-2 if subject.is_half else REORDERED)
-    expected, expected_loss = _step(subject, own)
-    for size in sizes:
-        found, loss = _step(subject, size)
-        gradients.add(relative_errors(found, expected), noise)
-        losses.add({f"micro-batches of {size}": abs(loss / expected_loss - 1)})
+    for at in (0, subject.schedule.steps_per_epoch - 1):
+        window = next(subject.windows(at))
+        noise = by_hand(subject, reference, window).noise
+        expected, expected_loss = _step(subject, window)
+        for size in sizes:
+            found, loss = _step(subject, next(subject.windows(at, size)))
+            gradients.add(relative_errors(found, expected), noise)
+            losses.add({f"micro-batches of {size}": abs(loss / expected_loss - 1)})
     subject.model.train()
     named = " and ".join(map(str, sizes))
     means = (
@@ -39,12 +40,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     yield Finding("Accumulation", "randomness (dropout, …)", "switched off (eval mode)")
     for what, worst in (("gradient", gradients), ("loss", losses)):
         yield Finding(
-            "Accumulation",
-            f"{what}: {named} in place of {own}",
-            worst.says,
-            worst.says_bound,
-            worst.is_within,
-            means,
+            "Accumulation", f"{what}: {named} in place of {own}", *verdict(subject.gather(worst)), means=means
         )
 
 
@@ -57,9 +53,8 @@ def _other_sizes(share: int, own: int) -> list[int]:
     return [*smaller[:1], *larger[:1], *smaller[1:]][:2]
 
 
-def _step(subject: Subject, micro_batch_size: int) -> tuple[dict[str, Tensor], float]:
+def _step(subject: Subject, window: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:
     """The gradients and the mean loss."""
-    window = next(subject.windows(subject.schedule.steps_per_epoch - 1, micro_batch_size))
     with taken(subject, is_withheld=True) as found:
         done = subject.step(window, subject.progress(0))
     return found.gradients, done.sums[0] / max(done.sums[1], 1)

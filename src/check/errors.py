@@ -53,7 +53,7 @@ class Worst:
         for name, error in errors.items():
             bound = min(MOST, max(self._least, noise[name], noise["all"])) if noise else self._least
             ratio = error / bound if math.isfinite(error) else math.inf
-            if ratio >= self.ratio:
+            if ratio > self.ratio:
                 self.ratio, self.error, self.name, self.bound = ratio, error, name, bound
 
     @property
@@ -62,8 +62,16 @@ class Worst:
 
     @property
     def says(self) -> str:
-        return f"{self.error:.1e} ({self.name})"
+        return (f"{self.error:.1e}" if self.error else "0") + (f" ({self.name})" if self.name else "")
 
     @property
     def says_bound(self) -> str:
         return f"{self.bound:.2g}" + (", by what bf16 does to one model" if self.bound > self._least else "")
+
+
+def verdict(everywhere: list[Worst]) -> tuple[str, str, bool]:
+    """Of all processes' errors, for a finding: the worst, its bound, and whether it is within."""
+    rank = max(range(len(everywhere)), key=lambda rank: everywhere[rank].ratio)
+    worst = everywhere[rank]
+    is_alone = not worst.is_within and any(other.is_within for other in everywhere)
+    return worst.says + (f", on process {rank}" if is_alone else ""), worst.says_bound, worst.is_within

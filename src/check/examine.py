@@ -33,7 +33,7 @@ def examine(subject: Subject) -> bool:
         found += evaluation.examine(subject, reference)
         found += checkpoint.examine(subject)
         found += cost.examine(subject, reference)
-    failed = {finding.check for finding in found if not finding.is_passed}
+    failed = sorted(set().union(*subject.gather({finding.check for finding in found if not finding.is_passed})))
     seconds = time.perf_counter() - started
     if is_main:
         print("\n".join(findings.table(found)), flush=True)
@@ -43,7 +43,7 @@ def examine(subject: Subject) -> bool:
         file = findings.write(content, config.folder)
         run, _ = start_wandb(config, subject.launch, job_type="check")
         if run:
-            findings.record(run, found)
-        verdict = f"FAILED: {', '.join(sorted(failed))}" if failed else "all checks passed"
+            findings.record(run, content)
+        verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks passed"
         print(f"{verdict}, in {seconds:.0f} s; {file}", flush=True)
-    return not any(subject.gather(bool(failed)))
+    return not failed

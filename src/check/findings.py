@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-WIDTHS = {"check": 12, "what": 27, "measured": 43, "bound": 23, "result": 6}
+WIDTHS = {"check": 12, "what": 29, "measured": 42, "bound": 23, "result": 6}
 """Characters of the table's columns."""
 
 
@@ -50,9 +50,10 @@ def table(findings: list[Finding]) -> Iterator[str]:
 
 def as_dict(findings: list[Finding], about: dict[str, Any]) -> dict[str, Any]:
     """What check.json holds."""
-    rows = [{**asdict(finding), "result": finding.result.lower()} for finding in findings]
+    rows = [asdict(finding) | {"result": finding.result.lower()} for finding in findings]
     for row in rows:
-        del row["is_passed"]
+        if row.pop("is_passed"):
+            row["means"] = ""
     return {"passed": all(finding.is_passed for finding in findings), "checks": rows, **about}
 
 
@@ -66,16 +67,18 @@ def write(content: dict[str, Any], folder: Path) -> Path:
     return file
 
 
-def record(run: Any, findings: list[Finding]) -> None:
-    """Puts the table into a W&B run, and ends that as failed where a check did."""
+def record(run: Any, content: dict[str, Any]) -> None:
+    """Puts the table into a W&B run, and ends that as failed where a check did.
+
+    Args:
+        content: of check.json.
+    """
     import wandb
 
     columns: list[str | int] = [*WIDTHS, "means"]
-    rows = [[getattr(finding, str(name)) for name in columns] for finding in findings]
-    is_passed = all(finding.is_passed for finding in findings)
-    run.log({"check": wandb.Table(columns=columns, data=rows)})
-    run.summary.update({"check/passed": is_passed})
-    run.finish(exit_code=0 if is_passed else 1)
+    run.log({"check": wandb.Table(columns=columns, data=[[row[str(c)] for c in columns] for row in content["checks"]])})
+    run.summary.update({"check/passed": content["passed"]})
+    run.finish(exit_code=0 if content["passed"] else 1)
 
 
 def _row(cells: dict[str, str]) -> Iterator[str]:

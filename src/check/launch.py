@@ -29,7 +29,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         int(joined) == world_size,
         "each process trains a model of its own: the launcher and the script disagree about what a distributed run is",
     )
-    places = subject.gather(str(subject.device))
+    places = subject.gather(str(subject.device).replace("cpu:0", "cpu"))
     shared = subject.device.type != "cpu" and len(set(places)) < subject.accelerator.num_processes
     one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world_size
     yield Finding(

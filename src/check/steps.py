@@ -7,7 +7,7 @@ from torch import Tensor
 
 from src.batches import MicroBatch
 from src.check.by_hand import by_hand, taken
-from src.check.errors import EXACT, REORDERED, Worst, norm, relative_errors
+from src.check.errors import EXACT, REORDERED, Worst, norm, relative_errors, verdict
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject, checksum, whole
 from src.optim import lr_at, set_lr
@@ -61,28 +61,30 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     yield Finding(
         "Gradients",
         "largest relative error",
-        *_worst(subject, gradients),
+        *verdict(subject.gather(gradients)),
         "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean of means "
         "where processes or micro-batches count differently, a parameter that is not reduced over the processes",
     )
-    yield Finding("Gradients", "loss, relative error", *_worst(subject, losses), "as above: sums, counts and means")
+    yield Finding(
+        "Gradients", "loss, relative error", *verdict(subject.gather(losses)), "as above: sums, counts and means"
+    )
     yield Finding(
         "Gradients",
         "norm, " + ("clipped at half of it" if is_clipped else "not clipped"),
-        *_worst(subject, norms),
+        *verdict(subject.gather(norms)),
         "the norm is one process's, or was taken before the gradients were scaled: clipping then has another bound",
     )
     yield from _membership(subject)
     yield Finding(
         "Updates",
         "learning rate",
-        *_worst(subject, rates),
+        *verdict(subject.gather(rates)),
         "the schedule is ahead of the steps: a prepared scheduler steps once per process; set the rate from the step",
     )
     yield Finding(
         "Updates",
         "parameters after each step",
-        *_worst(subject, updates),
+        *verdict(subject.gather(updates)),
         "the optimizer made something else of the gradients than its copy on one process: parameters that it doesn't "
         "have, another learning rate or weight decay, gradients changed after they were clipped",
     )
@@ -121,15 +123,6 @@ def _update_errors(subject: Subject, reference: Reference, before: Mapping[str, 
         moved = norm([expected - before[name]])
         errors[name] = norm([found - expected]) / (moved + 1e-6 * norm([expected]) + 1e-30)
     return errors
-
-
-def _worst(subject: Subject, worst: Worst) -> tuple[str, str, bool]:
-    """For a finding, of all processes: what was measured, the bound, and whether it holds."""
-    everywhere = subject.gather(worst)
-    rank = max(range(len(everywhere)), key=lambda rank: everywhere[rank].ratio)
-    worst = everywhere[rank]
-    is_alone = not worst.is_within and any(other.is_within for other in everywhere)
-    return worst.says + (f", on process {rank}" if is_alone else ""), worst.says_bound, worst.is_within
 
 
 def _membership(subject: Subject) -> Iterator[Finding]:
