@@ -90,6 +90,12 @@ def test_a_new_task_trains_the_same_under_every_strategy(launch: Launch, project
         assert run.summary["eval/examples"] == 97
 
 
+@pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
+def test_it_is_examined_by_its_normal_methods_alone(launch: Launch, project: Path, yaml: str) -> None:
+    run = launch(yaml, *ARGUMENTS, "--check", project=project, processes=2).succeeded()
+    assert "all checks passed" in run.stdout
+
+
 def test_its_settings_are_checked_and_documented_like_any(launch: Launch, project: Path) -> None:
     run = launch("cpu", "--task.name=sign", "--task.widht=3", project=project)
     assert run.messages == ["train.py: --task.widht=3: unknown setting, did you mean task.width?"]
