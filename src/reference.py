@@ -2,23 +2,24 @@
 
     torchrun --standalone --nproc-per-node=2 -m src.reference --config=configs/mnist.yaml [--key.sub=value]...
 
-Read it before train.py. It is also the second implementation that `train.py --check` holds the first against: it knows
-neither Accelerate nor DDP nor FSDP, nor accumulation, clipping, mixed precision or checkpoints.
+Read it before train.py. It is also the second implementation that `train.py --check` holds the first against: there is
+no Accelerator in it, no DDP and no FSDP, no accumulation, mixed precision or checkpoints.
 
-Every process has the whole model and computes the gradients of its share of each batch. Four collectives, which every
+Every process has the whole model and computes the gradients of its share of each batch. A few collectives, which every
 process has to call, in the same order, keep them one model:
 
+- `barrier`, twice: no process goes on before all have come there. The first one downloads the data for the others; and
+  at the end none leaves while another still needs it.
 - `broadcast`, once: process 0 sends its weights to the others. The seed made them the same already; this makes sure.
-- `all_reduce` of a count, each step: afterwards every process has the sum over all of them. What the loss is divided by
-  is how many examples (tokens, …) the whole batch has: a mean of each process's mean would weigh wrongly where their
-  shares differ, as they do at the end of an epoch.
+- `all_reduce` of two numbers, each step: afterwards every process has their sums over all of them. One is the loss, to
+  print it. The other is what it counts, the examples (tokens, …) of the whole batch, which it is divided by: a mean of
+  each process's mean would weigh wrongly where their shares differ, as they do at the end of an epoch.
 - `all_reduce` of each gradient, each step, after the backward pass: their sum over the processes, divided by that
   count, is the gradient of the whole batch. All processes then take the same step, and their weights stay the same.
-- `barrier`, at the end: none leaves before the others are done with it.
 
 DDP computes the same, but faster. Each all_reduce has a latency that doesn't depend on its size, so DDP copies the
-gradients into buckets of 25 MB and reduces a bucket at once: for eight layers, one all_reduce takes a third of the time
-of eight. And the last layer's gradients are ready long before the first one's: DDP starts on each bucket while the
+gradients into buckets of 25 MB and reduces a bucket at once: one all_reduce takes a third of the time of eight small
+ones. And the last layer's gradients are ready long before the first one's: DDP starts on each bucket while the
 backward pass goes on, so that most of the communication costs no time at all. `python -m benchmarks.data_parallel`
 measures both against this file. FSDP goes on from there: an all_reduce is a reduce_scatter (each process gets the sum
 of one part) and an all_gather (the parts come together again), and between the two a process needs only its own part.
@@ -110,7 +111,7 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> dict[str, float]:
-    """Loss and metrics over the whole dataset, computed by this process alone."""
+    """Loss and, on process 0, metrics over the whole dataset, computed by this process alone."""
     device = next(model.parameters()).device
     is_training = model.training
     model.eval()
@@ -121,7 +122,8 @@ def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -
         outputs.append({name: output.cpu() for name, output in batch_outputs.items()})
     model.train(is_training)
     gathered = {name: torch.cat([batch[name] for batch in outputs]) for name in outputs[0]}
-    return {"loss": loss_sum / count, "examples": len(dataset), **task.metrics(gathered)}
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    return {"loss": loss_sum / count, "examples": len(dataset), **(task.metrics(gathered) if is_main else {})}
 
 
 def main(argv: list[str]) -> None:
@@ -131,7 +133,11 @@ def main(argv: list[str]) -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    if rank > 0:
+        dist.barrier()
     train_set, eval_set = config.task.build_datasets()
+    if rank == 0:
+        dist.barrier()
     set_seed(config.seed)
     model = config.task.build_model().to(device)
     for tensor in model.state_dict().values():
@@ -151,6 +157,8 @@ def main(argv: list[str]) -> None:
             batches = [fetch(config.task, epoch_set, indices)] if len(indices) else []
             loss_sum, count = map(all_reduce, backward(config.task, model, batches))
             average_gradients(model, count)
+            if config.optim.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
             set_lr(optimizers, lr_at(step, config.optim, schedule_steps, steps_per_epoch))
             for optimizer in optimizers:
                 optimizer.step()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from src.batches import MicroBatch
 from src.check.by_hand import by_hand, taken
-from src.check.errors import REORDERED, Worst, relative_errors, verdict
+from src.check.errors import REORDERED, Worst, off, relative_errors, verdict
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 
@@ -25,17 +25,17 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     gradients, losses = Worst(REORDERED), Worst(1e-2 if subject.is_half else REORDERED)
     for at in (0, subject.schedule.steps_per_epoch - 1):
         window = next(subject.windows(at))
-        noise = by_hand(subject, reference, window).noise
+        noise = by_hand(subject, reference, window).noise if subject.is_half else {}
         expected, expected_loss = _step(subject, window)
         for size in sizes:
             found, loss = _step(subject, next(subject.windows(at, size)))
             gradients.add(relative_errors(found, expected), noise)
-            losses.add({f"micro-batches of {size}": abs(loss / expected_loss - 1)})
+            losses.add({f"micro-batches of {size}": off(loss, expected_loss)})
     subject.model.train()
     named = " and ".join(map(str, sizes))
     means = (
-        "the split into micro-batches changes the result: a mean per micro-batch in place of one sum, a last one "
-        "that is weighted like a full one, or a model that mixes the examples of a batch (BatchNorm)"
+        "the split into micro-batches changes the result: a mean per micro-batch in place of one sum, or a "
+        "last one that is weighted like a full one"
     )
     yield Finding("Accumulation", "randomness (dropout, …)", "switched off (eval mode)")
     for what, worst in (("gradient", gradients), ("loss", losses)):
@@ -45,12 +45,11 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
 
 
 def _other_sizes(share: int, own: int) -> list[int]:
-    """Of micro-batches that a process's share of a global batch can be cut into: the next smaller ones and larger ones,
-    two at most."""
+    """Of micro-batches that a process's share of a global batch can be cut into: the next two smaller ones or, where
+    there is none, the next larger one, for which the memory may not be there."""
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     at = sizes.index(own)
-    smaller, larger = sizes[:at][::-1], sizes[at + 1 :]
-    return [*smaller[:1], *larger[:1], *smaller[1:]][:2]
+    return sizes[:at][::-1][:2] or sizes[at + 1 : at + 2]
 
 
 def _step(subject: Subject, window: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:

@@ -34,31 +34,27 @@ def taken(subject: Subject, is_withheld: bool = False) -> Iterator[Taken]:
         is_withheld: keep it from the optimizers, so that they and the weights stay as they are.
     """
     found = Taken()
-    optimizers = [optimizer.optimizer for optimizer in subject.optimizers]
 
     def take(*_: object) -> None:
         for name, parameter in subject.bare().named_parameters():
             if parameter.grad is not None:
                 found.gradients[name] = whole(parameter.grad, subject.device).clone()
-        found.rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+        found.rates = [float(group["lr"]) for o in subject.optimizers for group in o.optimizer.param_groups]
 
+    first, *others = subject.optimizers
     with contextlib.ExitStack() as undo:
-        if is_withheld:
-            for optimizer in optimizers:
-                undo.enter_context(
-                    mock.patch.object(optimizer, "step", take if optimizer is optimizers[0] else _nothing)
-                )
+        if is_withheld:  # Accelerate's own step: in fp16 that puts a wrapper in the place of the inner one's
+            undo.enter_context(mock.patch.object(first, "step", take))
+            for optimizer in others:
+                undo.enter_context(mock.patch.object(optimizer, "step"))
         else:
-            undo.callback(optimizers[0].register_step_pre_hook(take).remove)
+            undo.callback(first.optimizer.register_step_pre_hook(take).remove)
         yield found
-
-
-def _nothing(*_: object) -> None: ...
 
 
 @dataclass
 class ByHand:
-    """What the reference makes of a global batch, in fp32."""
+    """What the reference makes of a global batch."""
 
     gradients: dict[str, Tensor]
     """Of its mean loss; not clipped."""
@@ -75,23 +71,28 @@ class ByHand:
 
 
 def by_hand(subject: Subject, reference: Reference, window: list[MicroBatch]) -> ByHand:
-    """From the micro-batches of `window` that are no stand-ins, with the random numbers that a step after `seed` draws.
-    Collective."""
+    """From this process's micro-batches, with the random numbers that a step after `seed` draws. Collective.
+
+    In fp32, but under autocast where the run does the same to the same operators.
+    """
     gradients, loss = _gradients(subject, reference, window)
-    noise = {}
-    if subject.is_half:
-        # bf16 also for fp16, which has more digits, but would need its loss scaled
-        with torch.autocast(subject.device.type, torch.bfloat16):
-            rough, _ = _gradients(subject, reference, window)
-        factor = NOISE_FACTORS["FSDP" if subject.accelerator.is_fsdp2 else "autocast"]
-        noise = {name: factor * error for name, error in relative_errors(rough, gradients).items()}
-    return ByHand(gradients, loss, noise)
+    if not subject.is_half:
+        return ByHand(gradients, loss, {})
+    with torch.autocast(subject.device.type, torch.bfloat16):  # for fp16, too, which would need its loss scaled
+        rough, rough_loss = _gradients(subject, reference, window)
+    is_same = subject.launch.precision == "bf16" and not subject.accelerator.is_fsdp2
+    factor = NOISE_FACTORS["same" if is_same else "FSDP" if subject.accelerator.is_fsdp2 else "fp16"]
+    noise = {name: factor * error for name, error in relative_errors(rough, gradients).items()}
+    return ByHand(rough, rough_loss, noise) if is_same else ByHand(gradients, loss, noise)
 
 
 def _gradients(subject: Subject, reference: Reference, window: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:
     subject.seed()
-    batches = [micro_batch.data for micro_batch in window if micro_batch.weight]
-    loss_sum, count = map(all_reduce, backward(subject.task, reference.model, batches))
+    loss_sum, count = backward(subject.task, reference.model, [batch.data for batch in window if batch.weight])
+    for batch in window:  # a model may have collectives of its own (SyncBatchNorm): as many forward passes everywhere
+        if not batch.weight:
+            (subject.task.loss(reference.model, batch.to(subject.device))[0] * 0).backward()
+    loss_sum, count = all_reduce(loss_sum), all_reduce(count)
     average_gradients(reference.model, count)
     found = {name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None}
     reference.model.zero_grad()

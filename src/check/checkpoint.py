@@ -4,6 +4,8 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 
+import torch
+
 from src.check.findings import Finding
 from src.check.subject import Subject, checksum
 from src.checkpoint.resume import find, restore
@@ -17,27 +19,31 @@ STEPS = 2
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
-    """In a folder of its own beside the output folder, deleted afterwards."""
-    if not subject.accelerator.is_fsdp2 and len(set(subject.gather(checksum(list(subject.model.parameters()))))) > 1:
+    """In a folder of its own in the output folder, deleted afterwards."""
+    if subject.drifted():
         yield Finding("Checkpoint", "not examined", "the replicas differ, and a checkpoint has one of them")
         return
-    folder = subject.config.folder.with_name(f"tmp_check_{subject.config.folder.name}")
+    folder = subject.config.folder / "tmp_check"
     config = subject.config.model_copy(
         update={"output_dir": str(folder), "checkpoint": Checkpoint(), "resume": "auto", "check": False}
     )
+    is_main, on_gpu = subject.accelerator.is_main_process, subject.device.type != "cpu"
+    if is_main:
+        shutil.rmtree(folder, ignore_errors=True)  # of an examination that was killed
+        folder.mkdir(parents=True)
     subject.accelerator.wait_for_everyone()
     try:
+        torch.use_deterministic_algorithms(on_gpu, warn_only=True)  # else the order of atomic additions shows
         yield from _save_and_restore(subject, config)
-    finally:
-        if subject.accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
         subject.accelerator.wait_for_everyone()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _save_and_restore(subject: Subject, config: Config) -> Iterator[Finding]:
     said: list[str] = []
-    if subject.accelerator.is_main_process:
-        config.folder.mkdir(parents=True, exist_ok=True)
     progress = subject.progress(STEPS)
     about = subject.about | {"config": config.model_dump(mode="json"), "metrics_bytes": 0, "wandb_id": None}
     subject.seed()

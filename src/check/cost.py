@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from src.batches import MicroBatch
-from src.blocks import repeating_blocks
 from src.check.findings import Finding
+from src.check.launch import fsdp_blocks
 from src.check.subject import Reference, Subject
 from src.launch import peak_memory
 from src.reference import backward
@@ -80,7 +80,6 @@ class Recorder(TorchDispatchMode):
 def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     """On the first window of the epoch."""
     window = next(subject.windows(0))
-    subject.step(window, subject.progress(0))  # DDP arranges its buckets anew in its first steps
     recorder, gradients = Recorder(subject.world_size), Counter[str]()
 
     def at_update(*_: object) -> None:
@@ -152,19 +151,18 @@ def _cost(subject: Subject, reference: Reference, window: list[MicroBatch], reco
         "not what the strategy has to send: gradients reduced after each micro-batch, or not at all, another "
         "strategy than it seems, or a model that communicates by itself",
     )
-    batches = [micro_batch for micro_batch in window if micro_batch.weight]
     times: dict[str, list[float]] = {"data": [], "step": [], "compute": []}
     windows = subject.windows(0)
     next(windows)  # the first one's augmentation of an epoch is no cost of a step
     for _ in range(ROUNDS):
         times["data"].append(_seconds(subject, lambda: next(windows)))
         times["step"].append(_seconds(subject, lambda: subject.step(window, subject.progress(0))))
-        times["compute"].append(_seconds(subject, lambda: _compute(subject, reference, batches)))
+        times["compute"].append(_seconds(subject, lambda: _compute(subject, reference, window)))
     data, step, compute = (max(subject.gather(1000 * statistics.median(times[name]))) for name in times)
     yield Finding(
         "Cost",
         "time per step",
-        f"{data + step:,.1f} ms: data {data:,.1f}, compute {compute:,.1f} (of an unwrapped copy), "
+        f"{data + step:,.1f} ms: data {data:,.1f}, compute {compute:,.1f} (by an unwrapped, eager copy), "
         f"communication, waiting, the rest {max(0.0, step - compute):,.1f}",
     )
     del reference.model, reference.optimizers
@@ -193,7 +191,9 @@ def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBa
     plugin = subject.accelerator.state.fsdp_plugin
     policy = plugin.mixed_precision_policy
     width = policy.param_dtype.itemsize if policy and policy.param_dtype else 4
-    in_blocks = {id(p) for block in repeating_blocks(model) for p in block.parameters()}
+    blocks = [model.get_submodule(name) for name in fsdp_blocks(subject, reference)]
+    blocks = [block for block in blocks if any(p.requires_grad for p in block.parameters())]  # else not gathered again
+    in_blocks = {id(p) for block in blocks for p in block.parameters()}
     least = most = 0.0
     for p in model.parameters():
         # FSDP fills up the first dimension, so that each shard has as many rows

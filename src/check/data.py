@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
 
 from src.batches import MicroBatch, evaluation_batches, training_windows
 from src.check.findings import Finding
-from src.check.subject import Subject
-from src.reference import DistributedSampler
+from src.check.subject import Subject, checksum
+from src.reference import DistributedSampler, fetch
 from src.tasks.base import Examples
 
 
@@ -38,12 +40,24 @@ class _ReadsPositions:
     def augmented(self, train: Examples, _: list[int]) -> Examples:
         return train
 
-    def collate(self, samples: list[int]) -> list[int]:
-        return list(samples)
+    collate = list
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
     """Follows the run's own path to the data, from sampler to DataLoader, processes that load data among it."""
+    seen = subject.gather((len(subject.train_set), len(subject.eval_set), _sample(subject)))
+    is_same = len(set(seen)) == 1
+    yield Finding(
+        "Data",
+        "datasets",
+        f"{seen[0][0]:,} and {seen[0][1]:,} examples" if is_same else f"not the same on each process: {seen}",
+        "the same on all",
+        is_same,
+        "build_datasets makes other data on each process: it shuffles or splits unseeded, or goes by the order "
+        "of os.listdir or of a set",
+    )
+    if not is_same:
+        return
     config = subject.config.model_copy(update={"task": _ReadsPositions(subject)})
     positions = _Positions(len(subject.train_set))
     steps = subject.schedule.steps_per_epoch
@@ -51,7 +65,7 @@ def examine(subject: Subject) -> Iterator[Finding]:
     read = _together(subject, windows)
     epochs, expected = [read[:steps], read[steps:]], [_of_one_process(subject, epoch) for epoch in (0, 1)]
     for number, (found, wanted) in enumerate(zip(epochs, expected, strict=True), start=1):
-        yield _each_once(f"epoch {number}: examples read", np.concatenate(found), np.concatenate(wanted))
+        yield _each_once(f"epoch {number}: examples read", np.concatenate(found), np.arange(len(positions)))
         differing = [i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if not np.array_equal(a, b)]
         yield Finding(
             "Data",
@@ -78,6 +92,18 @@ def examine(subject: Subject) -> Iterator[Finding]:
     batches = [[batch] for batch in evaluation_batches(subject.accelerator, config, _Positions(len(subject.eval_set)))]
     evaluated = np.concatenate(_together(subject, batches))
     yield _each_once("evaluation: examples read", evaluated, np.arange(len(subject.eval_set)))
+
+
+def _sample(subject: Subject) -> str:
+    """The checksum of some examples of both datasets, as tensors."""
+    subject.seed_alike()
+    sums = []
+    train_set = subject.task.augmented(subject.train_set, [subject.config.seed, 0, 1])
+    for dataset in (train_set, subject.eval_set):
+        some = np.unique(np.linspace(0, len(dataset) - 1, 8).astype(np.int64))
+        batch = fetch(subject.task, dataset, some)
+        sums.append(checksum([leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf)]))
+    return "-".join(sums)
 
 
 def _together(subject: Subject, windows: list[list[MicroBatch]]) -> list[np.ndarray]:

@@ -11,9 +11,10 @@ EXACT = 1e-4
 REORDERED = 1e-3
 """The same where the forward pass rounds otherwise too, in a batch of another size or compiled: a ReLU that flips, or
 another maximum in a pool, is worth 1e-4."""
-NOISE_FACTORS = {"autocast": 4.0, "FSDP": 16.0}
-"""In half precision an error may be so many times that of one unwrapped model, between autocast to bf16 and fp32. FSDP
-computes all in half precision, autocast only what bears it well, such as matrix products."""
+NOISE_FACTORS = {"same": 0.5, "fp16": 4.0, "FSDP": 16.0}
+"""In half precision an error may be so many times that of one unwrapped model, between autocast to bf16 and fp32: where
+the run is held against that model under the same autocast; in fp16, which needs its loss scaled; under FSDP, which
+computes all in half precision, where autocast does only what bears it well."""
 MOST = 0.5
 """In half precision too: a sum that was not divided by two processes is 1 off."""
 FLOOR = 1e-2
@@ -22,7 +23,13 @@ FLOOR = 1e-2
 
 def norm(tensors: Iterable[Tensor]) -> float:
     """L2, over all of them."""
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
+    on_cpu = (tensor.cpu() if tensor.device.type == "mps" else tensor for tensor in tensors)  # it has no float64
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in on_cpu))
+
+
+def off(found: float, expected: float) -> float:
+    """The relative error; the absolute one where 0 was expected."""
+    return abs(found - expected) / (abs(expected) or 1.0)
 
 
 def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
@@ -31,7 +38,7 @@ def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     norms = {name: norm([tensor]) for name, tensor in expected.items()}
     differences = {name: norm([tensor - found[name] if name in found else tensor]) for name, tensor in expected.items()}
     total = math.hypot(*norms.values()) + 1e-30
-    floor = FLOOR * total / math.sqrt(sum(tensor.numel() for tensor in expected.values()))
+    floor = FLOOR * total / math.sqrt(max(1, sum(tensor.numel() for tensor in expected.values())))
     return {
         **{n: d / (norms[n] + floor * math.sqrt(expected[n].numel())) for n, d in differences.items()},
         "all": math.hypot(*differences.values()) / total,
@@ -51,7 +58,7 @@ class Worst:
         noise: what half precision may make of each; empty or None in fp32.
         """
         for name, error in errors.items():
-            bound = min(MOST, max(self._least, noise[name], noise["all"])) if noise else self._least
+            bound = min(MOST, max(self._least, noise.get(name, 0), noise["all"])) if noise else self._least
             ratio = error / bound if math.isfinite(error) else math.inf
             if ratio > self.ratio:
                 self.ratio, self.error, self.name, self.bound = ratio, error, name, bound

@@ -3,11 +3,14 @@
 import importlib.metadata
 import os
 import time
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from src.check import accumulation, checkpoint, cost, data, evaluation, findings, launch, start, steps
+from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 from src.tracking import start_wandb
 
@@ -22,18 +25,32 @@ def examine(subject: Subject) -> bool:
     is_main, config = os.environ.get("RANK", "0") == "0", subject.config  # also where each believes to be alone
     if is_main:
         print(f"{config.run_name}: examining {subject.launch.strategy} x {subject.world_size}", flush=True)
-    torch.backends.cudnn.allow_tf32 = False  # 10 bits: more than most faults, between batches of two sizes
+    allows_tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False  # 10 bits hide small faults
     reference = Reference(subject)
-    found = list(launch.examine(subject, reference))
-    if found[0].is_passed:  # else each process would examine a run of its own
-        found += data.examine(subject)
-        found += start.examine(subject, reference)
-        found += steps.examine(subject, reference)
-        found += accumulation.examine(subject, reference)
-        found += evaluation.examine(subject, reference)
-        found += checkpoint.examine(subject)
-        found += cost.examine(subject, reference)
-    failed = sorted(set().union(*subject.gather({finding.check for finding in found if not finding.is_passed})))
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "Launch": lambda: launch.examine(subject, reference),
+        "Data": lambda: data.examine(subject),
+        "Same start": lambda: start.examine(subject, reference),
+        "Gradients and Updates": lambda: steps.examine(subject, reference),
+        "Accumulation": lambda: accumulation.examine(subject, reference),
+        "Evaluation": lambda: evaluation.examine(subject, reference),
+        "Checkpoint": lambda: checkpoint.examine(subject),
+        "Precision and Cost": lambda: cost.examine(subject, reference),
+    }
+    found: list[Finding] = []
+    for name, check in checks.items():
+        if found and not found[0].is_passed:
+            break  # each process would examine a run of its own
+        if name == "Precision and Cost":
+            torch.backends.cudnn.allow_tf32 = allows_tf32
+        try:
+            rows = zip(*subject.gather(list(check())), strict=False)
+        except Exception as error:
+            if is_main:
+                print("\n".join(findings.table(found)), flush=True)
+            raise RuntimeError(f"{name} could not be examined: {error}") from error
+        found += [next((row for row in of_all if not row.is_passed), of_all[0]) for of_all in rows]
+    failed = sorted({finding.check for finding in found if not finding.is_passed})
     seconds = time.perf_counter() - started
     if is_main:
         print("\n".join(findings.table(found)), flush=True)
@@ -41,7 +58,7 @@ def examine(subject: Subject) -> bool:
         about: dict[str, Any] = {"seconds": seconds, "launch": subject.launch.as_dict(), "versions": versions}
         content = findings.as_dict(found, about | {"config": config.model_dump(mode="json")})
         file = findings.write(content, config.folder)
-        run, _ = start_wandb(config, subject.launch, job_type="check")
+        run, _ = start_wandb(config, subject.launch, job_type="check", id=uuid.uuid4().hex[:8])
         if run:
             findings.record(run, content)
         verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks passed"

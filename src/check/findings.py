@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from src.checkpoint.folders import write_json
 
 WIDTHS = {"check": 12, "what": 29, "measured": 42, "bound": 23, "result": 6}
 """Characters of the table's columns."""
@@ -60,11 +60,8 @@ def as_dict(findings: list[Finding], about: dict[str, Any]) -> dict[str, Any]:
 def write(content: dict[str, Any], folder: Path) -> Path:
     """Returns: check.json in `folder`, which is made where there is none; nothing else in it is touched."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "check.json"
-    unfinished = file.with_name("tmp_check.json")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(unfinished, file)
-    return file
+    write_json(folder / "check.json", content)
+    return folder / "check.json"
 
 
 def record(run: Any, content: dict[str, Any]) -> None:

@@ -5,21 +5,18 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from src.blocks import repeating_blocks
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 from src.launch import sharded_units
 
-KINDS = {"FSDP": "FSDP", "MULTI_GPU": "DDP", "NO": "single"}
-"""What a yaml's distributed_type asks for."""
-
 
 def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     """Looks at processes and model, not at what the launcher or Accelerate say of them."""
-    requested, world_size = subject.launch.requested, int(os.environ.get("WORLD_SIZE", "1"))
+    requested, world_size = subject.launch.requested["distributed_type"], int(os.environ.get("WORLD_SIZE", "1"))
     joined = subject.accelerator.reduce(torch.ones((), device=subject.device), "sum")
     yield Finding(
         "Launch",
@@ -40,9 +37,8 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         not (shared and one_machine),
         "processes share a device: each must take the one of its LOCAL_RANK",
     )
-    wanted = KINDS.get(requested["distributed_type"], requested["distributed_type"])
-    if wanted == "DDP" and world_size == 1:
-        wanted = "single"
+    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # set by the launcher's own options, too
+    wanted = "FSDP" if wants_fsdp or requested == "FSDP" else "DDP" if world_size > 1 else "single"
     units = sharded_units(subject.model)
     kind = "FSDP" if units else "DDP" if isinstance(subject.model, DistributedDataParallel) else "single"
     yield Finding(
@@ -64,18 +60,16 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
 
 
 def _sharding(subject: Subject, reference: Reference, units: int) -> Iterator[Finding]:
-    plugin = subject.accelerator.state.fsdp_plugin
-    from_yaml = plugin.transformer_cls_names_to_wrap if plugin else None
-    classes = [type(module).__name__ for module in reference.model.modules()]
-    blocks = sum(name in from_yaml for name in classes) if from_yaml else len(repeating_blocks(reference.model))
+    blocks, wrapped = fsdp_blocks(subject, reference), dict(subject.bare().named_modules())
+    bare = [name for name in blocks if not isinstance(wrapped[name], FSDPModule)]
     yield Finding(
         "Launch",
         "sharded units",
-        f"{units}",
-        f"{max(blocks, 1) + 1} or more: {blocks} blocks, the rest",  # Accelerate wraps embeddings and head apart
-        units > max(blocks, 1),
-        "only the root is wrapped: the whole model is gathered at once, and nothing is saved. Name the repeating "
-        "blocks in the model's _no_split_modules",
+        f"{units}, {len(blocks) - len(bare)} of {len(blocks)} blocks among them",
+        "all blocks, and the rest",
+        units > 1 and not bare,
+        "only the root is wrapped, or some blocks are not: what is not wrapped is gathered all at once, and stays. "
+        "Name the repeating blocks in the model's _no_split_modules",
     )
     world_size = subject.world_size
     parameters = list(reference.model.parameters())
@@ -102,6 +96,15 @@ def _sharding(subject: Subject, reference: Reference, units: int) -> Iterator[Fi
         places == {wanted},
         "the yaml's fsdp_offload_params was not applied",
     )
+
+
+def fsdp_blocks(subject: Subject, reference: Reference) -> list[str]:
+    """The names of the modules that FSDP is to wrap one by one; none where it goes by their size."""
+    if os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP") != "TRANSFORMER_BASED_WRAP":
+        return []
+    from_yaml = subject.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    classes = from_yaml or getattr(reference.model, "_no_split_modules", None) or []
+    return [name for name, module in reference.model.named_modules() if type(module).__name__ in classes]
 
 
 def _held_bytes(subject: Subject) -> int:

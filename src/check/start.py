@@ -22,8 +22,11 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         "build_model makes other weights on each process for the same seed: it draws from something that "
         "accelerate.utils.set_seed doesn't seed",
     )
-    ours, differing, count = dict(tensors(subject.bare())), [], 0
-    for name, expected in tensors(reference.model):
+    ours, theirs, count = dict(tensors(subject.bare())), dict(tensors(reference.model)), 0
+    differing = sorted(ours.keys() ^ theirs.keys())
+    for name, expected in theirs.items():
+        if name not in ours:
+            continue
         found = ours[name].detach()
         if isinstance(found, DTensor):
             shards = distribute_tensor(
@@ -46,4 +49,14 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         not wrong,
         "processes built different models: seed all of them alike before build_model (train.py: set_seed), and only "
         "after it each in its own way, for dropout",
+    )
+    drawn = subject.gather(subject.random_numbers)
+    yield Finding(
+        "Same start",
+        "random numbers from here on",
+        "each process its own" if len(set(drawn)) == len(drawn) else "the same on several processes",
+        "each its own",
+        len(set(drawn)) == len(drawn),
+        "dropout drops the same units on every process, so that a global batch has less variety than on one: seed with "
+        "device_specific=True once the model is built",
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from src.batches import MicroBatch
 from src.check.by_hand import by_hand, taken
-from src.check.errors import EXACT, REORDERED, Worst, norm, relative_errors, verdict
+from src.check.errors import EXACT, REORDERED, Worst, norm, off, relative_errors, verdict
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject, checksum, whole
 from src.optim import lr_at, set_lr
@@ -16,6 +16,7 @@ UPDATE = 1e-3
 """Largest error of an update, as a share of it: a small one is 1e-4 of its weight, whose rounding is 1e-7."""
 MUON_UPDATE = 0.5
 """Muon iterates in bf16: the order of a sum, which sharding changes, makes a matrix's update another by up to 0.16."""
+BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 RATE = 1e-9
 """Largest relative error of a learning rate: a number of Python's, and early in a warm-up hardly different at the next
 step."""
@@ -30,18 +31,19 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     steps = [min(step, schedule.steps - 1) for step in (0, 1, schedule.steps // 2)]  # whose learning rate they have
     randomness, is_training = _randomness(subject, reference, examined[0])
     exact = REORDERED if config.compile else EXACT
-    gradients, updates = Worst(exact), Worst(MUON_UPDATE if config.optim.name == "muon" else UPDATE)
+    is_muon_sharded = config.optim.name == "muon" and subject.accelerator.is_fsdp2
+    gradients, updates = Worst(exact), Worst(MUON_UPDATE if is_muon_sharded else UPDATE)
     losses, norms, rates = Worst(1e-2 if subject.is_half else exact), Worst(exact), Worst(RATE)
-    is_clipped = config.optim.max_grad_norm is not None
-    for step, window in zip(steps, examined, strict=True):
+    for number, (step, window) in enumerate(zip(steps, examined, strict=True), start=1):
         for model in (subject.model, reference.model):
             model.train(is_training)
         reference.copy_from(subject)
         before = {name: parameter.detach().clone() for name, parameter in reference.model.named_parameters()}
         expected = by_hand(subject, reference, window)
         expected_norm = norm(expected.gradients.values())
-        limit = min(config.optim.max_grad_norm or 0, expected_norm / 2)  # one that takes effect
-        if is_clipped:
+        limit = None
+        if config.optim.max_grad_norm is not None:
+            limit = min(config.optim.max_grad_norm, expected_norm / 2)  # one that takes effect
             expected.clip(expected_norm, limit)
         subject.seed()
         with taken(subject) as found:
@@ -50,10 +52,10 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
             yield Finding("Gradients", "finite", "not finite", "finite", False, "the loss or its gradient overflows")
             return
         gradients.add(relative_errors(found.gradients, expected.gradients), expected.noise)
-        losses.add({f"step {step + 1}": abs(done.sums[0] / max(done.sums[1], 1) / expected.loss - 1)})
-        norms.add({"all": abs(done.grad_norm / expected_norm - 1)}, expected.noise)
+        losses.add({f"step {number}": off(done.sums[0] / max(done.sums[1], 1), expected.loss)})
+        norms.add({f"step {number}": off(done.grad_norm, expected_norm)}, expected.noise)
         rate = lr_at(step, config.optim, *schedule)
-        rates.add({f"step {step + 1}": abs(rate_found / rate - 1) for rate_found in found.rates})
+        rates.add({f"step {number}": max(off(found_rate, rate) for found_rate in found.rates)})
         _update(reference, found.gradients, rate)
         updates.add(_update_errors(subject, reference, before))
     subject.model.train()
@@ -70,7 +72,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     )
     yield Finding(
         "Gradients",
-        "norm, " + ("clipped at half of it" if is_clipped else "not clipped"),
+        "norm, " + ("not clipped" if config.optim.max_grad_norm is None else "clipped at half of it"),
         *verdict(subject.gather(norms)),
         "the norm is one process's, or was taken before the gradients were scaled: clipping then has another bound",
     )
@@ -142,27 +144,31 @@ def _membership(subject: Subject) -> Iterator[Finding]:
 
 
 def _replicas(subject: Subject) -> Iterator[Finding]:
-    model, ranks = subject.bare(), range(subject.world_size)
+    model, drifted = subject.bare(), subject.drifted()
+    buffers = dict(model.named_buffers())
     if subject.accelerator.is_fsdp2:
         yield Finding("Updates", "replicas", "none: each process has its own shard")
-    elif subject.world_size > 1:
+    else:
         sums = subject.gather(checksum(list(model.parameters())))
         yield Finding(
             "Updates",
-            "replicas, checksum per process",
+            "replicas, checksum by process",
             ", ".join(sums) if len(set(sums)) > 1 else f"{sums[0]} on all {len(sums)}",
             "the same",
             len(set(sums)) == 1,
             "the processes train different models by now: they started apart, or a gradient is not reduced",
         )
-    everywhere = subject.gather({name: checksum([buffer]) for name, buffer in model.named_buffers()})
-    differing = [name for name in everywhere[0] if any(everywhere[rank][name] != everywhere[0][name] for rank in ranks)]
+    differing = [name for name in drifted if name in buffers]
     yield Finding(
         "Updates",
         "buffers",
-        f"{', '.join(differing[:3])}: differs" if differing else f"{len(everywhere[0])}, the same on all processes",
+        f"{', '.join(differing[:3])}: differs" if differing else f"{len(buffers)}, none of which drifts apart",
         "the same",
         not differing,
         "a buffer follows each process's own examples, and is not synchronised: evaluation and checkpoints have one "
         "process's. In place of BatchNorm take torch.nn.SyncBatchNorm, or better a norm that looks at one example",
     )
+    local = [name for name, m in model.named_modules() if isinstance(m, BATCH_NORMS) and subject.world_size > 1]
+    if local:
+        says = f"{local[0]} and {len(local) - 1} more: each process's examples alone, so that the curve depends on them"
+        yield Finding("Updates", "batch norm", says)

@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import extract_model_from_parallel, gather_object, set_seed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.batches import MicroBatch, training_windows
@@ -47,6 +48,9 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.stop = StopRequest(self.accelerator, self.config.model_copy(update={"max_hours": None}))
+        self.random_numbers = checksum([torch.get_rng_state()])
+        """Of the generator as train.py left it: equal where the same are drawn next."""
+        self._loss_scale = Progress().loss_scale if self.launch.precision == "fp16" else 1.0
 
     @property
     def times_optimized(self) -> Counter[int]:
@@ -72,8 +76,7 @@ class Subject:
 
     def progress(self, step: int) -> Progress:
         """As it is after `step` steps."""
-        is_fp16 = self.launch.precision == "fp16"
-        return Progress(step=step, loss_scale=Progress().loss_scale if is_fp16 else 1.0)
+        return Progress(step=step, loss_scale=self._loss_scale)
 
     def windows(self, first: int, micro_batch_size: int | None = None) -> Iterator[list[MicroBatch]]:
         """This process's micro-batches from step `first` on, without end."""
@@ -82,12 +85,14 @@ class Subject:
         return training_windows(self.accelerator, config, self.train_set, first, 10**12)
 
     def step(self, window: list[MicroBatch], progress: Progress, max_grad_norm: float | None = None) -> Step:
-        """The run's own; in fp16 again and again, until it doesn't overflow.
+        """The run's own; in fp16 again, with a smaller loss scale and random numbers from `seed`, where it overflows.
 
         Args:
             max_grad_norm: in place of the setting.
         """
-        optim = self.config.optim.model_copy(update={"max_grad_norm": max_grad_norm or self.config.optim.max_grad_norm})
+        optim = self.config.optim
+        if max_grad_norm is not None:
+            optim = optim.model_copy(update={"max_grad_norm": max_grad_norm})
         config = self.config.model_copy(update={"optim": optim})
         times_optimized = self.times_optimized
         for parameter in self.model.parameters():
@@ -97,16 +102,34 @@ class Subject:
             done = self.optimizer_step(
                 self.accelerator, config, self.model, self.optimizers, progress, window, self.schedule, self.stop
             )
-            if done.grad_norm is not None or progress.skipped_in_a_row or progress.loss_scale == 1.0:
+            if done.grad_norm is not None or progress.skipped_in_a_row:
                 return done
+            self._loss_scale = progress.loss_scale
+            self.seed()
 
     def seed(self) -> None:
         """What follows draws the same random numbers as after any other call, on each process its own."""
         set_seed(self.config.seed, device_specific=True)
 
+    def seed_alike(self) -> None:
+        """The same on all processes."""
+        set_seed(self.config.seed)
+
     def bare(self) -> nn.Module:
         """The model without its wrapper; FSDP leaves shards in it."""
         return extract_model_from_parallel(self.model)
+
+    def drifted(self) -> list[str]:
+        """The names of what should be the same on all processes, and is not. Collective.
+
+        Of buffers, those that DDP doesn't send from the first process to the others before the next forward pass.
+        """
+        held: list[tuple[str, Tensor]]
+        held = [(name, p) for name, p in self.bare().named_parameters() if not isinstance(p, DTensor)]
+        if not (isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers):
+            held += list(self.bare().named_buffers())
+        everywhere = self.gather({name: checksum([tensor]) for name, tensor in held})
+        return [name for name, _ in held if len({sums[name] for sums in everywhere}) > 1]
 
     def gather(self, fact: Any) -> list[Any]:
         """Each process's, in the order of their ranks, on all of them. Collective."""
@@ -131,7 +154,9 @@ class Reference:
         """Takes over the run's weights and buffers. Collective."""
         ours = dict(tensors(self.model))
         for name, tensor in tensors(subject.bare()):
-            ours[name].data.copy_(whole(tensor, subject.device))
+            found = whole(tensor, subject.device)
+            if name in ours:  # else the start is said to be another
+                ours[name].data = found.clone()
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -156,5 +181,6 @@ def checksum(found: list[Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in found:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        digest.update(local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        copied = local.detach().to("cpu", copy=True)  # FSDP can't free the memory of what has been a numpy array
+        digest.update(copied.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]

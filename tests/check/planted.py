@@ -109,7 +109,7 @@ FAULTS = [
     ),
     Fault(
         "a buffer not synchronised",
-        "ddp",
+        "fsdp",  # DDP sends the first process's to all
         (("src/models/mnist_cnn.py", "        self.fc2 = nn.Linear(128, 10)\n",
           "        self.fc2 = nn.Linear(128, 10)\n        self.register_buffer('seen', torch.zeros(()))\n"),
          ("src/models/mnist_cnn.py", "        return self.fc2(x)",
@@ -187,6 +187,20 @@ FAULTS = [
         (("src/checkpoint/random_state.py", "    torch.set_rng_state(", "    bytes("),),
         frozenset({"Checkpoint"}),
         "the random numbers",
+    ),
+    Fault(
+        "each process has data of its own",
+        "ddp",
+        (("src/data/mnist.py", "order = np.random.default_rng(0)", "order = np.random.default_rng()"),),
+        frozenset({"Data"}),
+        "build_datasets makes other data on each process",
+    ),
+    Fault(
+        "the same dropout on every process",
+        "ddp",
+        (("train.py", "set_seed(config.seed, device_specific=True)", "set_seed(config.seed)"),),
+        frozenset({"Same start"}),
+        "dropout drops the same units on every process",
     ),
     Fault(
         "gradients not cleared",
