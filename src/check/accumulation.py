@@ -6,7 +6,7 @@ from torch import Tensor
 
 from src.batches import MicroBatch
 from src.check.by_hand import by_hand, taken
-from src.check.errors import REORDERED, Worst, off, relative_errors, verdict
+from src.check.errors import NOISE_FACTORS, REORDERED, Worst, off, relative_errors, verdict
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 
@@ -23,13 +23,14 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         model.eval()
     reference.copy_from(subject)
     gradients, losses = Worst(REORDERED), Worst(1e-2 if subject.is_half else REORDERED)
-    for at in (0, subject.schedule.steps_per_epoch - 1):
+    factor = NOISE_FACTORS["FSDP" if subject.accelerator.is_fsdp2 else "other"]
+    for at, others in ((0, sizes[:1]), (subject.schedule.steps_per_epoch - 1, sizes)):
         window = next(subject.windows(at))
         noise = by_hand(subject, reference, window).noise if subject.is_half else {}
         expected, expected_loss = _step(subject, window)
-        for size in sizes:
+        for size in others:
             found, loss = _step(subject, next(subject.windows(at, size)))
-            gradients.add(relative_errors(found, expected), noise)
+            gradients.add(relative_errors(found, expected), noise, factor)
             losses.add({f"micro-batches of {size}": off(loss, expected_loss)})
     subject.model.train()
     named = " and ".join(map(str, sizes))

@@ -60,7 +60,9 @@ class ByHand:
     """Of its mean loss; not clipped."""
     loss: float
     noise: dict[str, float]
-    """Relative errors that half precision may make of the gradients, by name, and of `all`; empty in fp32."""
+    """Relative errors that half precision makes of the gradients, by name, and of `all`; empty in fp32."""
+    noise_factor: float = 1.0
+    """How many times that the run may err."""
 
     def clip(self, norm: float, max_norm: float) -> None:
         """Args:
@@ -78,12 +80,12 @@ def by_hand(subject: Subject, reference: Reference, window: list[MicroBatch]) ->
     gradients, loss = _gradients(subject, reference, window)
     if not subject.is_half:
         return ByHand(gradients, loss, {})
-    with torch.autocast(subject.device.type, torch.bfloat16):  # for fp16, too, which would need its loss scaled
+    with reference.autocast(torch.bfloat16):  # for fp16, too, which would need its loss scaled
         rough, rough_loss = _gradients(subject, reference, window)
-    is_same = subject.launch.precision == "bf16" and not subject.accelerator.is_fsdp2
-    factor = NOISE_FACTORS["same" if is_same else "FSDP" if subject.accelerator.is_fsdp2 else "fp16"]
-    noise = {name: factor * error for name, error in relative_errors(rough, gradients).items()}
-    return ByHand(rough, rough_loss, noise) if is_same else ByHand(gradients, loss, noise)
+    noise = relative_errors(rough, gradients)
+    if subject.launch.precision == "bf16" and not subject.accelerator.is_fsdp2:
+        return ByHand(rough, rough_loss, noise, NOISE_FACTORS["same"])
+    return ByHand(gradients, loss, noise, NOISE_FACTORS["FSDP" if subject.accelerator.is_fsdp2 else "other"])
 
 
 def _gradients(subject: Subject, reference: Reference, window: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:

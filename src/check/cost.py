@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import statistics
@@ -29,7 +30,7 @@ LOSSES = (
 """In the names of operators: what losses are made of."""
 PRODUCTS = ("mm", "addmm", "bmm", "convolution")
 """Names of operators: where most of the computing is."""
-ROUNDS = 5
+ROUNDS = 3
 """Steps to take the median time of."""
 SLACK = 0.01, 1000.0
 """What the bytes may be off by: a share, and the loop's own counts."""
@@ -208,7 +209,7 @@ def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBa
 
 
 def _compute(subject: Subject, reference: Reference, window: list[MicroBatch]) -> None:
-    with subject.accelerator.autocast():
+    with reference.autocast(subject.half) if subject.half else contextlib.nullcontext():
         backward(subject.task, reference.model, [micro_batch.data for micro_batch in window])
     for optimizer in reference.optimizers:
         optimizer.step()

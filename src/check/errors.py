@@ -11,10 +11,10 @@ EXACT = 1e-4
 REORDERED = 1e-3
 """The same where the forward pass rounds otherwise too, in a batch of another size or compiled: a ReLU that flips, or
 another maximum in a pool, is worth 1e-4."""
-NOISE_FACTORS = {"same": 0.5, "fp16": 4.0, "FSDP": 16.0}
+NOISE_FACTORS = {"same": 2.0, "other": 4.0, "FSDP": 16.0}
 """In half precision an error may be so many times that of one unwrapped model, between autocast to bf16 and fp32: where
-the run is held against that model under the same autocast; in fp16, which needs its loss scaled; under FSDP, which
-computes all in half precision, where autocast does only what bears it well."""
+the run is held against that model under the same autocast; where under another, or in other micro-batches; under FSDP,
+which computes all in half precision, where autocast does only what bears it well."""
 MOST = 0.5
 """In half precision too: a sum that was not divided by two processes is 1 off."""
 FLOOR = 1e-2
@@ -52,13 +52,15 @@ class Worst:
         self.ratio, self.error, self.name = 0.0, 0.0, ""
         self.bound = self._least = bound
 
-    def add(self, errors: Mapping[str, float], noise: Mapping[str, float] | None = None) -> None:
+    def add(self, errors: Mapping[str, float], noise: Mapping[str, float] | None = None, factor: float = 1.0) -> None:
         """Args:
         errors: by name.
-        noise: what half precision may make of each; empty or None in fp32.
+        noise: what half precision makes of each, and of `all`; empty or None in fp32.
+        factor: how many times the noise the errors may be.
         """
         for name, error in errors.items():
-            bound = min(MOST, max(self._least, noise.get(name, 0), noise["all"])) if noise else self._least
+            allowed = min(MOST, factor * max(noise.get(name, 0), noise["all"])) if noise else 0.0
+            bound = max(self._least, allowed)
             ratio = error / bound if math.isfinite(error) else math.inf
             if ratio > self.ratio:
                 self.ratio, self.error, self.name, self.bound = ratio, error, name, bound

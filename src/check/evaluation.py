@@ -1,5 +1,6 @@
 """Check 7, Evaluation: the run's own gives what one process finds over the same examples."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -22,9 +23,10 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     if count > MOST:
         dataset = Subset(subject.eval_set, range(MOST - 1))  # type: ignore[arg-type]  # one less: a ragged end
     reference.copy_from(subject)
-    found, _ = subject.evaluate(subject.accelerator, subject.config, subject.model, dataset, subject.stop)
-    with subject.accelerator.autocast():
-        size = 4 * subject.config.micro_batch(subject.world_size)  # it keeps no activations for a backward pass
+    size = 4 * subject.config.micro_batch(subject.world_size)  # nothing is kept for a backward pass
+    config = subject.config.model_copy(update={"micro_batch_size": size})
+    found, _ = subject.evaluate(subject.accelerator, config, subject.model, dataset, subject.stop)
+    with reference.autocast(subject.half) if subject.half else contextlib.nullcontext():
         expected = subject.gather(evaluate(subject.task, reference.model, dataset, size))[0]
     of = f"examples (the first of {count:,})" if count > MOST else "examples"
     yield Finding(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -68,6 +70,11 @@ class Subject:
     @property
     def world_size(self) -> int:
         return self.accelerator.num_processes
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """What it computes in, where that is half precision."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.launch.precision)
 
     @property
     def is_half(self) -> bool:
@@ -150,12 +157,21 @@ class Reference:
             subject.config.optim, self.model, subject.accelerator.is_fsdp2
         )
 
+    @contextlib.contextmanager
+    def autocast(self, dtype: torch.dtype) -> Iterator[None]:
+        """As Accelerate does it: the forward pass alone."""
+        device_type = next(self.model.parameters()).device.type
+        with mock.patch.object(self.model, "forward", torch.autocast(device_type, dtype)(self.model.forward)):
+            yield
+
     def copy_from(self, subject: Subject) -> None:
         """Takes over the run's weights and buffers. Collective."""
         ours = dict(tensors(self.model))
         for name, tensor in tensors(subject.bare()):
             found = whole(tensor, subject.device)
-            if name in ours:  # else the start is said to be another
+            if name in ours and ours[name].shape == found.shape:
+                ours[name].data.copy_(found)
+            elif name in ours:  # a buffer that grows with what was seen; what is not there is told in Same start
                 ours[name].data = found.clone()
 
 
