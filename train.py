@@ -94,12 +94,11 @@ def train(config: Config) -> None:
     if config.check:
         from src.check.examine import Subject, examine
 
-        sets = train_set, eval_set
-        is_right = examine(
-            Subject(
-                accelerator, launch, config, *sets, model, optimizers, schedule, facts_to_keep, optimizer_step, evaluate
-            )
-        )
+        subject = Subject(
+            accelerator, launch, config, train_set, eval_set, model, optimizers, schedule, facts_to_keep,
+            optimizer_step, evaluate,
+        )  # fmt: skip
+        is_right = examine(subject)
         accelerator.wait_for_everyone()
         accelerator.end_training()
         sys.exit(0 if is_right else 1)
