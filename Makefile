@@ -39,8 +39,9 @@ format: setup  ## let the linter and the formatter change what they can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: setup  ## measure the loop, the data path and checkpoints; ARGS='--data_dir=DIR' for real MNIST
+bench: setup  ## measure the loop, the data path, data parallelism and checkpoints; ARGS='--data_dir=DIR' for real MNIST
 	@$(BIN)/python -m benchmarks.loop_overhead $(ARGS)
+	@$(BIN)/python -m benchmarks.data_parallel $(ARGS)
 	@$(BIN)/python -m benchmarks.checkpoints
 
 clean:  ## remove .venv and caches; runs/ and data/ stay

@@ -47,10 +47,11 @@ def examine(subject: Subject) -> Iterator[Finding]:
     """Follows the run's own path to the data, from sampler to DataLoader, processes that load data among it."""
     seen = subject.gather((len(subject.train_set), len(subject.eval_set), _sample(subject)))
     is_same = len(set(seen)) == 1
+    others = ", ".join(str(rank) for rank, of_rank in enumerate(seen) if of_rank != seen[0])
     yield Finding(
         "Data",
         "datasets",
-        f"{seen[0][0]:,} and {seen[0][1]:,} examples" if is_same else f"not the same on each process: {seen}",
+        f"{seen[0][0]:,} and {seen[0][1]:,} examples" if is_same else f"not those of process 0 on {others}",
         "the same on all",
         is_same,
         "build_datasets makes other data on each process: it shuffles or splits unseeded, or goes by the order "

@@ -192,7 +192,7 @@ FAULTS = [
         "each process has data of its own",
         "ddp",
         (("src/data/mnist.py", "order = np.random.default_rng(0)", "order = np.random.default_rng()"),),
-        frozenset({"Data"}),
+        frozenset({"Data", "Evaluation"}),
         "build_datasets makes other data on each process",
     ),
     Fault(
