@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from src.config import Config, load_config
 from src.exit_codes import exit_codes
@@ -19,11 +19,12 @@ from src.orphans import end_with_launcher
 if TYPE_CHECKING:  # torch is imported in the functions: the settings come first, and mistakes in them are fast
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from torch import Tensor, nn
+    from torch import nn
 
     from src.batches import MicroBatch
+    from src.optim import Schedule
     from src.preemption import StopRequest
-    from src.progress import Progress
+    from src.progress import Progress, Step
     from src.tasks.base import Examples
 
 
@@ -56,7 +57,7 @@ def train(config: Config) -> None:
         peak_memory,
         prepare,
     )
-    from src.optim import build_optimizers
+    from src.optim import Schedule, build_optimizers
     from src.preemption import StopRequest
     from src.progress import Progress
     from src.tracking import Tracker, figures
@@ -219,26 +220,6 @@ def train(config: Config) -> None:
     accelerator.end_training()
 
 
-class Schedule(NamedTuple):
-    """What the learning rate goes by."""
-
-    steps: int
-    """That it spans."""
-    steps_per_epoch: int
-
-
-class Step(NamedTuple):
-    """What one optimizer step has to say."""
-
-    totals: Tensor
-    """Over all processes: the loss's sum, what it counts, tokens without and with padding, requests to stop."""
-    sums: list[float]
-    """The same, on the host."""
-    lr: float
-    grad_norm: float | None
-    """Before it was clipped; None: it is not finite, and the step was not taken."""
-
-
 def optimizer_step(
     accelerator: Accelerator,
     config: Config,
@@ -253,6 +234,7 @@ def optimizer_step(
     from src.bad_steps import accepts
     from src.batches import zeros
     from src.optim import lr_at, scale_and_clip, set_lr
+    from src.progress import Step
 
     is_fp16, global_batch_size = accelerator.mixed_precision == "fp16", config.global_batch_size
     totals = zeros(accelerator, 5)

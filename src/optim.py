@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -10,6 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, AdamW, Optimizer
 
 from src.config import Optim
+
+
+class Schedule(NamedTuple):
+    """What the learning rate goes by, besides its settings."""
+
+    steps: int
+    """That it spans."""
+    steps_per_epoch: int
 
 
 def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) -> list[Optimizer]:

@@ -1,6 +1,24 @@
 """How far a run has come: what the loop counts, and what each checkpoint keeps of it."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Step(NamedTuple):
+    """What one optimizer step has to say."""
+
+    totals: Tensor
+    """Over all processes: the loss's sum, what it counts, tokens without and with padding, requests to stop."""
+    sums: list[float]
+    """The same, on the host."""
+    lr: float
+    grad_norm: float | None
+    """Before it was clipped; None: it is not finite, and the step was not taken."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,13 +22,10 @@ from torch.optim import Optimizer
 from src.batches import MicroBatch, training_windows
 from src.config import Config
 from src.launch import Launch
-from src.optim import build_optimizers
+from src.optim import Schedule, build_optimizers
 from src.preemption import StopRequest
-from src.progress import Progress
+from src.progress import Progress, Step
 from src.tasks.base import Examples, Task
-
-if TYPE_CHECKING:
-    from train import Schedule, Step
 
 
 @dataclass
