@@ -181,6 +181,8 @@ FAULTS = [
         frozenset({"Checkpoint"}),
         "the optimizer's state",
     ),
+]  # fmt: skip
+MORE = [
     Fault(
         "a checkpoint that forgets the random numbers",
         "ddp",

@@ -47,6 +47,7 @@ def test_the_digits_are_well(launch: Launch, yaml: str, processes: int, argument
     assert_all_is_well(launch(yaml, "--check", *arguments, processes=processes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("yaml", "precision"), [("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp16")])
 def test_half_precision_is_well(launch: Launch, yaml: str, precision: str) -> None:
     run = launch(yaml, "--check", launcher_arguments=(f"--mixed_precision={precision}",))
@@ -55,7 +56,7 @@ def test_half_precision_is_well(launch: Launch, yaml: str, precision: str) -> No
     assert {"bf16": "bfloat16", "fp16": "float16"}[precision] in products
 
 
-@pytest.mark.parametrize(("yaml", "lora"), [("ddp", True), ("fsdp", True), ("fsdp_grad_op", False)])
+@pytest.mark.parametrize(("yaml", "lora"), [("ddp", False), ("fsdp", True)])
 def test_a_language_model_with_ragged_counts_is_well(launch: Launch, tmp_path: Path, yaml: str, lora: bool) -> None:
     model = [f"--task.model={tiny.llama(tmp_path / 'llama')}", "--task.lora.r=4"] if lora else LLAMA
     data = tiny.questions(tmp_path / "questions.jsonl")
@@ -72,7 +73,7 @@ def test_a_classifier_is_well(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_run_is_examined_as_often_as_one_likes_and_goes_on_afterwards(launch: Launch) -> None:
-    """Tried with `find` in train.py also under --check, and with the checkpoint check's folder left there."""
+    """Tried with `find` in train.py also under --check: it says that the run is finished, and examines nothing."""
     run = launch("ddp", *SHORT[1:], "--max_steps=10").succeeded()
 
     def files() -> dict[str, tuple[str, int]]:
@@ -81,7 +82,8 @@ def test_a_run_is_examined_as_often_as_one_likes_and_goes_on_afterwards(launch: 
 
     before = files()
     for _ in range(2):
-        assert launch("ddp", *SHORT[1:], "--max_steps=10", "--check", folder=run.folder).exit_code == 0
+        examined = launch("ddp", *SHORT[1:], "--max_steps=10", "--check", folder=run.folder).succeeded()
+        assert "all checks passed" in examined.stdout
     assert files() == before
     assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
     longer = launch("ddp", *SHORT, folder=run.folder).succeeded()

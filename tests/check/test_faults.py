@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.check.planted import FAULTS, Fault, plant
+from tests.check.planted import FAULTS, MORE, Fault, plant
 from tests.conftest import Launch
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [*FAULTS, *(pytest.param(fault, marks=pytest.mark.slow) for fault in MORE)], ids=lambda fault: fault.name
+)
 def test_fault(launch: Launch, tmp_path: Path, fault: Fault) -> None:
     run = launch(
         fault.yaml,
