@@ -92,7 +92,7 @@ def scale_and_clip(accelerator: Accelerator, model: nn.Module, scale: Tensor, ma
     Returns:
         The norm before clipping, over all processes, shape ().
     """
-    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
     scale = scale.to(gradients[0].device)  # FSDP offload keeps the gradients on the CPU
     precise = torch.float32 if scale.device.type == "mps" else torch.float64
     if scale.device.type == "cpu":  # torch's norm of a million values is off by 5e-5 there, but its sum adds in pairs
@@ -106,8 +106,9 @@ def scale_and_clip(accelerator: Accelerator, model: nn.Module, scale: Tensor, ma
     return norm
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's shard, or all of what is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _decay_groups(config: Optim, parameters: list[nn.Parameter]) -> list[dict]:

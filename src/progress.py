@@ -20,6 +20,11 @@ class Step(NamedTuple):
     grad_norm: float | None
     """Before it was clipped; None: it is not finite, and the step was not taken."""
 
+    @property
+    def loss(self) -> float:
+        """The mean over what it counts."""
+        return self.sums[0] / max(self.sums[1], 1)
+
 
 @dataclass
 class Progress:

@@ -83,6 +83,6 @@ def _go_on(subject: Subject, progress: Progress) -> tuple[list[float], str]:
     losses = []
     for _ in range(STEPS):
         done = subject.step(next(windows), progress)
-        losses.append(done.sums[0] / max(done.sums[1], 1))
+        losses.append(done.loss)
     left = run_tensors(subject.model, [optimizer.optimizer for optimizer in subject.optimizers])
     return losses, checksum([left[name] for name in sorted(left)])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import math
 import statistics
 import time
 from collections import Counter
@@ -18,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.batches import MicroBatch
 from src.check.findings import Finding
-from src.check.launch import fsdp_blocks
+from src.check.launch import blocks_to_wrap, largest_shard
 from src.check.subject import Reference, Subject
 from src.launch import peak_memory
 from src.reference import backward
@@ -192,13 +190,12 @@ def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBa
     plugin = subject.accelerator.state.fsdp_plugin
     policy = plugin.mixed_precision_policy
     width = policy.param_dtype.itemsize if policy and policy.param_dtype else 4
-    blocks = [model.get_submodule(name) for name in fsdp_blocks(subject, reference)]
+    blocks = [model.get_submodule(name) for name in blocks_to_wrap(subject, reference)]
     blocks = [block for block in blocks if any(p.requires_grad for p in block.parameters())]  # else not gathered again
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     least = most = 0.0
     for p in model.parameters():
-        # FSDP fills up the first dimension, so that each shard has as many rows
-        size = world_size * math.ceil(p.shape[0] / world_size) * p[0].numel() if p.ndim else 1
+        size = world_size * largest_shard(p, world_size)
         reduced = 4 * size if p.requires_grad else 0
         again = width * size if plugin.reshard_after_forward else 0
         least += width * size + reduced + (again if id(p) in in_blocks else 0)
@@ -209,7 +206,7 @@ def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBa
 
 
 def _compute(subject: Subject, reference: Reference, window: list[MicroBatch]) -> None:
-    with reference.autocast(subject.half) if subject.half else contextlib.nullcontext():
+    with reference.autocast(subject.half):
         backward(subject.task, reference.model, [micro_batch.data for micro_batch in window])
     for optimizer in reference.optimizers:
         optimizer.step()

@@ -66,7 +66,7 @@ def examine(subject: Subject) -> Iterator[Finding]:
     read = _together(subject, windows)
     epochs, expected = [read[:steps], read[steps:]], [_of_one_process(subject, epoch) for epoch in (0, 1)]
     for number, (found, wanted) in enumerate(zip(epochs, expected, strict=True), start=1):
-        yield _each_once(f"epoch {number}: examples read", np.concatenate(found), np.arange(len(positions)))
+        yield _each_once(f"epoch {number}: examples read", np.concatenate(found), len(positions))
         differing = [i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if not np.array_equal(a, b)]
         yield Finding(
             "Data",
@@ -92,7 +92,7 @@ def examine(subject: Subject) -> Iterator[Finding]:
     )
     batches = [[batch] for batch in evaluation_batches(subject.accelerator, config, _Positions(len(subject.eval_set)))]
     evaluated = np.concatenate(_together(subject, batches))
-    yield _each_once("evaluation: examples read", evaluated, np.arange(len(subject.eval_set)))
+    yield _each_once("evaluation: examples read", evaluated, len(subject.eval_set))
 
 
 def _sample(subject: Subject) -> str:
@@ -131,12 +131,12 @@ def _of_one_process(subject: Subject, epoch: int) -> list[np.ndarray]:
     return list(sampler)
 
 
-def _each_once(what: str, found: np.ndarray, wanted: np.ndarray) -> Finding:
+def _each_once(what: str, found: np.ndarray, examples: int) -> Finding:
     counts = Counter(found.tolist())
-    absent = [index for index in wanted.tolist() if index not in counts]
+    absent = [index for index in range(examples) if index not in counts]
     again = [index for index, count in counts.items() if count > 1]
-    measured = f"{len(counts):,} of {len(wanted):,}, in {len(found):,} reads"
-    if len(again) > len(counts) / 2 and len(absent) > len(wanted) / 4:
+    measured = f"{len(counts):,} of {examples:,}, in {len(found):,} reads"
+    if len(again) > len(counts) / 2 and len(absent) > examples / 4:
         means = "every process reads the same shard: the sampler knows neither rank nor number of processes"
     else:
         left_out = f"{len(absent):,} left out ({absent[0]}, …): drop_last, or a cut at the end" if absent else ""

@@ -1,6 +1,5 @@
 """Check 7, Evaluation: the run's own gives what one process finds over the same examples."""
 
-import contextlib
 import math
 from collections.abc import Iterator
 
@@ -26,7 +25,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     size = 4 * subject.config.micro_batch(subject.world_size)  # nothing is kept for a backward pass
     config = subject.config.model_copy(update={"micro_batch_size": size})
     found, _ = subject.evaluate(subject.accelerator, config, subject.model, dataset, subject.stop)
-    with reference.autocast(subject.half) if subject.half else contextlib.nullcontext():
+    with reference.autocast(subject.half):
         expected = subject.gather(evaluate(subject.task, reference.model, dataset, size))[0]
     of = f"examples (the first of {count:,})" if count > MOST else "examples"
     yield Finding(

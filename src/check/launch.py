@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 from src.launch import sharded_units
+from src.optim import local_part
 
 
 def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
@@ -60,7 +62,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
 
 
 def _sharding(subject: Subject, reference: Reference, units: int) -> Iterator[Finding]:
-    blocks, wrapped = fsdp_blocks(subject, reference), dict(subject.bare().named_modules())
+    blocks, wrapped = blocks_to_wrap(subject, reference), dict(subject.bare().named_modules())
     bare = [name for name in blocks if not isinstance(wrapped[name], FSDPModule)]
     yield Finding(
         "Launch",
@@ -71,9 +73,8 @@ def _sharding(subject: Subject, reference: Reference, units: int) -> Iterator[Fi
         "only the root is wrapped, or some blocks are not: what is not wrapped is gathered all at once, and stays. "
         "Name the repeating blocks in the model's _no_split_modules",
     )
-    world_size = subject.world_size
     parameters = list(reference.model.parameters())
-    largest = sum(math.ceil(p.shape[0] / world_size) * p[0].numel() * 4 if p.ndim else 4 for p in parameters)
+    largest = sum(4 * largest_shard(p, subject.world_size) for p in parameters)
     held = _held_bytes(subject)
     whole = sum(p.numel() * 4 for p in parameters)
     unsharded = [name for name, p in subject.model.named_parameters() if not isinstance(p, DTensor)]
@@ -98,7 +99,12 @@ def _sharding(subject: Subject, reference: Reference, units: int) -> Iterator[Fi
     )
 
 
-def fsdp_blocks(subject: Subject, reference: Reference) -> list[str]:
+def largest_shard(parameter: Tensor, world_size: int) -> int:
+    """Elements of the first process's shard: FSDP divides the first dimension, and fills the other shards up to it."""
+    return math.ceil(parameter.shape[0] / world_size) * parameter[0].numel() if parameter.ndim else 1
+
+
+def blocks_to_wrap(subject: Subject, reference: Reference) -> list[str]:
     """The names of the modules that FSDP is to wrap one by one; none where it goes by their size."""
     if os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP") != "TRANSFORMER_BASED_WRAP":
         return []
@@ -109,5 +115,5 @@ def fsdp_blocks(subject: Subject, reference: Reference) -> list[str]:
 
 def _held_bytes(subject: Subject) -> int:
     """Of parameters, by the process that holds most."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in subject.model.parameters()]
+    local = [local_part(p) for p in subject.model.parameters()]
     return max(subject.gather(sum(tensor.numel() * tensor.element_size() for tensor in local)))

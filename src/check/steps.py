@@ -52,7 +52,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
             yield Finding("Gradients", "finite", "not finite", "finite", False, "the loss or its gradient overflows")
             return
         gradients.add(relative_errors(found.gradients, expected.gradients), expected.noise, expected.noise_factor)
-        losses.add({f"step {number}": off(done.sums[0] / max(done.sums[1], 1), expected.loss)})
+        losses.add({f"step {number}": off(done.loss, expected.loss)})
         norms.add({f"step {number}": off(done.grad_norm, expected_norm)}, expected.noise, expected.noise_factor)
         rate = lr_at(step, config.optim, *schedule)
         rates.add({f"step {number}": max(off(found_rate, rate) for found_rate in found.rates)})

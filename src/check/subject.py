@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from src.batches import MicroBatch, training_windows
 from src.config import Config
 from src.launch import Launch
-from src.optim import Schedule, build_optimizers
+from src.optim import Schedule, build_optimizers, local_part
 from src.preemption import StopRequest
 from src.progress import Progress, Step
 from src.tasks.base import Examples, Task
@@ -147,7 +147,7 @@ class Reference:
     """
 
     def __init__(self, subject: Subject) -> None:
-        set_seed(subject.config.seed)
+        subject.seed_alike()
         self.model = subject.task.build_model().to(subject.device)
         self.model.train()
         self.optimizers: list[Optimizer] = build_optimizers(
@@ -155,10 +155,10 @@ class Reference:
         )
 
     @contextlib.contextmanager
-    def autocast(self, dtype: torch.dtype) -> Iterator[None]:
-        """As Accelerate does it: the forward pass alone."""
-        device_type = next(self.model.parameters()).device.type
-        with mock.patch.object(self.model, "forward", torch.autocast(device_type, dtype)(self.model.forward)):
+    def autocast(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """As Accelerate does it: the forward pass alone. None: without."""
+        autocast = torch.autocast(next(self.model.parameters()).device.type, dtype, enabled=dtype is not None)
+        with mock.patch.object(self.model, "forward", autocast(self.model.forward)):
             yield
 
     def copy_from(self, subject: Subject) -> None:
@@ -193,7 +193,8 @@ def checksum(found: list[Tensor]) -> str:
     """Equal where all values are, to the last bit."""
     digest = hashlib.sha256()
     for tensor in found:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        copied = local.detach().to("cpu", copy=True)  # FSDP can't free the memory of what has been a numpy array
+        copied = (
+            local_part(tensor).detach().to("cpu", copy=True)
+        )  # FSDP can't free the memory of what has been a numpy array
         digest.update(copied.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]
