@@ -1,0 +1,87 @@
+"""What every benchmark here is made of: two things measured in turn (A B A B …), and one row of a table about them."""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One question, answered in pairs."""
+
+    question: str
+    """What is compared, in a few words; names the row in results.json."""
+    unit: str
+    """Of `ours` and `theirs`."""
+    ours: list[float]
+    """One value per round."""
+    theirs: list[float]
+    """Of the same rounds: each was measured right before or after ours."""
+    target: float
+    """What the median ratio is to reach."""
+    is_gain: bool
+    """True: the ratio says how many times as fast ours is, and more is better. False: how many times as much ours
+    takes, and less is better."""
+    is_speed: bool = False
+    """Whether more of the unit is better, as of tokens per second."""
+
+    @property
+    def ratios(self) -> list[float]:
+        """One per round, in the direction that `is_gain` says."""
+        pairs = zip(self.ours, self.theirs, strict=True)
+        return [(ours / theirs if self.is_speed == self.is_gain else theirs / ours) for ours, theirs in pairs]
+
+    @property
+    def ratio(self) -> float:
+        """Their median."""
+        return statistics.median(self.ratios)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the target is."""
+        return self.ratio >= self.target if self.is_gain else self.ratio <= self.target
+
+
+def in_turn(rounds: int, *variants: Callable[[], float]) -> list[list[float]]:
+    """Calls each in each round, one after the other.
+
+    Returns:
+        What each returned, shape (variants, rounds).
+    """
+    values = [[variant() for variant in variants] for _ in range(rounds)]
+    return [list(of_variant) for of_variant in zip(*values, strict=True)]
+
+
+def table(comparisons: Iterable[Comparison]) -> str:
+    """A row each, with the medians; behind the ratio its smallest and largest value."""
+    head = ("question", "ours", "theirs", "ratio", "spread", "asked")
+    rows = [head]
+    for c in comparisons:
+        ours, theirs = (f"{statistics.median(values):.4g} {c.unit}" for values in (c.ours, c.theirs))
+        spread = f"{min(c.ratios):.3g} to {max(c.ratios):.3g}"
+        asked = f"{'>=' if c.is_gain else '<='} {c.target:g}" + ("" if c.is_reached else "  not reached")
+        rows.append((c.question, ours, theirs, f"{c.ratio:.3g}", spread, asked))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def save(comparisons: Iterable[Comparison], file: Path) -> None:
+    file.write_text(json.dumps([asdict(c) for c in comparisons], indent=1) + "\n")
+
+
+def load(file: Path) -> list[Comparison]:
+    return [Comparison(**row) for row in json.loads(file.read_text())]
+
+
+def main(measure: Callable[[str], list[Comparison]], doc: str | None) -> None:
+    """The command line of a benchmark.
+
+    Args:
+        measure: answers its questions; takes the folder with MNIST.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", default="data", help="folder with MNIST; downloaded into it where missing")
+    print(table(measure(parser.parse_args().data_dir)))
