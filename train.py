@@ -18,8 +18,8 @@ from src.orphans import end_with_launcher
 
 if TYPE_CHECKING:  # torch is imported in the functions: the settings come first, and mistakes in them are fast
     from accelerate import Accelerator
-    from accelerate.optimizer import AcceleratedOptimizer
     from torch import nn
+    from torch.optim import Optimizer
 
     from src.batches import MicroBatch
     from src.optim import Schedule
@@ -43,7 +43,7 @@ def train(config: Config) -> None:
     from accelerate.utils import set_seed
 
     from src.bad_steps import explain
-    from src.batches import examples_seen, training_windows, zeros
+    from src.batches import examples_seen, training_windows
     from src.blocks import checkpoint_activations, compile_blocks
     from src.checkpoint.resume import Found, about, find, read_best, restore
     from src.checkpoint.save import Saver
@@ -127,8 +127,6 @@ def train(config: Config) -> None:
     ):
         saver = Saver(accelerator, config, model, optimizers, found.checkpoint, tracker.say)
         windows = training_windows(accelerator, config, train_set, progress.step, total_steps)
-        interval = zeros(accelerator, 4)
-        interval += interval.new_tensor(progress.interval)
         started = time.perf_counter() - progress.seconds
         interval_started = time.perf_counter() - progress.interval_seconds
         is_stopping = False
@@ -138,7 +136,6 @@ def train(config: Config) -> None:
             step = progress.step
             is_evaluated = False
             if (step % eval_every == 0 or step == total_steps) and step > progress.evaluated and not is_stopping:
-                interval.tolist()  # training pauses here, also on the device
                 paused = time.perf_counter()
                 evaluation = evaluate(accelerator, config, model, eval_set, stop)
                 interval_started += time.perf_counter() - paused
@@ -153,18 +150,18 @@ def train(config: Config) -> None:
             saver.collect()
             is_due = step % config.save_every == 0 or (is_evaluated and config.checkpoint.wants_best)
             if step and (is_due or is_last or is_stopping):
-                progress.count_interval(interval.tolist(), time.perf_counter() - interval_started)
+                progress.interval_seconds = time.perf_counter() - interval_started
                 progress.seconds = time.perf_counter() - started
                 saver.save(progress, facts_to_keep | tracker.position())
             if is_last or is_stopping:
                 break
             # ------------------------------------------------------------------------------- one optimizer step
-            totals, sums, lr, grad_norm = optimizer_step(
+            sums, lr, grad_norm = optimizer_step(
                 accelerator, config, model, optimizers, progress, next(windows), schedule, stop
             )
-            is_stopping = sums[4] > 0
-            if math.isfinite(sums[0]):
-                interval += totals[:4]
+            is_stopping = sums.stop_requests > 0
+            if math.isfinite(sums.loss):
+                progress.count(sums)
             step = progress.step
             tracker.advance()
             # ---------------------------------------------------------------------------------------------------
@@ -174,7 +171,7 @@ def train(config: Config) -> None:
             is_scheduled = step % config.log_every == 0
             if is_scheduled or step == total_steps:
                 now = time.perf_counter()
-                progress.count_interval(interval.tolist(), now - interval_started)
+                progress.interval_seconds = now - interval_started
                 last_logged = (step - 1) // config.log_every * config.log_every
                 examples = examples_seen(step, config, train_set) - examples_seen(last_logged, config, train_set)
                 optim_metrics = {"train/lr": lr, "train/grad_norm": grad_norm}
@@ -183,7 +180,6 @@ def train(config: Config) -> None:
                 tracker.log(step, metrics)
                 if is_scheduled:  # a longer run than this one would not stop counting here
                     progress.end_interval()
-                    interval.zero_()
                     interval_started = now
 
         saver.finish()
@@ -224,7 +220,7 @@ def optimizer_step(
     accelerator: Accelerator,
     config: Config,
     model: nn.Module,
-    optimizers: list[AcceleratedOptimizer],
+    optimizers: list[Optimizer],
     progress: Progress,
     window: list[MicroBatch],
     schedule: Schedule,
@@ -232,40 +228,34 @@ def optimizer_step(
 ) -> Step:
     """Forward and backward over one global batch, of which `window` is this process's part, and the update."""
     from src.bad_steps import accepts
-    from src.batches import zeros
-    from src.optim import lr_at, scale_and_clip, set_lr
+    from src.optim import gradients_of, lr_at, scale_and_clip, set_lr
     from src.progress import Step
+    from src.sums import sum_over_processes
 
-    is_fp16, global_batch_size = accelerator.mixed_precision == "fp16", config.global_batch_size
-    totals = zeros(accelerator, 5)
+    task, amounts = config.task, []
     for i, micro_batch in enumerate(window, start=1):
         # FSDP reduces after each micro-batch: it would have to keep whole gradients to do so only at the end
         is_reduced = i == len(window) or accelerator.is_fsdp2
         with contextlib.nullcontext() if is_reduced else accelerator.no_sync(model):
-            loss, count = config.task.loss(model, micro_batch.to(accelerator.device))
+            loss, count = task.loss(model, micro_batch.to(accelerator.device))
             # DDP and FSDP average the gradients: times the number of processes, that is their sum over them
-            factor = micro_batch.weight * accelerator.num_processes / global_batch_size * progress.loss_scale
+            factor = micro_batch.weight * accelerator.num_processes / config.global_batch_size * progress.loss_scale
             accelerator.backward(loss * factor)
-        for k, amount in enumerate((loss.detach(), count, *config.task.tokens(micro_batch.data))):
-            totals[k] += amount * micro_batch.weight
-    totals[4] = stop.is_made
-    totals = accelerator.reduce(totals, "sum")
-    norm = scale_and_clip(  # from the sum / global_batch_size to the mean over what the loss counts
-        accelerator,
-        model,
-        global_batch_size / (totals[1].clamp(min=1) * progress.loss_scale),
-        config.optim.max_grad_norm,
-    )
-    sums, grad_norm = totals.tolist(), norm.item()  # waits for the device
+        amounts.append([n * micro_batch.weight for n in (loss.detach(), count, *task.tokens(micro_batch.data))])
+    gradients = gradients_of(model)
+    sums = sum_over_processes(accelerator, amounts, gradients, stop.is_made)  # waits for the device
+    # from the sum / global_batch_size to the mean over what the loss counts
+    scale = config.global_batch_size / (max(sums.counted, 1) * progress.loss_scale)
+    grad_norm = scale_and_clip(gradients, scale, math.sqrt(sums.squares), config.optim.max_grad_norm)
     lr = lr_at(progress.updates, config.optim, *schedule)
     set_lr(optimizers, lr)
-    is_accepted = accepts(progress, grad_norm, is_fp16)
+    is_accepted = accepts(progress, grad_norm, accelerator.mixed_precision == "fp16")
     for optimizer in optimizers:
         if is_accepted:
             optimizer.step()
         optimizer.zero_grad()
     progress.step += 1
-    return Step(totals, sums, lr, grad_norm if is_accepted else None)
+    return Step(sums, lr, grad_norm if is_accepted else None)
 
 
 def evaluate(
@@ -275,10 +265,11 @@ def evaluate(
     import torch
     from accelerate.utils import broadcast_object_list
 
-    from src.batches import evaluation_batches, gather_in_order, zeros
+    from src.batches import evaluation_batches, gather_in_order
+    from src.sums import precise
 
     model.eval()
-    totals = zeros(accelerator, 3)
+    totals = precise([0.0] * 3, accelerator.device)
     outputs: dict[str, list[Any]] = {}
     for micro_batch in evaluation_batches(accelerator, config, dataset):
         if stop.is_made_anywhere():

@@ -21,13 +21,13 @@ import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradScalerKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from src.config import Config
+from src.malloc import keep_freed_memory
 from src.settings import nearest
 
 OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
@@ -103,6 +103,8 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_size))  # the launcher's default is 1
+    if on_cpu:
+        keep_freed_memory()
     if on_cpu and wants_fsdp:  # Accelerate shards only what it takes for a GPU job
         PartialState(cpu=True, timeout=timeout)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin() if wants_fsdp else None
@@ -180,8 +182,12 @@ def first_on_each_machine(accelerator: Accelerator) -> Iterator[None]:
 
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer]
-) -> tuple[nn.Module, list[AcceleratedOptimizer]]:
+) -> tuple[nn.Module, list[Optimizer]]:
     """`accelerator.prepare`, and under FSDP the proof that blocks were wrapped and not only the whole model.
+
+    Returns:
+        The model, and the optimizers without Accelerate's wrapper: it knows about loss scales and accumulation, which
+        the loop sees to itself, and looks for a package on the whole of sys.path in each step (docs/upstream.md).
 
     Raises:
         ValueError: FSDP found no blocks to wrap.
@@ -202,7 +208,7 @@ def prepare(
             f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
             f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
         )
-    return model, prepared
+    return model, [optimizer.optimizer for optimizer in prepared]
 
 
 def sharded_units(model: nn.Module) -> int:

@@ -2,15 +2,23 @@
 
 To add one, subclass `evaluate.Metric`: `_info` names the inputs and their types, `_compute` returns the values by
 name. Then call it in your task's `metrics`. It sees every example exactly once, on the main process. Import this
-file inside that method: `evaluate` takes seconds to import.
+file inside that method: `evaluate` takes a second to import.
 """
 
+import sys
 from typing import Any
 
 import datasets
-import evaluate
 import numpy as np
-from sklearn.metrics import f1_score, matthews_corrcoef
+
+_transformers = sys.modules.get("transformers")
+sys.modules["transformers"] = None  # type: ignore[assignment]  # evaluate would import all pipelines (docs/upstream.md)
+try:
+    import evaluate
+finally:
+    del sys.modules["transformers"]
+    if _transformers:
+        sys.modules["transformers"] = _transformers
 
 
 class _OfLabels(evaluate.Metric):
@@ -41,6 +49,8 @@ class F1(_OfLabels):
     """
 
     def _compute(self, predictions: list[int], references: list[int], labels: int) -> dict[str, float]:
+        from sklearn.metrics import f1_score
+
         average = "binary" if labels == 2 else "macro"
         return {"f1": float(f1_score(references, predictions, average=average, zero_division=0))}
 
@@ -49,4 +59,6 @@ class Matthews(_OfLabels):
     """Matthews' correlation coefficient, -1 to 1; 0 is chance, however uneven the labels."""
 
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
+        from sklearn.metrics import matthews_corrcoef
+
         return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}

@@ -1,11 +1,11 @@
 """Optimizers by name, the learning rate as a function of the step, and the scaling of gradients."""
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, AdamW, Optimizer
@@ -82,27 +82,32 @@ def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
             group["lr"] = lr
 
 
-@torch.no_grad()
-def scale_and_clip(accelerator: Accelerator, model: nn.Module, scale: Tensor, max_norm: float | None) -> Tensor:
+@functools.lru_cache(maxsize=1)
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Those of a prepared model. Kept, as to walk through the modules takes longer than a small model's update."""
+    return list(model.parameters())
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """This process's shards of them, or all of what is not sharded."""
+    return [local_part(p.grad) for p in parameters_of(model) if p.grad is not None]
+
+
+def scale_and_clip(gradients: list[Tensor], scale: float, norm: float, max_norm: float | None) -> float:
     """Multiplies the gradients by `scale`, and down to a global L2 norm of `max_norm` where one is given.
 
     Args:
-        scale: on the accelerator's device, shape ().
+        gradients: this process's part of them.
+        norm: of them all as they are, over all processes.
 
     Returns:
-        The norm before clipping, over all processes, shape ().
+        The norm before clipping, after scaling.
     """
-    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    scale = scale.to(gradients[0].device)  # FSDP offload keeps the gradients on the CPU
-    precise = torch.float32 if scale.device.type == "mps" else torch.float64
-    if scale.device.type == "cpu":  # torch's norm of a million values is off by 5e-5 there, but its sum adds in pairs
-        square = torch.stack([gradient.square().sum() for gradient in gradients]).to(precise).sum()
-    else:
-        square = torch.stack(torch._foreach_norm(gradients, 2, dtype=precise)).square().sum()
-    norm = (accelerator.reduce(square, "sum") if accelerator.is_fsdp2 else square).sqrt() * scale
+    norm *= scale
     if max_norm is not None:
-        scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1)
-    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        scale *= min(1.0, max_norm / (norm + 1e-6))
+    if scale != 1:
+        torch._foreach_mul_(gradients, scale)
     return norm
 
 

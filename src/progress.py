@@ -6,16 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from src.sums import Sums
 
 
 class Step(NamedTuple):
     """What one optimizer step has to say."""
 
-    totals: Tensor
-    """Over all processes: the loss's sum, what it counts, tokens without and with padding, requests to stop."""
-    sums: list[float]
-    """The same, on the host."""
+    sums: Sums
     lr: float
     grad_norm: float | None
     """Before it was clipped; None: it is not finite, and the step was not taken."""
@@ -23,7 +20,7 @@ class Step(NamedTuple):
     @property
     def loss(self) -> float:
         """The mean over what it counts."""
-        return self.sums[0] / max(self.sums[1], 1)
+        return self.sums.loss / max(self.sums.counted, 1)
 
 
 @dataclass
@@ -67,9 +64,9 @@ class Progress:
         """Steps that were taken: what the learning rate's schedule counts."""
         return self.step - self.skipped
 
-    def count_interval(self, interval: list[float], seconds: float) -> None:
-        """Takes down what the loop has summed up."""
-        self.interval, self.interval_seconds = interval, seconds
+    def count(self, sums: Sums) -> None:
+        """Adds a step to the interval."""
+        self.interval = [total + amount for total, amount in zip(self.interval, sums[:4], strict=True)]
 
     def metrics(self, examples: int, is_fp16: bool) -> dict[str, float | None]:
         """The means over the interval, and what was skipped so far.
@@ -95,4 +92,4 @@ class Progress:
         """Begins the next one."""
         self.training_seconds += self.interval_seconds
         self.tokens += self.interval[2]
-        self.count_interval([0.0] * 4, 0.0)
+        self.interval, self.interval_seconds = [0.0] * 4, 0.0

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
+from src.batches import fetch
 from src.config import Config, load_config
 from src.exit_codes import exit_codes
 from src.optim import build_optimizers, lr_at, set_lr
@@ -63,13 +64,6 @@ class DistributedSampler:
         order = config.task.order(self._dataset, random, config.global_batch_size)
         for start in range(0, len(order), config.global_batch_size):
             yield order[start : start + config.global_batch_size][self._rank :: self._world_size]
-
-
-def fetch(task: Task, dataset: Any, indices: np.ndarray) -> Any:
-    """A batch, as a DataLoader makes it."""
-    positions = indices.tolist()
-    samples = dataset.__getitems__(positions) if hasattr(dataset, "__getitems__") else [dataset[i] for i in positions]
-    return task.collate(samples)
 
 
 def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
@@ -117,7 +111,8 @@ def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -
     model.eval()
     loss_sum, count, outputs = 0.0, 0.0, []
     for indices in np.split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size)):
-        loss, counted, batch_outputs = task.evaluate(model, send_to_device(fetch(task, dataset, indices), device))
+        batch = send_to_device(fetch(task, dataset, indices.tolist()), device)
+        loss, counted, batch_outputs = task.evaluate(model, batch)
         loss_sum, count = loss_sum + float(loss), count + float(counted)
         outputs.append({name: output.cpu() for name, output in batch_outputs.items()})
     model.train(is_training)
@@ -154,7 +149,7 @@ def main(argv: list[str]) -> None:
         sampler.set_epoch(epoch)
         epoch_set = config.task.augmented(train_set, [config.seed, epoch, 1])
         for indices in sampler:
-            batches = [fetch(config.task, epoch_set, indices)] if len(indices) else []
+            batches = [fetch(config.task, epoch_set, indices.tolist())] if len(indices) else []
             loss_sum, count = map(all_reduce, backward(config.task, model, batches))
             average_gradients(model, count)
             if config.optim.max_grad_norm is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision import datasets
@@ -40,6 +41,38 @@ def test_the_cnn_is_that_of_pytorch_examples() -> None:
     torch.testing.assert_close(model(images), reference_forward(model, images))
 
 
+def test_in_bf16_the_cnn_errs_by_no_more_than_the_plain_one() -> None:
+    model = MnistCnn().eval()
+    images = torch.randint(0, 256, (64, 28, 28), dtype=torch.uint8)
+    exact = reference_forward(model, images)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, plain = model(images), reference_forward(model, images)
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).norm() < 1.2 * (plain - exact).norm()
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5, 0.05, 0.3])  # multiples of 1/256, and not
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_has_the_distribution_of_torchs(p: float, dtype: torch.dtype) -> None:
+    ones, draws = torch.ones(1001, dtype=dtype, requires_grad=True), 400
+    dropout = Dropout(p)
+    outputs = [dropout(ones) for _ in range(draws)]
+    sent = torch.stack(outputs).detach().double()
+    assert set(sent.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p), dtype=dtype).item()}
+    kept = (sent != 0).double()
+    sigma = (p * (1 - p)) ** 0.5
+    assert abs(kept.mean() - (1 - p)) < 4 * sigma / kept.numel() ** 0.5
+    for along in (0, 1):  # a unit is not dropped more often than another, nor more of them in one draw
+        variance = kept.mean(along).var() * kept.shape[along] / sigma**2
+        assert abs(variance - 1) < 5 * (2 / kept.shape[1 - along]) ** 0.5
+    for offset in (1, 4, 8):  # neighbours share words of random bits, but no bits
+        pairs = torch.cov(torch.stack([kept[:, :-offset].flatten(), kept[:, offset:].flatten()]))[0, 1]
+        assert abs(pairs) < 4 * sigma**2 / kept.numel() ** 0.5
+    (gradient,) = torch.autograd.grad(outputs[0].sum(), ones)
+    assert torch.equal(gradient, outputs[0].detach())
+    assert torch.equal(nn.Dropout(p).eval()(ones), dropout.eval()(ones))
+
+
 def test_dropout_scales_both_rates() -> None:
     assert [(m.dropout1.p, m.dropout2.p) for m in map(MnistCnn, (1, 0.5, 0))] == [(0.25, 0.5), (0.125, 0.25), (0, 0)]
 
@@ -50,6 +83,15 @@ def test_a_batch_is_fetched_at_once() -> None:
     assert batch["images"].dtype == torch.uint8
     assert torch.equal(batch["images"], train.images[[3, 1]])
     assert torch.equal(batch["labels"], train.labels[[3, 1]])
+
+
+def test_the_bundled_digits_are_scikit_learns() -> None:
+    train, evaluation = bundled_digits()
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    assert torch.cat([evaluation.labels, train.labels]).tolist() == labels[order].tolist()
+    center = torch.cat([evaluation.images, train.images])[:, 4:24, 4:24].double().mean((1, 2))
+    assert np.corrcoef(center, images[order].mean(1))[0, 1] > 0.999  # enlarged
 
 
 def test_the_bundled_digits_look_like_mnists() -> None:
@@ -68,26 +110,34 @@ def dots(row: int, column: int) -> Digits:
     return Digits(images, torch.zeros(500).long())
 
 
+def moved(digits: Digits, rotation: float, shift: int, seed: list[int]) -> Tensor:
+    return digits.moved(rotation, shift, seed).__getitems__(list(range(len(digits))))["images"]
+
+
 def test_each_image_is_shifted_by_up_to_so_many_whole_pixels() -> None:
-    rows, columns = dots(14, 14).moved(0, 2, [0]).images.nonzero()[:, 1:].T
+    rows, columns = moved(dots(14, 14), 0, 2, [0]).nonzero()[:, 1:].T
     assert len(rows) == 500
     assert set(rows.tolist()) == set(columns.tolist()) == {12, 13, 14, 15, 16}
 
 
 def test_each_image_is_turned_by_up_to_so_many_degrees() -> None:
-    images = dots(4, 14).moved(20, 0, [0]).images.double()
+    images = moved(dots(4, 14), 20, 0, [0]).double()
     centers = (images * (torch.arange(28) - 13.5)).sum((1, 2)) / images.sum((1, 2))  # of the white, along the row
     reach = 9.5 * np.sin(np.radians(20)) + 0.5
     assert 0.9 * reach < centers.abs().max() < 1.1 * reach
     assert centers.min() < 0 < centers.max()
 
 
-def test_where_images_move_depends_on_the_seed_alone() -> None:
+def test_where_an_image_moves_depends_on_the_seed_alone() -> None:
     train, _ = bundled_digits()
-    moved = train.moved(10, 2, [0, 1]).images
-    assert torch.equal(moved, train.moved(10, 2, [0, 1]).images)
-    assert not torch.equal(moved, train.moved(10, 2, [0, 2]).images)
-    assert torch.equal(train.moved(0, 0, [0]).images, train.images)
+    images = moved(train, 10, 2, [0, 1])
+    assert torch.equal(images, moved(train, 10, 2, [0, 1]))
+    assert not torch.equal(images, moved(train, 10, 2, [0, 2]))
+    assert torch.equal(moved(train, 0, 0, [0]), train.images)
+    for size in (1, 7, 64):  # whatever images it is asked for together with
+        parts = torch.arange(0, 200).split(size)
+        batches = [train.moved(10, 2, [0, 1]).__getitems__(part.tolist())["images"] for part in parts]
+        assert torch.equal(torch.cat(batches), images[:200])
 
 
 @pytest.mark.parametrize("layout", ["MNIST/raw", "."])

@@ -39,16 +39,16 @@ def taken(subject: Subject, is_withheld: bool = False) -> Iterator[Taken]:
         for name, parameter in subject.bare().named_parameters():
             if parameter.grad is not None:
                 found.gradients[name] = whole(parameter.grad, subject.device).clone()
-        found.rates = [float(group["lr"]) for o in subject.optimizers for group in o.optimizer.param_groups]
+        found.rates = [float(group["lr"]) for o in subject.optimizers for group in o.param_groups]
 
     first, *others = subject.optimizers
     with contextlib.ExitStack() as undo:
-        if is_withheld:  # Accelerate's own step: in fp16 that puts a wrapper in the place of the inner one's
+        if is_withheld:
             undo.enter_context(mock.patch.object(first, "step", take))
             for optimizer in others:
                 undo.enter_context(mock.patch.object(optimizer, "step"))
         else:
-            undo.callback(first.optimizer.register_step_pre_hook(take).remove)
+            undo.callback(first.register_step_pre_hook(take).remove)
         yield found
 
 

@@ -84,5 +84,5 @@ def _go_on(subject: Subject, progress: Progress) -> tuple[list[float], str]:
     for _ in range(STEPS):
         done = subject.step(next(windows), progress)
         losses.append(done.loss)
-    left = run_tensors(subject.model, [optimizer.optimizer for optimizer in subject.optimizers])
+    left = run_tensors(subject.model, subject.optimizers)
     return losses, checksum([left[name] for name in sorted(left)])

@@ -85,7 +85,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         recorder.is_done = True
         gradients.update(_short(p.grad.dtype) for p in subject.model.parameters() if p.grad is not None)
 
-    hook = subject.optimizers[0].optimizer.register_step_pre_hook(at_update)
+    hook = subject.optimizers[0].register_step_pre_hook(at_update)
     with recorder:
         subject.step(window, subject.progress(0))
     hook.remove()
@@ -98,7 +98,7 @@ def _precision(
 ) -> Iterator[Finding]:
     trained = Counter(_short(p.dtype) for p in subject.model.parameters() if p.requires_grad)
     frozen = Counter(_short(p.dtype) for p in subject.model.parameters() if not p.requires_grad)
-    states = [s for o in subject.optimizers for state in o.optimizer.state.values() for s in state.values()]
+    states = [s for o in subject.optimizers for state in o.state.values() for s in state.values()]
     state = Counter(_short(s.dtype) for s in states if torch.is_tensor(s))
     lost = "small updates are lost in half precision: load the weights in fp32, and let mixed precision compute in half"
     yield _all_fp32("trained parameters", trained, lost)

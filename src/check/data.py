@@ -102,7 +102,7 @@ def _sample(subject: Subject) -> str:
     train_set = subject.task.augmented(subject.train_set, [subject.config.seed, 0, 1])
     for dataset in (train_set, subject.eval_set):
         some = np.unique(np.linspace(0, len(dataset) - 1, 8).astype(np.int64))
-        batch = fetch(subject.task, dataset, some)
+        batch = fetch(subject.task, dataset, some.tolist())
         sums.append(checksum([leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf)]))
     return "-".join(sums)
 

@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import extract_model_from_parallel, gather_object, set_seed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -38,7 +37,7 @@ class Subject:
     train_set: Examples
     eval_set: Examples
     model: nn.Module
-    optimizers: list[AcceleratedOptimizer]
+    optimizers: list[Optimizer]
     schedule: Schedule
     about: dict[str, Any]
     """What its checkpoints say of it."""
@@ -54,7 +53,7 @@ class Subject:
     @property
     def times_optimized(self) -> Counter[int]:
         """How often optimizers have a parameter, by its `id`."""
-        return Counter(id(p) for o in self.optimizers for group in o.optimizer.param_groups for p in group["params"])
+        return Counter(id(p) for o in self.optimizers for group in o.param_groups for p in group["params"])
 
     @property
     def task(self) -> Task:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
+from torch.optim import Optimizer
 
 from src.checkpoint import folders, tensors
 from src.checkpoint.random_state import absent_random_file, random_file, restore_random_state
@@ -123,7 +123,7 @@ def restore(
     config: Config,
     found: Found,
     model: nn.Module,
-    optimizers: list[AcceleratedOptimizer],
+    optimizers: list[Optimizer],
     now: dict[str, Any],
 ) -> None:
     """Weights, optimizer state and random numbers, in place. Collective.
@@ -147,7 +147,7 @@ def restore(
     differing["precision"] = (then["precision"], now["precision"])
     if changes := ", ".join(f"{name} {old} -> {new}" for name, (old, new) in differing.items() if old != new):
         found.notes.append(f"changed since: {changes}: what follows differs by rounding")
-    tensors.restore(found.checkpoint, model, [optimizer.optimizer for optimizer in optimizers])
+    tensors.restore(found.checkpoint, model, optimizers)
     set_seed(config.seed + found.progress.step, device_specific=True)
     if then["num_processes"] != now["num_processes"]:
         return  # each process's dropout is its own: there is no continuing it on another number of them

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim import Optimizer
 
 from src.checkpoint import folders
 from src.checkpoint.random_state import random_file, random_state
@@ -38,7 +38,7 @@ class Saver:
         accelerator: Accelerator,
         config: Config,
         model: nn.Module,
-        optimizers: list[AcceleratedOptimizer],
+        optimizers: list[Optimizer],
         newest: Path | None,
         say: Callable[[str], None],
     ) -> None:
@@ -51,7 +51,7 @@ class Saver:
         self.pause_seconds = 0.0
         """For how long all saves together kept the loop from training."""
         self._config = config
-        self._model, self._optimizers = model, [optimizer.optimizer for optimizer in optimizers]
+        self._model, self._optimizers = model, optimizers
         self._say = say
         self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         self._device = accelerator.device

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from src.models.dropout import Dropout
+
 
 class MnistCnn(nn.Module):
     """1,199,882 parameters. Source: https://github.com/pytorch/examples/blob/main/mnist/main.py"""
@@ -17,8 +19,8 @@ class MnistCnn(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
-        self.dropout1 = nn.Dropout(0.25 * dropout)
-        self.dropout2 = nn.Dropout(0.5 * dropout)
+        self.dropout1 = Dropout(0.25 * dropout)
+        self.dropout2 = Dropout(0.5 * dropout)
         self.fc1 = nn.Linear(9216, 128)
         self.fc2 = nn.Linear(128, 10)
 
@@ -26,6 +28,8 @@ class MnistCnn(nn.Module):
         """Images of shape (batch, 28, 28), uint8, to logits of shape (batch, 10)."""
         # MNIST's mean and standard deviation, as everyone uses them
         x = ((images.unsqueeze(1).float() / 255) - 0.1307) / 0.3081
+        if torch.is_autocast_enabled(x.device.type):  # half-precision convolutions are faster so; fp32 ones are not
+            x = x.to(memory_format=torch.channels_last)
         x = F.relu(self.conv1(x))
         x = self.dropout1(F.relu(F.max_pool2d(self.conv2(x), 2)))  # the same as ReLU before pooling, on a quarter
         x = self.dropout2(F.relu(self.fc1(torch.flatten(x, 1))))

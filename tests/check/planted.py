@@ -73,7 +73,7 @@ FAULTS = [
         "the loss averaged per micro-batch, with ragged counts",
         "ddp",
         (("train.py", "accelerator.backward(loss * factor)", "accelerator.backward(loss / count / len(window))"),
-         ("train.py", "global_batch_size / (totals[1].clamp(min=1) * progress.loss_scale)", "totals[1] / totals[1]")),
+         ("train.py", "scale = config.global_batch_size / (max(sums.counted, 1) * progress.loss_scale)", "scale = 1")),
         frozenset({"Gradients", "Accumulation"}),
         "a mean of means",
         ("--micro_batch_size=4",),
@@ -81,7 +81,7 @@ FAULTS = [
     Fault(
         "gradients summed, not averaged",
         "fsdp",
-        (("train.py", "* accelerator.num_processes / global", "* accelerator.num_processes**2 / global"),),
+        (("train.py", "* accelerator.num_processes / config.", "* accelerator.num_processes**2 / config."),),
         frozenset({"Gradients"}),
         "a sum that was not divided",
     ),
@@ -120,7 +120,7 @@ FAULTS = [
     Fault(
         "clipping before the gradients are scaled",
         "ddp",
-        (("src/optim.py", ".sqrt() * scale\n", ".sqrt()\n"),),
+        (("src/optim.py", "    norm *= scale\n", ""),),
         frozenset({"Gradients"}),
         "taken before the gradients were scaled",
         CLIPPED,
@@ -128,7 +128,7 @@ FAULTS = [
     Fault(
         "clipping by one process's norm",
         "fsdp",
-        (("src/optim.py", 'accelerator.reduce(square, "sum") if accelerator.is_fsdp2 else square', "square"),),
+        (("train.py", "math.sqrt(sums.squares)", "sum(float(g.square().sum()) for g in gradients) ** 0.5"),),
         frozenset({"Gradients"}),
         "the norm is one process's",
         CLIPPED,
