@@ -21,7 +21,14 @@ import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradScalerKwargs, InitProcessGroupKwargs
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -34,6 +41,9 @@ OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE
 """Environment variables that Accelerate puts above the script's arguments and the yaml, and its launcher never sets."""
 SWITCHES = ("ACCELERATE_USE_", "FSDP_")
 """What only the launcher should set, from the yaml; set in the shell, they add to what the yaml says."""
+HOOK = "ddp_comm_hook"
+"""Key of the yaml's fsdp_config, as Accelerate's launcher has none for it, and refuses new ones elsewhere."""
+HOOKS = [hook.value for hook in DDPCommunicationHookType]
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,8 @@ class Launch:
     """fp32, bf16, fp16 or fp8; weights and optimizer are fp32 in all of them."""
     backend: str | None
     """Of the collectives: nccl, gloo, ...; None in a single process."""
+    comm_hook: str | None
+    """What DDP does to gradients on their way to the other processes: bf16, fp16, power_sgd, ...; None: nothing."""
     note: str | None
     """Where the machine makes it differ from the yaml: why."""
 
@@ -110,11 +122,18 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
     plugin = FullyShardedDataParallelPlugin() if wants_fsdp else None
     if plugin and on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision != "fp8":
+        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model all the same
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     if plugin and precision in halves:  # Accelerate's default reduces gradients in half precision too
         plugin.mixed_precision_policy = MixedPrecisionPolicy(halves[precision], reduce_dtype=torch.float32)
     no_scaler = GradScalerKwargs(enabled=False)  # src/bad_steps.py takes its place
-    handlers = [no_scaler, InitProcessGroupKwargs(timeout=timeout)]
+    hook = (launcher.config.get("fsdp_config") or {}).get(HOOK) if launcher and world_size > 1 else None
+    ddp = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType(hook or "no"),
+        gradient_as_bucket_view=True,  # else each gradient is copied out of the bucket that it was reduced in
+    )
+    handlers = [no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp]
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=handlers)
     if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, and say fp16
         accelerator.native_amp = True
@@ -147,6 +166,7 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
         device=accelerator.device.type,
         precision=precision,
         backend=backend,
+        comm_hook=hook,
         note=note,
     )
     return accelerator, launch
@@ -271,7 +291,12 @@ def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> 
         if launcher.config.get("use_cpu") and world_size > 1:
             yield f"{launcher.config_file}: use_cpu has no effect on several processes: take it out"
         known = [name for name in vars(launcher.arguments) if name.startswith("fsdp_")]
-        for key in launcher.config.get("fsdp_config") or {}:
+        fsdp_config = launcher.config.get("fsdp_config") or {}
+        if HOOK in fsdp_config and wants_fsdp:
+            yield f"{launcher.config_file}: {HOOK} is DDP's, FSDP has none: take it out"
+        elif fsdp_config.get(HOOK, HOOKS[0]) not in HOOKS:
+            yield f"{launcher.config_file}: {HOOK}={fsdp_config[HOOK]}: must be one of {', '.join(HOOKS)}"
+        for key in fsdp_config.keys() - {HOOK}:
             if (key if key.startswith("fsdp") else f"fsdp_{key}") not in known:
                 yield f"{launcher.config_file}: fsdp_config has no key {key}{nearest(key, known)}"
     if wants_fsdp and os.environ.get("FSDP_VERSION") != "2":
@@ -286,6 +311,8 @@ def _precision(launcher: _Launcher | None, asked: str, is_stand_in: bool) -> tup
     """The mixed precision that runs and, where this machine makes it another than was asked for, why."""
     if is_stand_in and launcher and not launcher.arguments.mixed_precision:
         return "no", None  # the yaml means its GPUs; --mixed_precision on the command line means this run
+    if asked == "fp8" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        return "bf16", f"{torch.cuda.get_device_name()} has no fp8: training in bf16"
     if asked == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "no", f"{torch.cuda.get_device_name()} has no bf16: training in fp32"
     return asked, None

@@ -52,6 +52,7 @@ class Tracker:
         asked = f"asked for by {launch.config_file}" if launch.config_file else "not started by an accelerate yaml"
         processes = f"{launch.num_processes} process" + ("es" if launch.num_processes > 1 else "")
         backend = f" on {launch.backend}" if launch.backend else ""
+        backend += f" (gradients: {launch.comm_hook})" if launch.comm_hook else ""
         if launch.note:
             print(launch.note)
         print(f"{config.run_name}: {config.task.name}")

@@ -68,6 +68,18 @@ def test_a_misspelt_fsdp_key(launch: Launch, tmp_path: Path) -> None:
     assert says == f"{file}: fsdp_config has no key fsdp_ofload_params, did you mean fsdp_offload_params?"
 
 
+def test_a_communication_hook_under_fsdp(launch: Launch, tmp_path: Path) -> None:
+    file = fsdp_yaml(tmp_path, ddp_comm_hook="bf16")
+    assert refused(launch(file)) == f"{file}: ddp_comm_hook is DDP's, FSDP has none: take it out"
+
+
+def test_a_communication_hook_that_there_is_not(launch: Launch, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nfsdp_config: {ddp_comm_hook: int8}")
+    says = "ddp_comm_hook=int8: must be one of no, fp16, bf16, power_sgd, batched_power_sgd"
+    assert refused(launch(file)) == f"{file}: {says}"
+
+
 def test_fsdp1s_sharding_strategy(launch: Launch, tmp_path: Path) -> None:
     says = refused(launch(fsdp_yaml(tmp_path, fsdp_sharding_strategy="SHARD_GRAD_OP")))
     assert says.startswith("fsdp_sharding_strategy has no effect in FSDP2: set fsdp_reshard_after_forward")

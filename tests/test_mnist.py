@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import datasets
 
 from src.data.mnist import IDX_FILES, Digits, bundled_digits, mnist
+from src.models.dropout import Dropout
 from src.models.mnist_cnn import MnistCnn
 from tests.conftest import MNIST, needs_mnist
 
@@ -54,6 +55,7 @@ def test_in_bf16_the_cnn_errs_by_no_more_than_the_plain_one() -> None:
 @pytest.mark.parametrize("p", [0.25, 0.5, 0.05, 0.3])  # multiples of 1/256, and not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_has_the_distribution_of_torchs(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     ones, draws = torch.ones(1001, dtype=dtype, requires_grad=True), 400
     dropout = Dropout(p)
     outputs = [dropout(ones) for _ in range(draws)]

@@ -57,6 +57,12 @@ def test_accumulation_changes_nothing_but_memory(launch: Launch, digits_alone: R
     assert_same_curve(launch("cpu", *at_once).succeeded(), digits_alone, 359)
 
 
+def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(launch: Launch, digits_alone: Run) -> None:
+    losses = launch("ddp_bf16_hook", *DIGITS).succeeded().losses
+    assert losses != pytest.approx(digits_alone.losses, rel=1e-5)
+    assert losses == pytest.approx(digits_alone.losses, rel=2e-2)
+
+
 def test_three_processes_agree_too(launch: Launch) -> None:
     arguments = [*DIGITS[1:], "--global_batch_size=60"]
     assert_same_curve(launch("fsdp", *arguments, processes=3).succeeded(), launch("cpu", *arguments).succeeded(), 359)

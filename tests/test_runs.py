@@ -16,7 +16,7 @@ from src.data.mnist import bundled_digits
 from src.models.mnist_cnn import MnistCnn
 from tests.conftest import BIN, Launch, Run, run_command
 
-GPU_YAMLS = ["single_gpu", "ddp", "fsdp", "fsdp_grad_op", "fsdp_offload"]
+GPU_YAMLS = ["single_gpu", "ddp", "ddp_bf16_hook", "fsdp", "fsdp_grad_op", "fsdp_offload", "fsdp_fp8"]
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +120,15 @@ def test_a_folder_with_another_run_is_refused_and_keeps_it(launch: Launch, digit
 def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, yaml: str) -> None:
     run = launch(yaml, "--max_steps=2", "--optim.max_grad_norm=0.1").succeeded()
     processes = 1 if yaml == "single_gpu" else 2
-    strategy = yaml.replace("single_gpu", "single")
+    strategy = {"single_gpu": "single", "ddp_bf16_hook": "ddp", "fsdp_fp8": "fsdp"}.get(yaml, yaml)
     first = run.stdout.splitlines()[0]
     assert first.startswith("no GPU here: the CPU stand-in for ")
     assert f"{yaml}.yaml, {processes} process" in first
     assert ("sharding for real" in first) == yaml.startswith("fsdp")
     assert (run.summary["strategy"], run.summary["num_processes"]) == (strategy, processes)
-    assert run.summary["requested"]["mixed_precision"] == "bf16"
+    assert run.summary["requested"]["mixed_precision"] == ("fp8" if yaml == "fsdp_fp8" else "bf16")
     assert run.summary["precision"] == "fp32"
+    assert run.summary["comm_hook"] == ("bf16" if yaml == "ddp_bf16_hook" else None)
     assert len(run.summary["peak_memory_bytes"]) == processes
     assert sorted(load_file(run.folder / "model" / "model.safetensors")) == sorted(MnistCnn().state_dict())
     assert run.stderr == ""

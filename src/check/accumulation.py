@@ -6,7 +6,7 @@ from torch import Tensor
 
 from src.batches import MicroBatch
 from src.check.by_hand import by_hand, taken
-from src.check.errors import NOISE_FACTORS, REORDERED, Worst, off, relative_errors, verdict
+from src.check.errors import COMPRESSED, NOISE_FACTORS, REORDERED, Worst, off, relative_errors, verdict
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 
@@ -22,7 +22,8 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     for model in (subject.model, reference.model):
         model.eval()
     reference.copy_from(subject)
-    gradients, losses = Worst(REORDERED), Worst(1e-2 if subject.is_half else REORDERED)
+    gradients = Worst(COMPRESSED if subject.launch.comm_hook else REORDERED)
+    losses = Worst(1e-2 if subject.is_half else REORDERED)
     factor = NOISE_FACTORS["FSDP" if subject.accelerator.is_fsdp2 else "other"]
     for at, others in ((0, sizes[:1]), (subject.schedule.steps_per_epoch - 1, sizes)):
         window = next(subject.windows(at))

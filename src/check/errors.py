@@ -11,6 +11,8 @@ EXACT = 1e-4
 REORDERED = 1e-3
 """The same where the forward pass rounds otherwise too, in a batch of another size or compiled: a ReLU that flips, or
 another maximum in a pool, is worth 1e-4."""
+COMPRESSED = 2.0**-7
+"""The same where DDP rounds gradients to half precision on their way to the other processes."""
 NOISE_FACTORS = {"same": 2.0, "other": 4.0, "FSDP": 16.0}
 """In half precision an error may be so many times that of one unwrapped model, between autocast to bf16 and fp32: where
 the run is held against that model under the same autocast; where under another, or in other micro-batches; under FSDP,

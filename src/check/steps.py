@@ -7,7 +7,7 @@ from torch import Tensor
 
 from src.batches import MicroBatch
 from src.check.by_hand import by_hand, taken
-from src.check.errors import EXACT, REORDERED, Worst, norm, off, relative_errors, verdict
+from src.check.errors import COMPRESSED, EXACT, REORDERED, Worst, norm, off, relative_errors, verdict
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject, checksum, whole
 from src.optim import lr_at, set_lr
@@ -31,9 +31,10 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     steps = [min(step, schedule.steps - 1) for step in (0, 1, schedule.steps // 2)]  # whose learning rate they have
     randomness, is_training = _randomness(subject, reference, examined[0])
     exact = REORDERED if config.compile else EXACT
+    gradient = max(exact, COMPRESSED if subject.launch.comm_hook else 0)
     is_muon_sharded = config.optim.name == "muon" and subject.accelerator.is_fsdp2
-    gradients, updates = Worst(exact), Worst(MUON_UPDATE if is_muon_sharded else UPDATE)
-    losses, norms, rates = Worst(1e-2 if subject.is_half else exact), Worst(exact), Worst(RATE)
+    gradients, updates = Worst(gradient), Worst(MUON_UPDATE if is_muon_sharded else UPDATE)
+    losses, norms, rates = Worst(1e-2 if subject.is_half else exact), Worst(gradient), Worst(RATE)
     for number, (step, window) in enumerate(zip(steps, examined, strict=True), start=1):
         for model in (subject.model, reference.model):
             model.train(is_training)
