@@ -48,6 +48,7 @@ def train(config: Config) -> None:
     from src.checkpoint.resume import Found, about, find, read_best, restore
     from src.checkpoint.save import Saver
     from src.checkpoint.tensors import frozen_norm
+    from src.cuda_graph import capture
     from src.early_stopping import count_evaluation, is_out_of_patience
     from src.export import export, push
     from src.launch import (
@@ -77,6 +78,8 @@ def train(config: Config) -> None:
     world_size, is_fp16 = accelerator.num_processes, accelerator.mixed_precision == "fp16"
     with first_on_each_machine(accelerator):  # it downloads and tokenises
         train_set, eval_set = task.build_datasets()
+    if config.num_workers == 0:
+        train_set, eval_set = (task.on_device(dataset, accelerator.device) for dataset in (train_set, eval_set))
     set_seed(config.seed)  # the same weights on all processes
     model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
@@ -86,6 +89,8 @@ def train(config: Config) -> None:
         compile_blocks(model)
     if config.activation_checkpointing:
         checkpoint_activations(model)
+    if config.cuda_graphs:
+        capture(accelerator, config, model, train_set)
     model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
     set_seed(config.seed, device_specific=True)  # other dropout on each
 

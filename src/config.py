@@ -28,8 +28,8 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "status.json", "mod
 """What a run writes into its output folder."""
 FREE_TO_CHANGE = (
     "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
-    "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "push_to_hub",
-    "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
+    "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
+    "push_to_hub", "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
     "task.sample_temperature", "task.lora.merge",
 )  # fmt: skip
 """Settings, and groups of them, that leave the weights which a run arrives at as they are, but for rounding."""
@@ -134,6 +134,8 @@ class Config(Settings):
     """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
     compile: bool = False
     """Compile the model, a transformer block by block. The first steps then take a minute."""
+    cuda_graphs: bool = False
+    """Launch the model's kernels all at once: for small models with batches of one shape, on one NVIDIA GPU."""
     num_workers: NonNegativeInt = 0
     """Processes that load data for each training process; 0: it loads them itself."""
     log_every: PositiveInt = 50

@@ -31,6 +31,10 @@ class Digits:
         index = torch.tensor(indices, device=self.labels.device)
         return {"images": self.images[index], "labels": self.labels[index]}
 
+    def to(self, device: torch.device) -> Digits:
+        """In the memory of `device`: 47 MB for MNIST's training set."""
+        return Digits(self.images.to(device), self.labels.to(device))
+
     def moved(self, rotation: float, shift: int, seed: list[int]) -> MovedDigits:
         """Each image turned by up to `rotation` degrees and moved by up to `shift` whole pixels along both axes, drawn
         uniformly from `seed`."""

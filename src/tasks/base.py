@@ -81,6 +81,15 @@ class Task(Settings, ABC):
         so that it is the same on any number of processes. All of them compute it, before the epoch starts."""
         return train
 
+    def on_device(self, dataset: Any, device: torch.device) -> Examples:
+        """The dataset in the device's memory, where it fits there easily: no step then waits for a copy. Called where
+        the process loads its data itself (num_workers=0)."""
+        return dataset
+
+    def model_input(self, batch: Any) -> Tensor | None:
+        """What `loss` calls the model with, if that is a single tensor, for cuda_graphs."""
+        return None
+
     def collate(self, samples: list[Any]) -> Any:
         """A batch, nested tensors with the examples first, from what the dataset returned."""
         from torch.utils.data import default_collate

@@ -45,6 +45,12 @@ class Mnist(Task):
     def augmented(self, train: Any, seed: list[int]) -> Any:
         return train.moved(self.rotation, self.shift, seed) if self.rotation or self.shift else train
 
+    def on_device(self, dataset: Any, device: torch.device) -> Any:
+        return dataset.to(device)
+
+    def model_input(self, batch: Any) -> Tensor:
+        return batch["images"]
+
     def collate(self, samples: Any) -> dict[str, Tensor]:
         return samples  # Digits.__getitems__ returns a whole batch
 
