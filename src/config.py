@@ -29,8 +29,8 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "status.json", "mod
 FREE_TO_CHANGE = (
     "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
     "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
-    "push_to_hub", "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
-    "task.sample_temperature", "task.lora.merge",
+    "push_to_hub", "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts",
+    "task.sample_tokens", "task.sample_temperature", "task.lora.merge",
 )  # fmt: skip
 """Settings, and groups of them, that leave the weights which a run arrives at as they are, but for rounding."""
 

@@ -25,9 +25,7 @@ def capture(accelerator: Accelerator, config: Config, model: nn.Module, train_se
         ValueError: this run can have no graph.
     """
     if accelerator.device.type != "cuda" or accelerator.use_distributed or accelerator.is_fsdp2:
-        raise ValueError(
-            "cuda_graphs=true is for a single process on an NVIDIA GPU: use single_gpu.yaml, or leave it out"
-        )
+        raise ValueError("cuda_graphs=true is for one process on one NVIDIA GPU: take single_gpu.yaml, or leave it out")
     batch = fetch(config.task, train_set, list(range(min(config.micro_batch(1), len(train_set)))))
     example = config.task.model_input(send_to_device(batch, accelerator.device))
     if example is None:
@@ -37,7 +35,8 @@ def capture(accelerator: Accelerator, config: Config, model: nn.Module, train_se
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     # the graph holds the casts of the weights: a cache of them would be of the weights as they are now
     with torch.autocast("cuda", dtype, enabled=dtype is not None, cache_enabled=False):
-        recorded: Any = torch.cuda.make_graphed_callables(model, (example,)).forward
+        graphed: Any = torch.cuda.make_graphed_callables(model, (example,))
+    recorded = graphed.forward
 
     def forward(inputs: Tensor) -> Tensor:
         return recorded(inputs) if inputs.shape == example.shape and torch.is_grad_enabled() else usual(inputs)

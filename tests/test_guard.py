@@ -160,6 +160,12 @@ def test_more_processes_than_gpus(launch: Launch) -> None:
     assert says == "2 processes on this machine, but it has 1 GPU(s): add --num_processes=1"
 
 
+@pytest.mark.parametrize("yaml", ["cpu", "ddp"])
+def test_cuda_graphs_without_a_gpu(launch: Launch, yaml: str) -> None:
+    says = refused(launch(yaml, "--cuda_graphs=true"))
+    assert says == "cuda_graphs=true is for one process on one NVIDIA GPU: take single_gpu.yaml, or leave it out"
+
+
 def test_a_gpu_without_bf16_trains_in_fp32_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)

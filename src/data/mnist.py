@@ -60,7 +60,8 @@ class MovedDigits:
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         batch = self.digits.__getitems__(indices)
         images = batch["images"].unsqueeze(1).float()
-        grid = F.affine_grid(self.transforms[indices], list(images.shape), align_corners=False)
+        transforms = self.transforms[torch.tensor(indices, device=self.transforms.device)]
+        grid = F.affine_grid(transforms, list(images.shape), align_corners=False)
         moved = F.grid_sample(images, grid, align_corners=False).squeeze(1).round()
         return {"images": moved.to(torch.uint8), "labels": batch["labels"]}
 

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt
 from src.tasks.base import Task
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from src.data.mnist import Digits
