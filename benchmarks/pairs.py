@@ -84,4 +84,9 @@ def main(measure: Callable[[str], list[Comparison]], doc: str | None) -> None:
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", default="data", help="folder with MNIST; downloaded into it where missing")
-    print(table(measure(parser.parse_args().data_dir)))
+    parser.add_argument("--save", type=Path, help="a file for the rows, as JSON")
+    arguments = parser.parse_args()
+    rows = measure(arguments.data_dir)
+    print(table(rows))
+    if arguments.save:
+        save(rows, arguments.save)

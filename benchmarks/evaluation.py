@@ -1,0 +1,128 @@
+"""Evaluation on two processes: train.py's, against gathering each batch.
+
+    python -m benchmarks.evaluation [--data_dir=DIR]
+
+MNIST's 10,000 test images, on gloo, one thread each, batches of 64, fp32. Theirs is the loop of Accelerate's examples:
+`gather_for_metrics` of predictions and labels in each batch, `.item()` of the loss and of the correct ones. Ours is
+`evaluate` of train.py: sums in a local tensor, one reduce and one gather at the end, and, unlike theirs, a loss that
+counts no example twice. Both give the same number of correct answers, asserted.
+
+Two models: the CNN, whose forward pass takes most of the time on a CPU, and a linear one, which shows the loops
+themselves, as a GPU would. The metric (`evaluate`, 25 ms on the main process) is in ours, and not in theirs.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from benchmarks import pairs
+from benchmarks.pairs import Comparison, in_turn
+from src.config import load_config
+from src.data.mnist import Digits, mnist
+from src.launch import build_accelerator, prepare
+from src.models.mnist_cnn import MnistCnn
+from src.preemption import StopRequest
+from train import evaluate
+
+PROJECT = Path(__file__).parent.parent
+ROUNDS = 5
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(784, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.layer(images.flatten(1).float() / 255)
+
+
+def theirs(accelerator: Accelerator, model: nn.Module, loader: DataLoader[dict[str, torch.Tensor]]) -> int:
+    """Returns: correct answers."""
+    model.eval()
+    loss_sum, correct = 0.0, 0
+    for batch in loader:
+        with torch.no_grad():
+            logits = model(batch["images"])
+        loss_sum += cross_entropy(logits, batch["labels"]).item()
+        predictions, labels = accelerator.gather_for_metrics((logits.argmax(1), batch["labels"]))
+        correct += (predictions == labels).sum().item()
+    model.train()
+    return correct
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, digits: Digits) -> None:
+        self.digits = digits
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        return self.digits.__getitems__(indices)
+
+
+def process(data_dir: str, file: str) -> None:
+    """One of the two; the first writes what it measured."""
+    config = load_config([f"--task.data_dir={data_dir}", "--global_batch_size=128", f"--output_dir={file}.run"])
+    accelerator, _ = build_accelerator()
+    test_set = mnist(data_dir)[1]
+    stop = StopRequest(accelerator, config)
+
+    def compared(model: nn.Module) -> list[list[float]]:
+        model, _ = prepare(accelerator, model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+        loader = accelerator.prepare(DataLoader(Rows(test_set), batch_size=64, collate_fn=config.task.collate))
+        counts: set[int] = set()
+
+        def ours() -> int:
+            results = evaluate(accelerator, config, model, test_set, stop)
+            assert results
+            return round(results[0]["eval/accuracy"] * len(test_set))
+
+        def seconds(evaluated: Callable[[], int]) -> float:
+            accelerator.wait_for_everyone()
+            started = time.perf_counter()
+            counts.add(evaluated())
+            return time.perf_counter() - started
+
+        ours()  # imports `evaluate`
+        found = in_turn(ROUNDS, lambda: seconds(ours), lambda: seconds(lambda: theirs(accelerator, model, loader)))
+        assert len(counts) == 1, f"other counts: {counts}"
+        return found
+
+    torch.manual_seed(0)
+    found = {"linear": compared(Linear()), "CNN": compared(MnistCnn())}
+    if accelerator.is_main_process:
+        Path(file).write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def measure(data_dir: str) -> list[Comparison]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/found.json"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file=accelerate_configs/ddp.yaml"]
+        command += ["--num_cpu_threads_per_process=1", "--main_process_port=0", "-m", "benchmarks.evaluation"]
+        subprocess.run([*command, "--process", data_dir, file], cwd=PROJECT, check=True, capture_output=True)
+        found = json.loads(Path(file).read_text())
+    return [
+        Comparison("evaluation x2: the loop (linear model)", "s", *found["linear"], target=5, is_gain=True),
+        Comparison("evaluation x2: MNIST CNN", "s", *found["CNN"], target=5, is_gain=True),
+    ]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--process"]:
+        process(*sys.argv[2:])
+    else:
+        pairs.main(measure, __doc__)
