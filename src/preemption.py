@@ -22,6 +22,8 @@ from src.config import Config
 from src.exit_codes import GRACE_SECONDS, has_lost_others
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ASK_SECONDS = 0.5
+"""How long the processes of an evaluation go on before they ask each other again whether to stop."""
 
 
 class StopRequest:
@@ -47,6 +49,8 @@ class StopRequest:
         if accelerator.num_processes > 1:
             timeout = timedelta(minutes=config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        self._world_size = accelerator.num_processes
+        self._calls, self._calls_between, self._asked = 0, 1, time.monotonic()
         self._left = threading.Event()
 
     @property
@@ -57,12 +61,20 @@ class StopRequest:
         return self.reason is not None
 
     def is_made_anywhere(self) -> bool:
-        """Whether any process was asked to stop: the same answer on all, which call this together."""
+        """Whether any process was asked to stop: the same answer on all, which call this equally often. They exchange
+        it after twice as many calls each time, until that takes ASK_SECONDS."""
         if self._group is None:
             return self.is_made
-        asked = torch.tensor(float(self.is_made))
-        torch.distributed.all_reduce(asked, group=self._group)
-        return asked.item() > 0
+        self._calls += 1
+        if self._calls < self._calls_between:
+            return False
+        told = torch.tensor([float(self.is_made), time.monotonic() - self._asked])
+        torch.distributed.all_reduce(told, group=self._group)
+        asked, seconds = told.tolist()
+        calls = self._calls * ASK_SECONDS * (self._world_size / seconds)
+        self._calls_between = max(1, int(min(2 * self._calls_between, calls)))
+        self._calls, self._asked = 0, time.monotonic()
+        return asked > 0
 
     def __enter__(self) -> StopRequest:
         self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
