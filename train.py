@@ -40,14 +40,17 @@ def main() -> None:
 
 @exit_codes()
 def train(config: Config) -> None:
+    from src.late_dynamo import import_dynamo_late
+
+    import_dynamo_late()
     from accelerate.utils import set_seed
 
     from src.bad_steps import explain
     from src.batches import examples_seen, training_windows
     from src.blocks import checkpoint_activations, compile_blocks
+    from src.checkpoint.frozen import frozen_norm
     from src.checkpoint.resume import Found, about, find, read_best, restore
     from src.checkpoint.save import Saver
-    from src.checkpoint.tensors import frozen_norm
     from src.cuda_graph import capture
     from src.early_stopping import count_evaluation, is_out_of_patience
     from src.export import export, push

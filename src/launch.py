@@ -30,7 +30,6 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from src.config import Config
@@ -120,13 +119,16 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
     if on_cpu and wants_fsdp:  # Accelerate shards only what it takes for a GPU job
         PartialState(cpu=True, timeout=timeout)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin() if wants_fsdp else None
-    if plugin and on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     if precision != "fp8":
         os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model all the same
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-    if plugin and precision in halves:  # Accelerate's default reduces gradients in half precision too
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(halves[precision], reduce_dtype=torch.float32)
+    if plugin:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # half a second
+
+        if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+        if precision in halves:  # Accelerate's default reduces gradients in half precision too
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(halves[precision], reduce_dtype=torch.float32)
     no_scaler = GradScalerKwargs(enabled=False)  # src/bad_steps.py takes its place
     hook = (launcher.config.get("fsdp_config") or {}).get(HOOK) if launcher and world_size > 1 else None
     ddp = DistributedDataParallelKwargs(
@@ -222,7 +224,9 @@ def prepare(
                 where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
                 raise ValueError(f"{where} names {block}, which {type(model).__name__} has not{hint}")
     name = type(model).__name__
-    model, *prepared = accelerator.prepare(model, *optimizers)
+    # said, as Accelerate would find out by importing DTensor, which takes half a second
+    placement = None if accelerator.is_fsdp2 else [True] * (1 + len(optimizers))
+    model, *prepared = accelerator.prepare(model, *optimizers, device_placement=placement)
     if accelerator.is_fsdp2 and sharded_units(model) < 2:
         raise ValueError(
             f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
@@ -233,6 +237,8 @@ def prepare(
 
 def sharded_units(model: nn.Module) -> int:
     """How many units FSDP gathers and frees one after the other, the root among them; 0 without FSDP."""
+    from torch.distributed.fsdp import FSDPModule
+
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -321,6 +327,8 @@ def _precision(launcher: _Launcher | None, asked: str, is_stand_in: bool) -> tup
 def _strategy(accelerator: Accelerator) -> str:
     if not accelerator.is_fsdp2:
         return "ddp" if accelerator.use_distributed else "single"
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
     plugin = accelerator.state.fsdp_plugin
     grad_op = "" if plugin.reshard_after_forward else "_grad_op"
     offload = "_offload" if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else ""

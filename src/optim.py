@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, AdamW, Optimizer
 
 from src.config import Optim
@@ -113,6 +112,10 @@ def scale_and_clip(gradients: list[Tensor], scale: float, norm: float, max_norm:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This process's shard, or all of what is not sharded."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor  # half a second, where nothing is sharded for nothing
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -86,7 +86,8 @@ def export(paths: list[str]) -> int:
 
     from accelerate.utils import set_seed
 
-    from src.checkpoint.tensors import frozen_norm, read_model, require_same_frozen
+    from src.checkpoint.frozen import frozen_norm, require_same_frozen
+    from src.checkpoint.tensors import read_model
     from src.config import config_from
     from src.export import export_weights
 

@@ -18,7 +18,8 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 from torch.optim import Optimizer
 
-from src.checkpoint import folders, tensors
+from src.checkpoint import folders
+from src.checkpoint.frozen import require_same_frozen
 from src.checkpoint.random_state import absent_random_file, random_file, restore_random_state
 from src.config import Config, output_mistakes
 from src.launch import Launch
@@ -137,7 +138,7 @@ def restore(
     """
     assert found.checkpoint
     then = found.state
-    tensors.require_same_frozen(found.checkpoint, then["frozen_norm"], now["frozen_norm"])
+    require_same_frozen(found.checkpoint, then["frozen_norm"], now["frozen_norm"])
     if then["examples"] != now["examples"] and not config.checkpoint.accept_changes:
         raise ValueError(
             f"{found.checkpoint} was trained on {then['examples']:,} examples, and there are {now['examples']:,} now: "
@@ -147,6 +148,8 @@ def restore(
     differing["precision"] = (then["precision"], now["precision"])
     if changes := ", ".join(f"{name} {old} -> {new}" for name, (old, new) in differing.items() if old != new):
         found.notes.append(f"changed since: {changes}: what follows differs by rounding")
+    from src.checkpoint import tensors  # DCP takes half a second to import
+
     tensors.restore(found.checkpoint, model, optimizers)
     set_seed(config.seed + found.progress.step, device_specific=True)
     if then["num_processes"] != now["num_processes"]:
@@ -173,6 +176,8 @@ def read_best(
         say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return None
     say(f"exporting the best of the checkpoints, {best}")
+    from src.checkpoint import tensors
+
     tensors.read_model(best, model)
     return folders.evaluation_of(best)
 

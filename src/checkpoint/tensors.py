@@ -1,17 +1,16 @@
 """The tensors of a run by name, the same names under every strategy, and how they are read back."""
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in a single process, it is meant
@@ -23,25 +22,11 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     Frozen parameters are not among them: `build_model` makes them as they were, and next to adapters they are large.
     """
     by_identity: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in extract_model_from_parallel(model).state_dict(keep_vars=True).items():
+    whole = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, tensor in whole.state_dict(keep_vars=True).items():
         if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
             by_identity.setdefault(id(tensor), (f"model.{name}", tensor))
     return dict(by_identity.values())
-
-
-def frozen_norm(model: nn.Module) -> float:
-    """The L2 norm over all frozen parameters, by which they are known again; 0 where there are none. Before FSDP."""
-    norms = [p.detach().norm(dtype=torch.float32) for p in model.parameters() if not p.requires_grad]
-    return torch.stack(norms).double().norm().item() if norms else 0.0
-
-
-def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> None:
-    """Raises: ValueError: the frozen parameters are not those that the checkpoint's were trained beside."""
-    if not math.isclose(saved_norm, norm, rel_tol=1e-6):
-        raise ValueError(
-            f"{checkpoint} was trained beside other frozen weights: their norm was {saved_norm:.8g} and is {norm:.8g}; "
-            f"task.model has changed since, give the one of then (task.revision)"
-        )
 
 
 def run_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
 from src.checkpoint import folders
-from src.checkpoint.save import _Writer
+from src.checkpoint.writer import Writer
 from src.data.mnist import Digits
 from src.tasks.mnist import Mnist
 
@@ -100,10 +100,10 @@ FAULTS: dict[str, Callable[[], None]] = {
     ),
     "die in rotation": lambda: before(folders.shutil, "rmtree", lambda *_, **__: die()),
     "slow save": lambda: before(
-        _Writer, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer._checkpoint) else None
+        Writer, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer._checkpoint) else None
     ),
     "stuck save": lambda: before(
-        _Writer, "write_data", lambda writer, *_: time.sleep(10_000) if is_at_step(writer._checkpoint) else None
+        Writer, "write_data", lambda writer, *_: time.sleep(10_000) if is_at_step(writer._checkpoint) else None
     ),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
     "count batches": count_batches,
