@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pairs
-from benchmarks.growth import write_images
 from benchmarks.pairs import Comparison
-from benchmarks.sharding import PROJECT, Run, arguments, environment, launch_command, launched, read_run
+from benchmarks.runs import PROJECT, Run, arguments, environment, launch_command, launched, read_run, write_images
 
 ROUNDS, STEPS, BATCH = 5, 350, 64
 SAVE_EVERY, LOG_EVERY, NEVER = 100, 50, 1_000_000

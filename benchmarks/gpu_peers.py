@@ -66,7 +66,12 @@ class Watch:
         set_seed(SEED)
         tokenizer = byte_tokenizer()
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        fields: dict[str, Any] = {"max_position_embeddings": plan.length, **plan.shape, **ids}
+        fields: dict[str, Any] = {
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": plan.length,
+            **plan.shape,
+            **ids,
+        }
         self.model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(use_cache=False, **fields))  # on the CPU, as ours
         assert self.model.config._attn_implementation == "sdpa"
         assert {p.dtype for p in self.model.parameters()} == {torch.float32}

@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison
-from benchmarks.sharding import PROJECT, arguments, launch_command, launched, read_run
+from benchmarks.runs import PROJECT, arguments, launch_command, launched, read_run, write_images
 
 ROUNDS, BATCH = 2, 4
 IMAGES, STEPS = (6_000, 20_000, 60_000), 200
@@ -43,17 +43,6 @@ BYTES_PER_IMAGE = 28 * 28 + 8
 FILE = PROJECT / "docs" / "growth.svg"
 Curve = dict[int, tuple[float, float]]
 """By what grows: seconds per step, and bytes."""
-
-
-def write_images(folder: Path, count: int) -> None:
-    """As MNIST's files."""
-    random = np.random.default_rng(0)
-    folder.mkdir()
-    for name, size in (("train", count), ("t10k", 100)):
-        images = random.integers(0, 256, (size, 28, 28), np.uint8)
-        for kind, magic, values in (("images-idx3", 2051, images), ("labels-idx1", 2049, random.integers(0, 10, size))):
-            head = np.array([magic, *values.shape], dtype=">i4").tobytes()
-            (folder / f"{name}-{kind}-ubyte").write_bytes(head + values.astype(np.uint8).tobytes())
 
 
 @contextmanager

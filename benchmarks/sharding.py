@@ -4,39 +4,36 @@
 
 A Llama of 97.5 million parameters in fp32, two processes of one thread each on gloo: fsdp.yaml, which gathers a block's
 parameters in the forward and again in the backward pass, and fsdp_grad_op.yaml, which gathers them once, both against
-ddp.yaml. In turn, several times, each in fresh processes.
+ddp.yaml. Each starts once, trains two steps that don't count, in which memory is touched for the first time, and then
+they take turns, a step each, the others being stopped: a step's time is that of a turn.
 
-Equal work, which is asserted: the same model with the same first weights, 8 sequences of 128 tokens a step without
-padding, in the same order, fused AdamW at a constant learning rate; the losses of all steps within 1e-4. A step's time
-is what the run itself records, at every step; the first one, in which memory is touched for the first time, doesn't
-count. Starting, the evaluation of one sequence, the checkpoint at the end and the export aren't in it, but take most
-of this script's time.
+Equal work, which is asserted: the same number of parameters, 8 sequences of 128 tokens a step without padding, in the
+same order, fused AdamW at a constant learning rate; the losses of all steps within 1e-4, which they are only with the
+same first weights.
 
 Bytes are those of the tensors that a process holds from one step to the next, parameters, gradients and AdamW's state,
 as tests/test_sharding.py has them counted (tests/count_bytes.py, started under the same yaml): resident memory would
 also show what glibc keeps. They are no times, so that one count is enough.
 
 Where the time goes: DDP reduces while the backward pass computes. FSDP on the CPU waits for each block's parameters
-and gradients, and copies them into and out of flat buffers.
+and gradients, in 25 gathers of up to 28 MB (37 ms each on gloo, of which the copies into and out of flat buffers are
+the larger part) and 13 reductions. Page faults were as much again, until memory was kept (src/malloc.py).
 """
 
 import json
-import os
 import random
-import statistics
-import subprocess
-import sys
+import re
 import tempfile
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import pairs
-from benchmarks.pairs import Comparison
+from benchmarks.pairs import Comparison, in_turn
+from benchmarks.runs import arguments, launch_command, launched
+from benchmarks.turns import Side, sides
 
-PROJECT = Path(__file__).parent.parent
 PROCESSES, BATCH, LENGTH = 2, 8, 128
-ROUNDS, WARM_UP, MEASURED = 3, 1, 3
+ROUNDS, WARM_UP = 7, 2
 PARAMETERS = 97.5e6
 LLAMA = {
     "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
@@ -44,93 +41,46 @@ LLAMA = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run wrote down about itself."""
-
-    summary: dict[str, Any]
-    records: list[dict[str, Any]]
-    """Those of the training, without evaluations."""
-
-
-def launch_command(yaml: str, processes: int) -> list[str]:
-    launcher = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port=0"]
-    return [*launcher, f"--config_file=accelerate_configs/{yaml}.yaml", f"--num_processes={processes}"]
-
-
-def environment(threads: int = 1) -> dict[str, str]:
-    """Without GPUs, and without what a user's shell says to W&B and Accelerate."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
-    return env | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-
-
-def launched(command: list[str], threads: int = 1) -> str:
-    """What it prints."""
-    done = subprocess.run(command, cwd=PROJECT, env=environment(threads), capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}\nended with exit code {done.returncode}")
-    return done.stdout
-
-
-def arguments(settings: dict[str, Any]) -> list[str]:
-    return [f"--{name}={value}" for name, value in settings.items()]
-
-
-def read_run(output: Path) -> Run:
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((output / "summary.json").read_text())
-    return Run(summary, [record for record in records if "train/loss" in record])
-
-
-# ------------------------------------------------------------------------------------------------------------- steps
 def write_data(folder: Path) -> None:
-    """A text of exactly the steps' sequences, and one sequence to evaluate on."""
+    """A text of more than the steps' sequences, and one sequence to evaluate on."""
     source = random.Random(0)
-    for name, sequences in (("train", (WARM_UP + MEASURED) * BATCH), ("validation", 1)):
+    folder.mkdir()
+    for name, sequences in (("train", (WARM_UP + ROUNDS + 5) * BATCH), ("validation", 1)):
         size = sequences * LENGTH - 1  # of bytes: a token in front begins the document
         (folder / f"{name}.txt").write_text("".join(source.choices("etaoin shrdlu", k=size)))
 
 
-def run(yaml: str, data: Path) -> Run:
+def train(yaml: str, folder: Path) -> None:
     settings = {
+        "output_dir": folder / "run",
         "global_batch_size": BATCH,
         "epochs": 1,
         "log_every": 1,
-        "eval_every": 1_000_000,
-        "save_every": 1_000_000,
         "wandb.mode": "disabled",
         "task.name": "causal_lm",
-        "task.dataset": data,
+        "task.dataset": folder.parent / "data",
         "task.sequence_length": LENGTH,
         "task.architecture": json.dumps(LLAMA),
         "optim.lr": 1e-3,
         "optim.schedule": "constant",
         "optim.warmup_steps": 0,
     }
-    with tempfile.TemporaryDirectory() as folder:  # 1.6 GB, gone before the next run
-        written = arguments(settings | {"output_dir": f"{folder}/run"})
-        launched([*launch_command(yaml, PROCESSES), "train.py", *written])
-        found = read_run(Path(folder, "run"))
-    assert (found.summary["strategy"], found.summary["precision"]) == (yaml, "fp32")
-    assert found.summary["num_processes"] == PROCESSES
-    assert abs(found.summary["parameters"] / PARAMETERS - 1) < 0.01
-    assert len(found.records) == WARM_UP + MEASURED
-    assert all(record["perf/padding"] == 0 for record in found.records)
-    return found
+    launched([*launch_command(yaml, PROCESSES), "train.py", *arguments(settings)], is_shown=True)
 
 
-def seconds_per_step(found: Run) -> float:
-    return statistics.median(BATCH * LENGTH / r["perf/tokens_per_second"] for r in found.records[WARM_UP:])
+def assert_equal_work(started: list[Side]) -> None:
+    expected = started[0].losses
+    for side in started:
+        log = (side.folder / "log").read_text()
+        (parameters,) = re.findall(r"model +([\d,]+) parameters", log)
+        assert abs(int(parameters.replace(",", "")) / PARAMETERS - 1) < 0.01
+        assert f"strategy   {side.folder.name} " in log
+        assert "2 processes on gloo, cpu, fp32" in log
+        assert "padding 0.0%" in log
+        drift = max(abs(a / b - 1) for a, b in zip(side.losses, expected, strict=True))
+        assert drift < 1e-4, f"{side.folder.name}: losses {drift:.0e} away from DDP's"
 
 
-def assert_equal_losses(runs: dict[str, Run]) -> None:
-    for yaml, found in runs.items():
-        for record, expected in zip(found.records, runs["ddp"].records, strict=True):
-            drift = abs(record["train/loss"] / expected["train/loss"] - 1)
-            assert drift < 1e-4, f"{yaml}, step {record['step']}: a loss {drift:.0e} away from DDP's"
-
-
-# ------------------------------------------------------------------------------------------------------------- bytes
 def bytes_held(yaml: str) -> float:
     """By the process that holds most."""
     lines = launched([*launch_command(yaml, PROCESSES), "-m", "tests.count_bytes"]).splitlines()
@@ -141,25 +91,23 @@ def bytes_held(yaml: str) -> float:
 
 def measure(data_dir: str) -> list[Comparison]:
     yamls = ["ddp", "fsdp", "fsdp_grad_op"]
-    times: dict[str, list[float]] = {yaml: [] for yaml in yamls}
-    with tempfile.TemporaryDirectory() as folder:
-        write_data(Path(folder))
-        for _ in range(ROUNDS):
-            runs = {yaml: run(yaml, Path(folder)) for yaml in yamls}
-            assert_equal_losses(runs)
-            for yaml, found in runs.items():
-                times[yaml].append(seconds_per_step(found))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_data(folder / "data")
+        with sides({yaml: partial(train, yaml) for yaml in yamls}, folder) as started:
+            for side in started:
+                for _ in range(WARM_UP - 1):
+                    side.turn()
+            ddp, fsdp, grad_op = in_turn(ROUNDS, *(side.turn for side in started))
+            assert_equal_work(started)
     sizes = {yaml: [bytes_held(yaml) / 1e6] for yaml in yamls}
-    what = "97.5M Llama, fp32, x2"
-    targets = {"fsdp": (1.2, 0.505), "fsdp_grad_op": (1.12, 0.505)}
-    comparisons = []
-    for yaml, (of_time, of_bytes) in targets.items():
-        name = f"{yaml.replace('_', ' ')} against ddp, {what}"
-        comparisons += [
-            Comparison(f"sharding: step, {name}", "s", times[yaml], times["ddp"], of_time, is_gain=False),
-            Comparison(f"sharding: bytes, {name}", "MB", sizes[yaml], sizes["ddp"], of_bytes, is_gain=False),
-        ]
-    return comparisons
+    what = "against ddp, 97.5M Llama, fp32, x2"
+    return [
+        Comparison(f"sharding: step, fsdp {what}", "s", fsdp, ddp, 1.2, is_gain=False),
+        Comparison(f"sharding: bytes, fsdp {what}", "MB", sizes["fsdp"], sizes["ddp"], 0.505, is_gain=False),
+        Comparison(f"sharding: step, grad-op {what}", "s", grad_op, ddp, 1.12, is_gain=False),
+        Comparison(f"sharding: bytes, grad-op {what}", "MB", sizes["fsdp_grad_op"], sizes["ddp"], 0.505, is_gain=False),
+    ]
 
 
 if __name__ == "__main__":

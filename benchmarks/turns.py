@@ -12,6 +12,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PROJECT = Path(__file__).parent.parent
 CORES, SEED = 2, 0
 CONTEXT = get_context("forkserver")  # fresh processes that need not import all this again
@@ -32,8 +34,6 @@ class Side:
         (folder / "run").mkdir(parents=True)
         self.process = CONTEXT.Process(target=_begin, args=(train, folder))
         self.process.start()
-        self.group = self.process.pid or 0
-        """Of processes: see _begin."""
 
     @property
     def losses(self) -> list[float]:
@@ -68,12 +68,14 @@ class Side:
 
     def kill(self) -> None:
         if self.process.is_alive():
-            self.process.kill()
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has no group yet, or has ended after its last record
-            os.killpg(self.group, number)
+        with contextlib.suppress(psutil.Error):  # it has ended after its last record
+            trainer = psutil.Process(self.process.pid)
+            for process in (*trainer.children(recursive=True), trainer):  # launchers give theirs groups of their own
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(number)
 
 
 @contextlib.contextmanager
@@ -92,7 +94,7 @@ def sides(trainings: dict[str, Callable[[Path], None]], folder: Path) -> Iterato
 
 
 def _begin(train: Callable[[Path], None], folder: Path) -> None:
-    os.setsid()  # a group of its own, that signals reach as a whole
+    os.setsid()  # the terminal's signals are for the one that it takes turns for
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with (folder / "log").open("w") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())

@@ -3,8 +3,12 @@
 A canary that fails says that a library changed: look at the code it names before changing the canary.
 """
 
+import importlib.util
+import platform
+import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.conftest import BIN, Run, run_command
+from tests.conftest import BIN, PROJECT, Run, run_command
 
 ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
 SAY = "import os; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"  # in one piece
@@ -179,3 +183,74 @@ def test_a_failed_save_of_dcp_is_no_exception() -> None:
     from torch.distributed.checkpoint import CheckpointException
 
     assert not issubclass(CheckpointException, Exception)
+
+
+def imported(code: str, module: str) -> bool:
+    """Whether `code`, in a process of its own, imports `module`."""
+    probe = f"import sys; {code}; sys.exit('{module}' not in sys.modules)"
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", probe], cwd=PROJECT).returncode == 0
+
+
+def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
+    """src/launch.py: why `prepare` gives back the optimizers without it."""
+    prepared = Accelerator(cpu=True).prepare(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
+    with mock.patch("importlib.util.find_spec", wraps=importlib.util.find_spec) as find:
+        prepared.step()
+        prepared.step()
+    assert [call.args for call in find.call_args_list].count(("lomo_optim",)) >= 2
+
+
+def test_accelerate_imports_dtensor_to_prepare_a_model() -> None:
+    """src/launch.py: why `prepare` says where to put it."""
+    code = "import torch; from accelerate import Accelerator; Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))"
+    assert imported(code, "torch.distributed.tensor")
+
+
+def test_an_optimizer_imports_the_compiler() -> None:
+    """src/late_dynamo.py: why it is there, and what it does."""
+    code = "import torch; o = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0); o.step()"
+    assert imported(code, "torch._dynamo.eval_frame")
+    late = f"from src.late_dynamo import import_dynamo_late; import_dynamo_late(); {code}"
+    assert not imported(late, "torch._dynamo.eval_frame")
+    assert imported(
+        f"{late}; assert torch.compile(lambda x: x + 1, backend='eager')(1) == 2", "torch._dynamo.eval_frame"
+    )
+    assert imported(f"{late}; import torch._dynamo.config", "torch._dynamo.eval_frame")
+
+
+def test_evaluate_imports_transformers_pipelines() -> None:
+    """src/metrics.py: why it hides transformers meanwhile."""
+    assert imported("import evaluate", "transformers.pipelines")
+    assert not imported("import src.metrics", "transformers.pipelines")
+    assert imported("import src.metrics, transformers; transformers.AutoConfig", "transformers.models.auto")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="it is glibc's")
+def test_glibc_gives_large_blocks_back() -> None:
+    """src/malloc.py: why it keeps them."""
+    count = "resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
+    code = "import resource, torch\n[torch.ones(10_000_000) for _ in range(2)]\n"
+    code += f"before = {count}\nfor _ in range(5): torch.ones(10_000_000)\nprint({count} - before)"
+    keep = "from src.malloc import keep_freed_memory; keep_freed_memory(); "
+    given_back, kept = (
+        int(subprocess.run([sys.executable, "-c", c], cwd=PROJECT, capture_output=True, text=True, check=True).stdout)
+        for c in (code, keep + code)
+    )
+    assert given_back > 10_000
+    assert kept < 1_000
+
+
+def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
+    """Nor anything that only an evaluation, a checkpoint or a download needs."""
+    code = (
+        "import sys, train, src.batches as b\n"
+        "def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)\n"
+        "b.fetch = stop\n"
+        "sys.argv[1:] = ['--task.source=digits', '--wandb.mode=disabled', '--output_dir=' + sys.argv[1]]\n"
+        "train.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/run"], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+    heavy = {"evaluate", "datasets", "sklearn", "transformers", "torchvision", "wandb", "torch._dynamo.eval_frame",
+             "torch.distributed.tensor", "torch.distributed.checkpoint", "pandas", "scipy"}  # fmt: skip
+    assert not heavy & set(done.stdout.splitlines())
