@@ -10,6 +10,7 @@ import yaml
 from accelerate import Accelerator
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.config import Config
 
@@ -63,7 +64,10 @@ def push(config: Config) -> None:
 
 
 def _alone(weight: Tensor) -> Tensor:
-    """Out of the larger buffer that FSDP gathers an uneven weight into, which safetensors refuses to save."""
+    """Out of what safetensors refuses to save: the wrapper that torchao has around a weight for fp8, and the larger
+    buffer that FSDP gathers an uneven weight into."""
+    if is_traceable_wrapper_subclass(weight):
+        weight = getattr(weight, weight.__tensor_flatten__()[0][0])
     return weight.clone() if weight.nbytes < weight.untyped_storage().nbytes() else weight
 
 

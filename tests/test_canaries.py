@@ -229,7 +229,7 @@ def test_evaluate_imports_transformers_pipelines() -> None:
 def test_glibc_gives_large_blocks_back() -> None:
     """src/malloc.py: why it keeps them."""
     count = "resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
-    code = "import resource, torch\n[torch.ones(10_000_000) for _ in range(2)]\n"
+    code = "import resource, torch\nfor _ in range(20): torch.ones(10_000_000)\n"
     code += f"before = {count}\nfor _ in range(5): torch.ones(10_000_000)\nprint({count} - before)"
     keep = "from src.malloc import keep_freed_memory; keep_freed_memory(); "
     given_back, kept = (
