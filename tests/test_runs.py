@@ -150,12 +150,12 @@ def test_every_optimizer_takes_the_same_steps_sharded_and_offloaded(
 
 
 def test_fp8_trains_and_exports_fp32_weights(launch: Launch, tmp_path: Path) -> None:
-    """Emulated on the CPU. Tried without what src/export.py does about torchao's wrapper: it can't be saved."""
+    """Emulated on the CPU, on one process, whose weights keep torchao's wrapper; it can't be saved, which was tried."""
     data = tiny.questions(tmp_path / "questions.jsonl")
     run = launch(
         "fsdp_fp8", "--task.name=causal_lm", f"--task.dataset={data}", "--task.sequence_length=64",
         f"--task.model={tiny.llama(tmp_path / 'llama')}", "--global_batch_size=8", "--max_steps=3", "--log_every=1",
-        launcher_arguments=("--mixed_precision=fp8",),
+        processes=1, launcher_arguments=("--mixed_precision=fp8",),
     ).succeeded()  # fmt: skip
     assert run.summary["precision"] == "fp8"
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "llama", run.folder / "model"))
