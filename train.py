@@ -81,8 +81,15 @@ def train(config: Config) -> None:
     world_size, is_fp16 = accelerator.num_processes, accelerator.mixed_precision == "fp16"
     with first_on_each_machine(accelerator):  # it downloads and tokenises
         train_set, eval_set = task.build_datasets()
+    on_cpu = train_set
     if config.num_workers == 0:
         train_set, eval_set = (task.on_device(dataset, accelerator.device) for dataset in (train_set, eval_set))
+    tuned = {
+        "freed memory is kept": launch.keeps_memory,
+        "data in the GPU's memory": train_set is not on_cpu,
+        "CUDA graphs": config.cuda_graphs,
+        "compiled": config.compile,
+    }
     set_seed(config.seed)  # the same weights on all processes
     model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
@@ -119,6 +126,7 @@ def train(config: Config) -> None:
         **{part: figures(values) for part, values in data.items() if values},
         "batch": f"{global_batch_size} = {config.micro_batch(world_size)} per micro-batch x {world_size} processes"
         f" x {config.accumulation(world_size)} accumulated",
+        "tuned": ", ".join(what for what, is_on in tuned.items() if is_on),
         "steps": f"{total_steps:,} = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch:,}",
     }
     progress = found.progress

@@ -63,6 +63,8 @@ class Launch:
     """Of the collectives: nccl, gloo, ...; None in a single process."""
     comm_hook: str | None
     """What DDP does to gradients on their way to the other processes: bf16, fp16, power_sgd, ...; None: nothing."""
+    keeps_memory: bool
+    """Whether freed memory stays with the process: see src/malloc.py."""
     note: str | None
     """Where the machine makes it differ from the yaml: why."""
 
@@ -114,8 +116,7 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_size))  # the launcher's default is 1
-    if on_cpu:
-        keep_freed_memory()
+    keeps_memory = on_cpu and keep_freed_memory()
     if on_cpu and wants_fsdp:  # Accelerate shards only what it takes for a GPU job
         PartialState(cpu=True, timeout=timeout)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin() if wants_fsdp else None
@@ -169,6 +170,7 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
         precision=precision,
         backend=backend,
         comm_hook=hook,
+        keeps_memory=keeps_memory,
         note=note,
     )
     return accelerator, launch

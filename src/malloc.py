@@ -7,14 +7,13 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 TOP_PAD = 64 * 2**20
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory() -> bool:
     """glibc takes each large block from the kernel and gives it back: every activation is then made of new pages, which
     the kernel fills with zeros first. That was a third of a step of the MNIST CNN. PyTorch does likewise on GPUs.
 
-    Only glibc has this to set; elsewhere it does nothing.
+    Returns:
+        Whether it could be set: it is glibc's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_TOP_PAD, TOP_PAD)
+    settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: TOP_PAD}
+    return mallopt is not None and all(mallopt(*setting) for setting in settings.items())

@@ -33,7 +33,8 @@ class Digits:
 
     def to(self, device: torch.device) -> Digits:
         """In the memory of `device`: 47 MB for MNIST's training set."""
-        return Digits(self.images.to(device), self.labels.to(device))
+        moved = self.images.to(device), self.labels.to(device)
+        return self if moved[0] is self.images else Digits(*moved)
 
     def moved(self, rotation: float, shift: int, seed: list[int]) -> MovedDigits:
         """Each image turned by up to `rotation` degrees and moved by up to `shift` whole pixels along both axes, drawn
