@@ -99,7 +99,7 @@ def train(config: Config) -> None:
         compile_blocks(model)
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    if config.cuda_graphs:
+    if config.cuda_graphs and not config.check:  # which looks at each operator
         capture(accelerator, config, model, train_set)
     model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
     set_seed(config.seed, device_specific=True)  # other dropout on each

@@ -27,7 +27,7 @@ class MicroBatch:
     """What one process passes through the model at once."""
 
     data: Any
-    """Of the task's `collate`, on the CPU."""
+    """Of the task's `collate`, where the dataset is: on the CPU, but for Task.on_device."""
     examples: int
     """How many examples it has; 0: it is a stand-in."""
 
@@ -128,7 +128,7 @@ def fetch(task: Task, dataset: Any, indices: list[int]) -> Any:
 
 def _load(accelerator: Accelerator, config: Config, dataset: Examples, shares: Shares) -> Iterator[list[MicroBatch]]:
     batches: Iterator[Any]
-    if config.num_workers == 0:  # a DataLoader does the same, at twice the price
+    if config.num_workers == 0:  # a DataLoader would take as long as a small model's step
         batches = (fetch(config.task, dataset, indices) for indices in shares)
     else:
         loader: DataLoader[Any] = DataLoader(

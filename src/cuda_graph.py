@@ -26,6 +26,8 @@ def capture(accelerator: Accelerator, config: Config, model: nn.Module, train_se
     """
     if accelerator.device.type != "cuda" or accelerator.use_distributed or accelerator.is_fsdp2:
         raise ValueError("cuda_graphs=true is for one process on one NVIDIA GPU: take single_gpu.yaml, or leave it out")
+    if config.activation_checkpointing or config.compile:
+        raise ValueError("cuda_graphs=true: leave out activation_checkpointing and compile")
     if config.accumulation(1) > 1:  # a graph writes each micro-batch's gradients to where the last one's are
         raise ValueError("cuda_graphs=true cannot accumulate gradients: leave micro_batch_size out")
     batch = fetch(config.task, train_set, list(range(min(config.micro_batch(1), len(train_set)))))

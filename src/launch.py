@@ -42,7 +42,8 @@ SWITCHES = ("ACCELERATE_USE_", "FSDP_")
 """What only the launcher should set, from the yaml; set in the shell, they add to what the yaml says."""
 HOOK = "ddp_comm_hook"
 """Key of the yaml's fsdp_config, as Accelerate's launcher has none for it, and refuses new ones elsewhere."""
-HOOKS = [hook.value for hook in DDPCommunicationHookType]
+HOOKS = ("bf16", "fp16")
+"""Of DDPCommunicationHookType: power_sgd keeps a state that checkpoints would have to hold."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> 
         if HOOK in fsdp_config and wants_fsdp:
             yield f"{launcher.config_file}: {HOOK} is DDP's, FSDP has none: take it out"
         elif fsdp_config.get(HOOK, HOOKS[0]) not in HOOKS:
-            yield f"{launcher.config_file}: {HOOK}={fsdp_config[HOOK]}: must be one of {', '.join(HOOKS)}"
+            yield f"{launcher.config_file}: {HOOK}={fsdp_config[HOOK]}: must be {' or '.join(HOOKS)}, or be left out"
         for key in fsdp_config.keys() - {HOOK}:
             if (key if key.startswith("fsdp") else f"fsdp_{key}") not in known:
                 yield f"{launcher.config_file}: fsdp_config has no key {key}{nearest(key, known)}"
@@ -319,10 +320,13 @@ def _precision(launcher: _Launcher | None, asked: str, is_stand_in: bool) -> tup
     """The mixed precision that runs and, where this machine makes it another than was asked for, why."""
     if is_stand_in and launcher and not launcher.arguments.mixed_precision:
         return "no", None  # the yaml means its GPUs; --mixed_precision on the command line means this run
-    if asked == "fp8" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        return "bf16", f"{torch.cuda.get_device_name()} has no fp8: training in bf16"
-    if asked == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "no", f"{torch.cuda.get_device_name()} has no bf16: training in fp32"
+    if not torch.cuda.is_available():
+        return asked, None
+    has_bf16, gpu = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name()
+    if asked in ("bf16", "fp8") and not has_bf16:
+        return "no", f"{gpu} has no {asked}: training in fp32"
+    if asked == "fp8" and torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
+        return "bf16", f"{gpu} has no fp8: training in bf16"
     return asked, None
 
 

@@ -71,7 +71,7 @@ class StopRequest:
         told = torch.tensor([float(self.is_made), time.monotonic() - self._asked])
         torch.distributed.all_reduce(told, group=self._group)
         asked, seconds = told.tolist()
-        calls = self._calls * ASK_SECONDS * (self._world_size / seconds)
+        calls = self._calls * ASK_SECONDS * (self._world_size / max(seconds, 1e-6))
         self._calls_between = max(1, int(min(2 * self._calls_between, calls)))
         self._calls, self._asked = 0, time.monotonic()
         return asked > 0

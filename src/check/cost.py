@@ -186,10 +186,11 @@ def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBa
         trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         hook = subject.launch.comm_hook
-        least = 0.0 if hook and "power_sgd" in hook else 0.5 if hook in ("bf16", "fp16") else 1.0
+        width = 0.5 if hook else 1.0
         what = "all_reduce of the gradients" + (f" in {hook}" if hook else "")
         what += ", broadcast of the buffers" if buffers else ""
-        return share * (2 * trained * least + buffers), share * (2 * trained * (least or 1.0) + buffers), what
+        sent = share * (2 * trained * width + buffers)
+        return sent, sent, what
     plugin = subject.accelerator.state.fsdp_plugin
     policy = plugin.mixed_precision_policy
     width = policy.param_dtype.itemsize if policy and policy.param_dtype else 4

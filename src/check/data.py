@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from src.batches import MicroBatch, evaluation_batches, training_windows
+from src.batches import MicroBatch, evaluation_batches, fetch, training_windows
 from src.check.findings import Finding
 from src.check.subject import Subject, checksum
-from src.reference import DistributedSampler, fetch
+from src.reference import DistributedSampler
 from src.tasks.base import Examples
 
 
@@ -44,7 +44,7 @@ class _ReadsPositions:
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
-    """Follows the run's own path to the data, from sampler to DataLoader, processes that load data among it."""
+    """Follows the run's own path to the data, from sampler to batches, processes that load data among it."""
     seen = subject.gather((len(subject.train_set), len(subject.eval_set), _sample(subject)))
     is_same = len(set(seen)) == 1
     others = ", ".join(str(rank) for rank, of_rank in enumerate(seen) if of_rank != seen[0])

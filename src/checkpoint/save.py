@@ -57,6 +57,7 @@ class Saver:
         self._running: tuple[Path, Future[Any]] | None = None
         self._pause = 0.0
         self._calls = 0
+        self._importing = threading.Thread(target=import_module, args=("src.checkpoint.writer",), daemon=True)
 
     def save(self, progress: Progress, about: dict[str, Any]) -> None:
         """Starts to write a checkpoint of the state as it is now; waits for the one before, and for the copy.
@@ -89,8 +90,8 @@ class Saver:
     def collect(self, wait: bool = False) -> None:
         """Says what became of the checkpoint that is being written, if it is done; a failure doesn't end the run."""
         self._calls += 1
-        if self._calls == 2:  # training goes on meanwhile, where the first step, or the first save, would wait
-            threading.Thread(target=import_module, args=("src.checkpoint.writer",), daemon=True).start()
+        if self._calls == 2 and self._config.num_workers == 0:  # processes that load data are forked between imports
+            self._importing.start()  # training goes on meanwhile, where the first step, or the first save, would wait
         if self._running is None or not (wait or self._running[1].done()):
             return
         from src.checkpoint.writer import failure_of
@@ -110,5 +111,7 @@ class Saver:
     def finish(self) -> None:
         """Waits for the checkpoint that is being written, and frees the memory of the copies."""
         self.collect(wait=True)
+        if self._importing.is_alive():
+            self._importing.join()
         if self._stager:
             self._stager.close()

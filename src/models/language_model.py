@@ -117,7 +117,7 @@ class LanguageModel(nn.Module):
         return torch.stack([checkpoint(of, *part, use_reentrant=False) for part in zip(*parts, strict=True)]).sum()
 
     def _chunks(self, states: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        size = max(1, (CHUNK if states.device.type == "cpu" else CHUNK_ON_GPU) // self._vocabulary)
+        size = max(1, (CHUNK_ON_GPU if states.device.type == "cuda" else CHUNK) // self._vocabulary)
         return states.split(size), targets.split(size)
 
     def _freeze_what_text_does_not_pass(self) -> None:

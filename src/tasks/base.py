@@ -78,12 +78,13 @@ class Task(Settings, ABC):
 
     def augmented(self, train: Any, seed: list[int]) -> Examples:
         """`train` as one epoch sees it. Randomness comes from `seed`, the run's and the epoch's, and the index alone,
-        so that it is the same on any number of processes. All of them compute it, before the epoch starts."""
+        so that it is the same on any number of processes. Called on all of them, before the epoch starts: best computed
+        when an example is asked for."""
         return train
 
     def on_device(self, dataset: Any, device: torch.device) -> Examples:
-        """The dataset in the device's memory, where it fits there easily: no step then waits for a copy. Called where
-        the process loads its data itself (num_workers=0)."""
+        """The dataset in the device's memory, where it fits there easily: no batch is then copied. Called where the
+        process loads its data itself (num_workers=0)."""
         return dataset
 
     def model_input(self, batch: Any) -> Tensor | None:
