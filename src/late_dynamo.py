@@ -1,5 +1,6 @@
 """The compiler of PyTorch, imported where something is compiled, and not by each optimizer: a second of every start."""
 
+import contextlib
 import importlib
 import importlib.abc
 import sys
@@ -48,7 +49,8 @@ class _Kept(importlib.abc.Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        with contextlib.suppress(AttributeError):  # modules of settings take no others
+            module.__spec__ = self._spec
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
