@@ -23,7 +23,7 @@ from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 
 PROJECT = Path(__file__).parent.parent
-STEPS, COMPARED, ROUNDS = 150, 30, 4
+STEPS, COMPARED, ROUNDS = 120, 30, 3
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
 BY_HAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "src.reference"]
 COMMANDS = {

@@ -34,7 +34,7 @@ from benchmarks.pairs import Comparison
 from benchmarks.runs import PROJECT, arguments, launch_command, launched, read_run, write_images
 
 ROUNDS, BATCH = 2, 4
-IMAGES, STEPS = (6_000, 20_000, 60_000), 200
+IMAGES, STEPS = (6_000, 20_000, 60_000), 120
 LONG, TENTHS = 10 * STEPS, (1, 5, 10)
 PROCESSES, STEPS_OF_DIGITS, BATCH_OF_DIGITS = (1, 2, 4), 80, 16
 PER_TENTH = 4

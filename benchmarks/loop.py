@@ -107,7 +107,7 @@ def compare(
         losses[-1] = (losses[-1][0], loss)
         return 1000 * seconds
 
-    our_times, their_times = in_turn(7, our_time, their_time)
+    our_times, their_times = in_turn(5, our_time, their_time)
     assert all(abs(a / b - 1) < 0.1 for a, b in losses), losses
     return Comparison(question, "ms/step", our_times, their_times, target, is_gain=False)
 

@@ -49,8 +49,7 @@ def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) 
         case "sgd":
             return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
-            # foreach is torch's choice on GPUs, and faster on CPUs too
-            return [Adadelta(groups, lr=config.lr, foreach=None if is_sharded else True)]
+            return [Adadelta(groups, lr=config.lr)]
 
 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:
