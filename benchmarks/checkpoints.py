@@ -24,9 +24,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from benchmarks.runs import write_images
 from src.checkpoint import folders
 from src.checkpoint.resume import about
 from src.checkpoint.save import Saver
@@ -124,16 +124,16 @@ def peak_of_export(checkpoint: Path) -> int:
 
 def resuming(folder: Path) -> tuple[list[float], list[float]]:
     """Returns: seconds of the sessions that go on from 1% and from 99% of an epoch of 938 steps."""
-    random = np.random.default_rng(0)
-    for name, count in (("train", 60_000), ("t10k", 100)):
-        images, labels = random.integers(0, 256, (count, 28, 28)), random.integers(0, 10, count)
-        for kind, magic, content in (("images-idx3", 2051, images), ("labels-idx1", 2049, labels)):
-            head = np.array([magic, *content.shape], dtype=">i4").tobytes()
-            (folder / f"{name}-{kind}-ubyte").write_bytes(head + content.astype(np.uint8).tobytes())
+    write_images(folder / "images", 60_000)
 
     def session(steps: int, resume: Path | None = None) -> tuple[float, Path]:
         output = Path(tempfile.mkdtemp(dir=folder)) / "run"
-        arguments = [f"--output_dir={output}", f"--task.data_dir={folder}", "--wandb.mode=disabled", "--epochs=1"]
+        arguments = [
+            f"--output_dir={output}",
+            f"--task.data_dir={folder}/images",
+            "--wandb.mode=disabled",
+            "--epochs=1",
+        ]
         arguments += [f"--max_steps={steps}", "--task.shift=0", "--task.rotation=0"]
         config: Config = load_config(arguments + ([f"--resume={resume}"] if resume else []))
         started = time.perf_counter()

@@ -12,41 +12,33 @@ Where the time of two processes goes that one doesn't need: 4.8 MB of gradients 
 two cores that compute; the largest layer's are ready first, and on their way while the convolutions' are computed.
 """
 
-import json
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
+from benchmarks.runs import launch_command, launched, read_run
 
-PROJECT = Path(__file__).parent.parent
 STEPS, COMPARED, ROUNDS = 120, 30, 3
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
 BY_HAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "src.reference"]
 COMMANDS = {
     "by hand": BY_HAND,
-    **{
-        yaml: [*LAUNCH, f"--config_file=accelerate_configs/{yaml}.yaml", "--main_process_port=0", "train.py"]
-        for yaml in ("cpu", "ddp", "ddp_bf16_hook")
-    },
+    "cpu": [*launch_command("cpu", 1), "train.py"],
+    **{yaml: [*launch_command(yaml, 2), "train.py"] for yaml in ("ddp", "ddp_bf16_hook")},
 }
 
 
 def run(variant: str, settings: list[str]) -> tuple[float, list[float]]:
     """Returns: milliseconds per step, and the losses."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [*COMMANDS[variant], *settings, f"--output_dir={folder}/run"]
-        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        printed = launched([*COMMANDS[variant], *settings, f"--output_dir={folder}/run"])
         if variant == "by hand":
-            (milliseconds,) = re.findall(r"^([\d.]+) ms per step", done.stdout, re.MULTILINE)
-            return float(milliseconds), [float(line.split()[-1]) for line in re.findall(r"^step .*", done.stdout, re.M)]
-        records = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads(Path(folder, "run", "summary.json").read_text())
-        return 64e3 / summary["samples_per_second"], [r["train/loss"] for r in records if "train/loss" in r]
+            (milliseconds,) = re.findall(r"^([\d.]+) ms per step", printed, re.MULTILINE)
+            return float(milliseconds), [float(line.split()[-1]) for line in re.findall(r"^step .*", printed, re.M)]
+        found = read_run(Path(folder, "run"))
+        return 64e3 / found.summary["samples_per_second"], [record["train/loss"] for record in found.records]
 
 
 def measure(data_dir: str) -> list[Comparison]:

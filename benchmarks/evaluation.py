@@ -12,12 +12,12 @@ themselves, as a GPU would. Of ours, the metric takes the larger part (`evaluate
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,15 +27,15 @@ from torch.utils.data import DataLoader
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
+from benchmarks.runs import launch_command, launched
 from src.config import load_config
-from src.data.mnist import Digits, mnist
+from src.data.mnist import mnist
 from src.launch import build_accelerator, prepare
 from src.metrics import Accuracy
 from src.models.mnist_cnn import MnistCnn
 from src.preemption import StopRequest
 from train import evaluate
 
-PROJECT = Path(__file__).parent.parent
 ROUNDS, TESTED = 9, 10_000
 
 
@@ -62,17 +62,6 @@ def theirs(accelerator: Accelerator, model: nn.Module, loader: DataLoader[dict[s
     return round(metric.compute()["accuracy"] * TESTED)
 
 
-class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, digits: Digits) -> None:
-        self.digits = digits
-
-    def __len__(self) -> int:
-        return len(self.digits)
-
-    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        return self.digits.__getitems__(indices)
-
-
 def process(data_dir: str, file: str) -> None:
     """One of the two; the first writes what it measured."""
     config = load_config([f"--task.data_dir={data_dir}", "--global_batch_size=128", f"--output_dir={file}.run"])
@@ -82,7 +71,8 @@ def process(data_dir: str, file: str) -> None:
 
     def compared(model: nn.Module) -> list[list[float]]:
         model, _ = prepare(accelerator, model, [torch.optim.SGD(model.parameters(), lr=1.0)])
-        loader = accelerator.prepare(DataLoader(Rows(test_set), batch_size=64, collate_fn=config.task.collate))
+        rows: Any = test_set  # torch's Dataset need not have a length
+        loader = accelerator.prepare(DataLoader(rows, batch_size=64, collate_fn=config.task.collate))
         counts: set[int] = set()
 
         def ours() -> int:
@@ -112,9 +102,7 @@ def process(data_dir: str, file: str) -> None:
 def measure(data_dir: str) -> list[Comparison]:
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/found.json"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file=accelerate_configs/ddp.yaml"]
-        command += ["--num_cpu_threads_per_process=1", "--main_process_port=0", "-m", "benchmarks.evaluation"]
-        subprocess.run([*command, "--process", data_dir, file], cwd=PROJECT, check=True, capture_output=True)
+        launched([*launch_command("ddp", 2), "-m", "benchmarks.evaluation", "--process", data_dir, file])
         found = json.loads(Path(file).read_text())
     (linear, their_linear), (cnn, their_cnn) = found["linear"], found["CNN"]
     return [

@@ -65,7 +65,8 @@ sys.path[0] = str(PROJECT)  # started as a script, it is the folder of this file
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 
-from benchmarks.gpu_peers import LR, SEED, WEIGHT_DECAY, Plan  # noqa: E402
+from benchmarks.gpu_peers import LR, SEED, Plan  # noqa: E402
+from benchmarks.llama import WEIGHT_DECAY  # noqa: E402
 from benchmarks.pairs import Comparison, table  # noqa: E402
 from benchmarks.transformer import generated  # noqa: E402
 

@@ -22,13 +22,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from src.data.byte_tokenizer import byte_tokenizer
+from benchmarks.llama import WEIGHT_DECAY, counting_collator, new_adamw, new_llama
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import LlamaForCausalLM
 
-LR, WEIGHT_DECAY, SEED = 1e-4, 0.01, 0
+LR, SEED = 1e-4, 0
 
 
 @dataclass(frozen=True)
@@ -60,21 +59,11 @@ class Watch:
     """A fresh model, and what a training of it did: counted in the model, so that no loop can be wrong about it."""
 
     def __init__(self, plan: Plan) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+        from transformers import set_seed
 
         assert torch.cuda.is_available() == plan.is_cuda
         set_seed(SEED)
-        tokenizer = byte_tokenizer()
-        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        fields: dict[str, Any] = {
-            "vocab_size": len(tokenizer),
-            "max_position_embeddings": plan.length,
-            **plan.shape,
-            **ids,
-        }
-        self.model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(use_cache=False, **fields))  # on the CPU, as ours
-        assert self.model.config._attn_implementation == "sdpa"
-        assert {p.dtype for p in self.model.parameters()} == {torch.float32}
+        self.model = new_llama(plan.shape, plan.length)
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
         self.model.model.layers[0].mlp.down_proj.register_forward_hook(self._look_inside)
         self.plan = plan
@@ -166,7 +155,6 @@ def trainer(plan: Plan, folder: Path) -> None:
 def plain(plan: Plan, folder: Path) -> None:
     """A loop on Accelerate as transformers' run_clm_no_trainer.py has it."""
     from accelerate import Accelerator
-    from torch.optim import AdamW
     from torch.utils.data import DataLoader
     from transformers import get_scheduler
 
@@ -174,10 +162,7 @@ def plain(plan: Plan, folder: Path) -> None:
     accelerator = Accelerator(
         cpu=not plan.is_cuda, mixed_precision="bf16", gradient_accumulation_steps=plan.accumulation
     )
-    parameters = list(watch.model.parameters())
-    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY}
-    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
-    optimizer: Any = AdamW([matrices, vectors], lr=LR, fused=True)
+    optimizer: Any = new_adamw(watch.model, LR)
     scheduler: Any = get_scheduler("constant", optimizer)
     loader: Any = DataLoader(sequences(folder), batch_size=plan.micro, pin_memory=plan.is_cuda)
     model: Any = watch.model
@@ -211,7 +196,7 @@ def speeds(watch: Watch) -> list[float]:
 # ------------------------------------------------------------------------------------------------ padded documents
 def padded(plan: Plan, folder: Path) -> None:
     """The Trainer of transformers, batches padded to their longest document, in random order, as it does by default."""
-    from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback
 
     from benchmarks.packing import tokenised
 
@@ -223,18 +208,9 @@ def padded(plan: Plan, folder: Path) -> None:
             watch.take_time()
             watch.steps = state.global_step
 
-    class Counter(DataCollatorForSeq2Seq):
-        tokens = targets = 0
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            batch = super().__call__(*args, **kwargs)
-            self.tokens += int((batch["attention_mask"].sum(1) - 1).sum())  # those that another one follows
-            self.targets += int((batch["labels"][:, 1:] != -100).sum())
-            return batch
-
     watch = Watch(plan)
     documents: Any = tokenised(folder)
-    collator = Counter(byte_tokenizer())
+    collator = counting_collator()
     arguments = trainer_arguments(plan, folder, logging_strategy="epoch")
     Trainer(watch.model, arguments, data_collator=collator, train_dataset=documents, callbacks=[Clock()]).train()
     work = watch.work() | {"tokens": collator.tokens, "targets": collator.targets}

@@ -31,11 +31,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import pairs
 from benchmarks.pairs import Comparison
+from benchmarks.runs import PROJECT, signal_all
 from src.data.mnist import IDX_FILES, mnist
 
-PROJECT = Path(__file__).parent.parent
 IMAGES, TESTED = 60_000, 10_000
 
 
@@ -74,7 +76,7 @@ class Epochs:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:
-            os.killpg(self._process.pid, number)
+            signal_all(psutil.Process(self._process.pid), number)
 
     def _wait(self, pattern: str, count: int = 1) -> list[Any]:
         while True:

@@ -36,8 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pairs
+from benchmarks.llama import WEIGHT_DECAY, counting_collator, new_llama, record
 from benchmarks.pairs import Comparison, in_turn
-from benchmarks.transformer import LR, WEIGHT_DECAY, generated
+from benchmarks.transformer import LR, generated
 from benchmarks.turns import CONTEXT, CORES, SEED, launch, sides
 from src.data.byte_tokenizer import byte_tokenizer
 
@@ -121,9 +122,6 @@ def train_packed(steps: int, folder: Path) -> None:
 def train_padded(steps: int, strategy: str, folder: Path) -> None:
     import torch
     from transformers import (
-        DataCollatorForSeq2Seq,
-        LlamaConfig,
-        LlamaForCausalLM,
         Trainer,
         TrainerCallback,
         TrainingArguments,
@@ -133,23 +131,10 @@ def train_padded(steps: int, strategy: str, folder: Path) -> None:
     class Record(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in logs:
-                with (folder / "run" / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps({"train/loss": logs["loss"]}) + "\n")
-
-    class Counter(DataCollatorForSeq2Seq):
-        tokens = targets = 0
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            batch = super().__call__(*args, **kwargs)
-            self.tokens += int((batch["attention_mask"].sum(1) - 1).sum())
-            self.targets += int((batch["labels"][:, 1:] != -100).sum())
-            return batch
+                record(folder, logs["loss"])
 
     torch.set_num_threads(CORES)
     set_seed(SEED)
-    tokenizer = byte_tokenizer()
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    fields: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": LENGTH, **SHAPE, **ids}
     documents: Any = tokenised(folder.parent)
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),
@@ -169,13 +154,13 @@ def train_padded(steps: int, strategy: str, folder: Path) -> None:
         disable_tqdm=True,
         seed=SEED,
     )
-    model, collator = LlamaForCausalLM(LlamaConfig(**fields)), Counter(tokenizer)
+    model, collator = new_llama(SHAPE, LENGTH), counting_collator()
     trainer = Trainer(
         model,
         arguments,
         data_collator=collator,
         train_dataset=documents,
-        processing_class=tokenizer,
+        processing_class=byte_tokenizer(),
         callbacks=[Record()],
     )
     trainer.train()

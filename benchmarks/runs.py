@@ -1,5 +1,6 @@
 """Runs of train.py as a user starts them, each in fresh processes, and what they write down about themselves."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 PROJECT = Path(__file__).parent.parent
 
@@ -39,6 +41,13 @@ def launched(command: list[str], threads: int = 1, is_shown: bool = False) -> st
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}\nended with exit code {done.returncode}")
     return done.stdout
+
+
+def signal_all(process: psutil.Process, number: int) -> None:
+    """Also its children: launchers give theirs groups of their own."""
+    for one in (*process.children(recursive=True), process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(number)
 
 
 def arguments(settings: dict[str, Any]) -> list[str]:

@@ -6,9 +6,9 @@
   the settings are valid but pydantic and yaml.
 - configs/mnist.yaml, from `accelerate launch` to its first record (log_every=1), against `accelerate launch` of a
   script that only builds an Accelerator(). The launcher is most of both: it imports torch, and then starts a process
-  that imports it again. Ours adds FSDP, the checkpoints' library and torch._dynamo (a second; any optimizer imports it:
-  docs/upstream.md), reads MNIST, and takes a step. `evaluate`, scikit-learn, transformers and torchvision are imported
-  after it, or never.
+  that imports it again. Ours reads MNIST besides, and takes a step. FSDP, the checkpoints' library, torch._dynamo
+  (a second; any optimizer would import it: docs/upstream.md), `evaluate`, scikit-learn, transformers and torchvision
+  are imported after it, or never.
 """
 
 import subprocess
@@ -20,9 +20,7 @@ from pathlib import Path
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
-
-PROJECT = Path(__file__).parent.parent
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file=accelerate_configs/cpu.yaml"]
+from benchmarks.runs import PROJECT, launch_command
 
 
 def answered(*arguments: str, exit_code: int) -> Callable[[], float]:
@@ -43,7 +41,11 @@ def until(says: str, *command: str) -> Callable[[], float]:
             started = time.perf_counter()
             filled = [part.replace("FOLDER", folder) for part in command]
             process = subprocess.Popen(
-                [*LAUNCH, *filled], cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                [*launch_command("cpu", 1), *filled],
+                cwd=PROJECT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
             )
             assert process.stdout
             for line in process.stdout:

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import pairs
+from benchmarks.llama import WEIGHT_DECAY, new_adamw, new_llama, record
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.turns import CORES, SEED, launch, sides
 from src.data.byte_tokenizer import byte_tokenizer
@@ -54,7 +55,7 @@ SHAPE = {
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
 }
-LR, WEIGHT_DECAY = 1e-3, 0.01
+LR = 1e-3
 
 
 # -------------------------------------------------------------------------------------------------------------- data
@@ -110,15 +111,11 @@ class Peer:
 
     def __init__(self, folder: Path) -> None:
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+        from transformers import set_seed
 
         torch.set_num_threads(CORES)
         set_seed(SEED)
-        tokenizer = byte_tokenizer()
-        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        fields: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": LENGTH, **SHAPE, **ids}
-        self.model = LlamaForCausalLM(LlamaConfig(use_cache=False, **fields))
-        assert self.model.config._attn_implementation == "sdpa"
+        self.model = new_llama(SHAPE, LENGTH)
         self.model.register_forward_hook(self._look, with_kwargs=True)
         self.model.model.layers[0].mlp.down_proj.register_forward_hook(self._look_inside)
         sequences = torch.from_numpy(np.load(folder.parent / "sequences.npy"))
@@ -128,12 +125,7 @@ class Peer:
         self.dtype, self.device = "", ""
 
     def optimizer(self) -> "AdamW":
-        from torch.optim import AdamW
-
-        parameters = list(self.model.parameters())
-        matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY}
-        vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
-        return AdamW([matrices, vectors], lr=LR, fused=True)
+        return new_adamw(self.model, LR)
 
     def count(self, loss: "Tensor") -> None:
         """After each step, in a loop that doesn't do it itself."""
@@ -145,8 +137,7 @@ class Peer:
 
     def record(self, loss: float) -> None:
         """After each interval, with its mean."""
-        with (self.folder / "run" / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"train/loss": loss}) + "\n")
+        record(self.folder, loss)
 
     def finish(self) -> None:
         assert {str(p.dtype) for p in self.model.parameters()} == {"torch.float32"}

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,8 @@ from typing import Any
 
 import psutil
 
-PROJECT = Path(__file__).parent.parent
+from benchmarks.runs import arguments, launch_command, launched, read_run, signal_all
+
 CORES, SEED = 2, 0
 CONTEXT = get_context("forkserver")  # fresh processes that need not import all this again
 CONTEXT.set_forkserver_preload(["transformers.trainer", "transformers.models.llama.modeling_llama", "lightning"])
@@ -71,11 +71,8 @@ class Side:
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(psutil.Error):  # it has ended after its last record
-            trainer = psutil.Process(self.process.pid)
-            for process in (*trainer.children(recursive=True), trainer):  # launchers give theirs groups of their own
-                with contextlib.suppress(psutil.Error):
-                    process.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended after its last record
+            signal_all(psutil.Process(self.process.pid), number)
 
 
 @contextlib.contextmanager
@@ -104,11 +101,8 @@ def _begin(train: Callable[[Path], None], folder: Path) -> None:
 
 def launch(settings: dict[str, Any], precision: str, folder: Path) -> dict[str, Any]:
     """Runs train.py on the CPU, into folder/run. Returns: its summary."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file=accelerate_configs/cpu.yaml"]
-    launcher += [f"--mixed_precision={precision.replace('fp32', 'no')}", "train.py"]
+    os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
     settings = {"output_dir": folder / "run", "seed": SEED, "wandb.mode": "disabled", **settings}
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
-    env |= {"OMP_NUM_THREADS": str(CORES), "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
-    command = [*launcher, *(f"--{name}={value}" for name, value in settings.items())]
-    subprocess.run(command, cwd=PROJECT, env=env, check=True)
-    return json.loads((folder / "run" / "summary.json").read_text())
+    launcher = [*launch_command("cpu", 1), f"--mixed_precision={precision.replace('fp32', 'no')}"]
+    launched([*launcher, "train.py", *arguments(settings)], CORES, is_shown=True)
+    return read_run(folder / "run").summary

@@ -43,6 +43,7 @@ from src.batches import fetch
 from src.config import Config, load_config
 from src.exit_codes import exit_codes
 from src.optim import build_optimizers, lr_at, set_lr
+from src.sums import precise
 from src.tasks.base import Examples, Task
 
 
@@ -73,12 +74,11 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
         The loss's sum and what it counts, float64, shape ().
     """
     device = next(model.parameters()).device
-    precise = torch.float32 if device.type == "mps" else torch.float64
-    sums = torch.zeros(2, dtype=precise, device=device)
+    sums = precise([0.0, 0.0], device)
     for batch in batches:
         loss, count = task.loss(model, send_to_device(batch, device))
         loss.backward()
-        sums += torch.stack([loss.detach().to(precise), torch.as_tensor(count, device=device).to(precise)])
+        sums += torch.stack([loss.detach().to(sums), torch.as_tensor(count, device=device).to(sums)])
     return sums[0], sums[1]
 
 
