@@ -75,6 +75,15 @@ def test_dropout_has_the_distribution_of_torchs(p: float, dtype: torch.dtype) ->
     assert torch.equal(nn.Dropout(p).eval()(ones), dropout.eval()(ones))
 
 
+def test_dropout_follows_the_layout_of_what_it_drops() -> None:
+    images = torch.ones(3, 4, 5, 6)
+    for x in (images.to(memory_format=torch.channels_last), images.transpose(1, 3), images[:, :, ::2]):
+        torch.manual_seed(0)
+        dropped = Dropout(0.5)(x)
+        assert dropped.stride() == torch.empty_like(x).stride()
+        assert 0 < dropped.count_nonzero() < x.numel()
+
+
 def test_dropout_scales_both_rates() -> None:
     assert [(m.dropout1.p, m.dropout2.p) for m in map(MnistCnn, (1, 0.5, 0))] == [(0.25, 0.5), (0.125, 0.25), (0, 0)]
 

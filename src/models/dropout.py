@@ -23,12 +23,15 @@ class Dropout(nn.Module):
             return x
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.dropout(x, self.p)
-        return x * _keep(x.shape, self.p) * (1 / (1 - self.p))
+        return x * _keep(x, self.p) * (1 / (1 - self.p))
 
 
-def _keep(shape: torch.Size, p: float) -> Tensor:
-    """True with probability 1 - p."""
+def _keep(x: Tensor, p: float) -> Tensor:
+    """1 with probability 1 - p, else 0. In x's type and layout: a product of two layouts takes several times as long,
+    and a bool would be cast once more in the backward pass.
+    """
     bits, dtype, lowest = (8, torch.uint8, 0) if (p * 256).is_integer() else (32, torch.int32, -(2**31))
-    units = shape.numel()
+    units = x.numel()
     words = torch.empty(-(-units * bits // 64), dtype=torch.int64).random_(-(2**63), None)
-    return words.view(dtype)[:units].view(shape) >= round(p * 2**bits) + lowest
+    is_kept = words.view(dtype)[:units] >= round(p * 2**bits) + lowest
+    return is_kept.as_strided(x.shape, torch.empty_like(x).stride()).to(x.dtype)
