@@ -235,6 +235,10 @@ def prepare(
             f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
             f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
         )
+    if accelerator.is_fsdp2 and accelerator.device.type == "cpu":
+        from src.gloo import shorten_collectives
+
+        shorten_collectives(model)
     return model, [optimizer.optimizer for optimizer in prepared]
 
 

@@ -227,7 +227,12 @@ def test_evaluate_imports_transformers_pipelines() -> None:
     assert imported("import src.metrics, transformers; transformers.AutoConfig", "transformers.models.auto")
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="it is glibc's")
+needs_glibc = pytest.mark.skipif(
+    sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="counts the new pages that glibc takes"
+)
+
+
+@needs_glibc
 def test_glibc_gives_large_blocks_back() -> None:
     """src/malloc.py: why it keeps them."""
     count = "resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
@@ -240,6 +245,49 @@ def test_glibc_gives_large_blocks_back() -> None:
     )
     assert given_back > 10_000
     assert kept < 1_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what Linux does for a process")
+def test_gloo_gathers_into_a_buffer_of_its_own_and_reduces_all_to_scatter_it(tmp_path: Path) -> None:
+    """src/gloo.py: why FSDP has other collectives on the CPU, which come to the same."""
+    code = (
+        f"import sys; sys.path.append({str(PROJECT)!r})"
+        + """
+import psutil, resource, torch, torch.distributed as dist
+from accelerate import PartialState
+from src.gloo import GatherByBroadcast, ReduceScatterByAllToAll
+PartialState(cpu=True)
+rank, group, average, shard = dist.get_rank(), dist.group.WORLD, dist.ReduceOp.AVG, 2**23
+bytes_sent = lambda: psutil.Process().io_counters().write_chars
+new_bytes = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
+def amount(counted, collective, *tensors):  # in sizes of a shard
+    dist.barrier()
+    before = counted()
+    collective(*tensors)
+    return (counted() - before) / (shard * 4)
+theirs, ours = torch.ones(2 * shard), torch.ones(2 * shard)
+for whole in (theirs, ours):
+    whole.chunk(2)[rank].copy_(torch.arange(shard) * (rank + 1))
+say(
+    amount(new_bytes, dist.all_gather_into_tensor, theirs, theirs.chunk(2)[rank]),
+    amount(new_bytes, lambda *tensors: GatherByBroadcast()(*tensors, group), ours, ours.chunk(2)[rank]),
+    int(torch.equal(theirs, ours)),
+)
+whole, theirs, ours = torch.rand(2 * shard), torch.ones(shard), torch.ones(shard)
+say(
+    amount(bytes_sent, lambda *tensors: dist.reduce_scatter_tensor(*tensors, op=average), theirs, whole),
+    amount(bytes_sent, lambda *tensors: ReduceScatterByAllToAll()(*tensors, group, average), ours, whole),
+    int(torch.equal(theirs, ours)),
+)
+"""
+    )
+    run = launched(tmp_path, code, distributed_type="MULTI_GPU", use_cpu=True)
+    lines = run.stdout.splitlines()
+    assert len(lines) == 4
+    for theirs, ours, is_same in (map(float, line.split()) for line in lines):
+        assert theirs > 1.9
+        assert ours < 1.1
+        assert is_same
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:

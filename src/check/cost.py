@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         size = max(sum(t.numel() * t.element_size() for t in side) for side in sides)
         share = (self._world_size - 1) / self._world_size
         name = name.replace("_", "")
-        if "allreduce" in name or "reducescatter" in name:
+        if "allreduce" in name or "reducescatter" in name or "alltoall" in name:  # the latter: src/gloo.py
             self.reductions[_short(sides[0][0].dtype)] += size
         if "wait" not in name and "barrier" not in name:
             self.sent += share * size * (2 if "allreduce" in name else 1)

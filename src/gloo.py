@@ -1,0 +1,75 @@
+"""FSDP's two collectives on the CPU, without gloo's detours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def shorten_collectives(model: nn.Module) -> None:
+    """For each of the model's FSDP units."""
+    gather: Any = GatherByBroadcast()  # torch's abstract classes for them are private
+    scatter: Any = ReduceScatterByAllToAll()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+
+
+class _Buffers:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherByBroadcast(_Buffers):
+    """gloo's all_gather writes into a buffer of its own, and then copies. To broadcast each shard into its place takes
+    half the time.
+    """
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Collective; done on return, whatever async_op says.
+
+        Args:
+            output_tensor: shape (processes x shard,); the others' shards are written to it.
+            input_tensor: this process's shard, which FSDP has put in its place in output_tensor.
+        """
+        places = output_tensor.view(torch.uint8).chunk(group.size())  # gloo does not know all dtypes
+        assert places[group.rank()].data_ptr() == input_tensor.data_ptr()
+        sent: list[Any] = [
+            dist.broadcast(place, group=group, group_src=rank, async_op=True) for rank, place in enumerate(places)
+        ]
+        for work in sent:
+            work.wait()
+
+
+class ReduceScatterByAllToAll(_Buffers):
+    """gloo's reduce_scatter is an all_reduce of everything, of which each process keeps a part. To send each its part
+    and to sum there takes half the time.
+    """
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Collective; done on return, whatever async_op says.
+
+        Args:
+            output_tensor: shape (shard,).
+            input_tensor: shape (processes x shard,).
+            op: SUM or AVG.
+        """
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
