@@ -114,6 +114,8 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
     if mistakes:
         raise ValueError("\n".join(mistakes))
 
+    if on_cpu:  # AdamW's averages for units that died become subnormal, which take ten times as long to compute with
+        torch.set_flush_denormal(True)  # before there are threads: they inherit it
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_size))  # the launcher's default is 1

@@ -247,6 +247,17 @@ def test_glibc_gives_large_blocks_back() -> None:
     assert kept < 1_000
 
 
+def test_torch_computes_with_subnormal_numbers() -> None:
+    """src/launch.py: why it has all threads take them for zero."""
+    code = "import torch\n{}print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
+    build = "from src.launch import build_accelerator; build_accelerator()\n"
+    counts = [
+        subprocess.run([sys.executable, "-c", c], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+        for c in (code.format(""), code.format(build))
+    ]
+    assert list(map(int, counts)) == [1_000_000, 0]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what Linux does for a process")
 def test_gloo_gathers_into_a_buffer_of_its_own_and_reduces_all_to_scatter_it(tmp_path: Path) -> None:
     """src/gloo.py: why FSDP has other collectives on the CPU, which come to the same."""
