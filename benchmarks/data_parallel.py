@@ -25,7 +25,7 @@ from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import launch_command, launched, read_run
 
-STEPS, COMPARED, ROUNDS = 120, 30, 3
+STEPS, COMPARED, ROUNDS = 80, 30, 3
 BY_HAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "src.reference"]
 COMMANDS = {
     "by hand": BY_HAND,
