@@ -34,7 +34,7 @@ from benchmarks import pairs
 from benchmarks.pairs import Comparison
 from benchmarks.runs import PROJECT, Run, arguments, environment, launch_command, launched, read_run, write_images
 
-ROUNDS, STEPS, FIRST, BATCH = 3, 500, 200, 64
+ROUNDS, STEPS, FIRST, BATCH = 5, 500, 200, 64
 SAVE_EVERY, LOG_EVERY, NEVER = 100, 50, 1_000_000
 SAVES = (STEPS - 1) // SAVE_EVERY  # besides the one at the end
 THREADS = 2
