@@ -140,6 +140,20 @@ def _load(accelerator: Accelerator, config: Config, dataset: Examples, shares: S
             worker_init_fn=outlive_signals,
             generator=torch.Generator(),  # else each epoch draws from the generator that dropout uses
         )
-        batches = iter(loader)
+        batches = _naming_the_killed(loader)
     for window in shares.windows():
         yield [MicroBatch(next(batches), len(share)) for share in window]
+
+
+def _naming_the_killed(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Its batches. torch says so where one of its processes died, unless it did while it handed over a batch.
+
+    Raises:
+        RuntimeError: it did.
+    """
+    try:
+        yield from loader
+    except (ConnectionError, EOFError) as error:
+        if "DataLoader worker" in str(error):  # a data set's own
+            raise
+        raise RuntimeError("a DataLoader worker died: was it killed for want of memory?") from error

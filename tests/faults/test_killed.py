@@ -5,14 +5,18 @@ import os
 import signal
 import sys
 import time
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
 
+from src.batches import MicroBatch, training_windows
 from src.checkpoint import folders
 from src.config import config_from
 from src.preemption import StopRequest
+from src.tasks.base import Examples
 from tests.conftest import Launch, run_command
 from tests.faults.runs import EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints
 
@@ -108,7 +112,8 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
 
 
 def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
-    """It is torch that notices: nothing of ours could be taken out."""
+    """By torch, or where it dies while it hands over a batch by _naming_the_killed, without which this failed once in
+    15 times."""
     with Started("cpu", *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:
         started.wait_for("step      9/")
         (trainer,) = started.trainers
@@ -118,6 +123,45 @@ def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
     assert killed.exit_code != 0
     assert "DataLoader worker" in killed.stdout
     assert checkpoints(killed.folder) == [8]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes share memory by name")
+def test_a_loading_process_killed_while_it_hands_over_a_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without _naming_the_killed: an EOFError with no word of the cause."""
+
+    def is_cut_off(_identifier: object) -> None:
+        raise EOFError  # as read from the connection, when the process does not yet count as dead
+
+    monkeypatch.setattr(resource_sharer._resource_sharer, "get_connection", is_cut_off)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="a DataLoader worker died"):
+        first_window(Losing())
+
+
+def test_a_data_sets_own_lost_connection_is_not_taken_for_a_killed_process() -> None:
+    """Tried without the exception for it in _naming_the_killed."""
+    with pytest.raises(ConnectionError, match="the storage"):
+        first_window(Losing("the storage"))
+
+
+class Losing:
+    """A data set of one image, which `connection` is lost to, where there is one."""
+
+    def __init__(self, connection: str = "") -> None:
+        self.connection = connection
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if self.connection:
+            raise ConnectionResetError(f"lost {self.connection}")
+        return {"pixels": torch.zeros(1, 28, 28), "labels": torch.tensor(0)}
+
+
+def first_window(dataset: Examples) -> list[MicroBatch]:
+    """As loaded by another process."""
+    config = config_from({"task": {"name": "mnist", "shift": 0, "rotation": 0}, "num_workers": 1})
+    return next(training_windows(Accelerator(cpu=True), config, dataset, 0, 1))
 
 
 def test_a_crash_between_writing_and_publishing(launch: Launch, whole: Whole, tmp_path: Path) -> None:
