@@ -39,7 +39,7 @@ from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import PROJECT, arguments, environment, launch_command, launched, read_run, write_images
 from benchmarks.turns import Side, sides
 
-ROUNDS, WARM_UP, BATCH = 8, 2, 64
+ROUNDS, WARM_UP, BATCH = 10, 2, 64
 SAVE_EVERY, LOG_EVERY, NEVER = 100, 50, 1_000_000
 TURNS = SAVE_EVERY // LOG_EVERY
 STEPS = (WARM_UP + ROUNDS) * SAVE_EVERY
