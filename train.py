@@ -61,6 +61,7 @@ def train(config: Config) -> None:
         peak_memory,
         prepare,
     )
+    from src.mkl import avoid_mkl
     from src.optim import Schedule, build_optimizers
     from src.preemption import StopRequest
     from src.progress import Progress
@@ -84,14 +85,15 @@ def train(config: Config) -> None:
     on_cpu = train_set
     if config.num_workers == 0:
         train_set, eval_set = (task.on_device(dataset, accelerator.device) for dataset in (train_set, eval_set))
+    set_seed(config.seed)  # the same weights on all processes
+    model = task.build_model()
     tuned = {
         "freed memory is kept": launch.keeps_memory,
+        "oneDNN in place of MKL": avoid_mkl(launch, model, task.longest_sequence()),
         "data in the GPU's memory": train_set is not on_cpu,
         "CUDA graphs": config.cuda_graphs,
         "compiled": config.compile,
     }
-    set_seed(config.seed)  # the same weights on all processes
-    model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     facts_to_keep = about(config, launch, len(train_set), frozen_norm(model))

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -225,6 +227,13 @@ def test_evaluate_imports_transformers_pipelines() -> None:
     assert imported("import evaluate", "transformers.pipelines")
     assert not imported("import src.metrics", "transformers.pipelines")
     assert imported("import src.metrics, transformers; transformers.AutoConfig", "transformers.models.auto")
+
+
+def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = mock.Mock(side_effect=lambda schema, value, **_: value)
+    monkeypatch.setattr("datasets.features.features.encode_nested_example", encoded)
+    datasets.Features({"labels": datasets.Value("int64")}).encode_batch({"labels": np.arange(50)})
+    assert encoded.call_count == 50
 
 
 needs_glibc = pytest.mark.skipif(

@@ -31,3 +31,9 @@ def test_another_metric_takes_one_class_and_combines() -> None:
     assert values == {"accuracy": 0.5, "recall": 0.5}
     assert set(Accuracy().features) == {"predictions", "references"}
     assert isinstance(Accuracy().features, datasets.Features)
+
+
+@pytest.mark.parametrize("references", [[1, 2], ["one", "two", "three"], [1.5, 2.0, 3.0]])
+def test_what_is_no_label_or_has_no_partner_is_refused(references: list[object]) -> None:
+    with pytest.raises(ValueError, match="Mismatch in the number|don't match the expected format"):
+        Accuracy().compute(predictions=torch.tensor([1, 2, 3]), references=references)

@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
             return self.hf.generate(input_ids, **generate)
         assert index is not None
         assert targets is not None
-        states = self._states(input_ids, position_ids).flatten(0, 1)[index]
+        states = self._states(input_ids, position_ids).flatten(0, 1).index_select(0, index)
         if not per_sequence:
             return self._loss(states, targets)
         losses, correct = [], []

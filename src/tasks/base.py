@@ -55,6 +55,11 @@ class Task(Settings, ABC):
             ValueError: in one line, what is wrong with the user's data and what to do.
         """
 
+    def longest_sequence(self) -> int | None:
+        """Tokens that attention goes over at once, at most; None where there is no attention. On some CPUs it is
+        computed in another way where they are few."""
+        return None
+
     def from_data(self) -> dict[str, Any]:
         """What `build_datasets` found out and `build_model` needs, as JSON. Checkpoints keep it: the model can then be
         built without the data."""

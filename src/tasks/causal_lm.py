@@ -92,6 +92,9 @@ class CausalLM(TextSource, ModelSource, Task):
                 yield f"task.chat_template={self.chat_template}: is not UTF-8"
 
     # ------------------------------------------------------------------------------------------------------- model
+    def longest_sequence(self) -> int:
+        return self.sequence_length
+
     def build_model(self) -> LanguageModel:
         from transformers import AutoModelForCausalLM
 

@@ -129,6 +129,9 @@ class TextClassification(TextSource, ModelSource, Task):
         return batch["tokens"], batch["inputs"]["input_ids"].numel()
 
     # ------------------------------------------------------------------------------------------------------- model
+    def longest_sequence(self) -> int:
+        return self.sequence_length
+
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForSequenceClassification
 
