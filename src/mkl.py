@@ -33,9 +33,9 @@ def avoid_mkl(launch: Launch, model: nn.Module, longest: int | None) -> bool:
     if "AMD" not in cpu.get("cpu_name", "") or not cpu.get("avx512_bf16") or not torch.backends.mkldnn.is_available():
         return False
     if launch.precision == "fp32":
-        layers: list[nn.Module] = [module for module in model.modules() if type(module) is nn.Linear]
+        layers = [module for module in model.modules() if type(module) is nn.Linear]
         for layer in layers:
-            layer.forward = partial(_forward, layer)
+            layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
         return bool(layers)
     if launch.precision == "bf16" and longest is not None and longest <= LONGEST:
         torch.backends.cuda.enable_flash_sdp(False)  # these two hold for the CPU as well
