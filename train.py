@@ -89,7 +89,7 @@ def train(config: Config) -> None:
     model = task.build_model()
     tuned = {
         "freed memory is kept": launch.keeps_memory,
-        "oneDNN in place of MKL": avoid_mkl(launch, model, task.longest_sequence()),
+        "oneDNN in place of MKL": avoid_mkl(model, launch.device, launch.precision, task.longest_sequence()),
         "data in the GPU's memory": train_set is not on_cpu,
         "CUDA graphs": config.cuda_graphs,
         "compiled": config.compile,

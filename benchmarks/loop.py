@@ -33,6 +33,7 @@ from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from src.config import Config, load_config
 from src.data.mnist import Digits, mnist
+from src.mkl import avoid_mkl
 from src.models.mnist_cnn import MnistCnn
 from src.tasks import TASKS
 from src.tasks.mnist import Mnist
@@ -71,6 +72,7 @@ def ours(config: Config) -> tuple[float, float]:
 def by_hand(config: Config, model: nn.Module, examples: Digits) -> tuple[float, float]:
     """Returns: the same."""
     steps = config.max_steps or 0
+    avoid_mkl(model, "cpu", "fp32")  # as train.py does: the question is the loop
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
     scheduler = OneCycleLR(optimizer, config.optim.lr, total_steps=config.steps(len(examples) // BATCH)[1])
     model.train()

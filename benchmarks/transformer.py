@@ -22,8 +22,10 @@ ours packs documents (all sequences are full here, so there is nothing to pack) 
 sequence, the others from 255, since the model shifts the labels; ours and Trainer compute the gradients' norm at each
 step. The peers' model keeps no key-value cache, which only Trainer would switch off itself.
 
-Where the time goes: nearly all of a step is matrix products and attention, the same in all of them. What differs is
-how often the logits are copied (259 tokens: little) and what a loop does besides.
+Where the time goes: nearly all of a step is matrix products and attention; of 370 ms in bf16, 172 and 114. A loop adds
+little, and frameworks lie within 3% of each other. What makes ours faster are the products: on AMD's CPUs with AVX-512
+by oneDNN in place of MKL (src/mkl.py), which halves the time of products in fp32 and of attention in bf16. The
+gradients' norm and their scaling take 7 ms.
 """
 
 import json

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from src.launch import Launch
-
 FEWEST = 2**22
 """Multiplications of a linear layer; where there are fewer, what Python adds takes longer than is gained."""
 LONGEST = 512
@@ -17,27 +15,29 @@ LONGEST = 512
 heads, in each layer."""
 
 
-def avoid_mkl(launch: Launch, model: nn.Module, longest: int | None) -> bool:
+def avoid_mkl(model: nn.Module, device: str, precision: str, longest: int | None = None) -> bool:
     """In fp32, large linear layers then take half the time; changes the model in place. In bf16, where only torch's
     fused attention asks MKL, attention as products takes a fifth (32 tokens) to half the time (512); changes a setting
     of this process. Sums are then added up in another order, and attention's scores are rounded to bf16.
     docs/upstream.md has the figures.
 
     Args:
+        device: its type.
+        precision: of Launch.
         longest: tokens in the longest sequence; None where there is no attention.
 
     Returns:
         Whether it did.
     """
-    cpu = torch.cpu.get_capabilities() if launch.device == "cpu" else {}
+    cpu = torch.cpu.get_capabilities() if device == "cpu" else {}
     if "AMD" not in cpu.get("cpu_name", "") or not cpu.get("avx512_bf16") or not torch.backends.mkldnn.is_available():
         return False
-    if launch.precision == "fp32":
+    if precision == "fp32":
         layers = [module for module in model.modules() if type(module) is nn.Linear]
         for layer in layers:
             layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
         return bool(layers)
-    if launch.precision == "bf16" and longest is not None and longest <= LONGEST:
+    if precision == "bf16" and longest is not None and longest <= LONGEST:
         torch.backends.cuda.enable_flash_sdp(False)  # these two hold for the CPU as well
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
         return True

@@ -1,7 +1,6 @@
 """oneDNN in place of MKL: where it is chosen, and that the model stays the same function."""
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +24,7 @@ def avoid(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, precision: str, longest: int | None = None, **others: Any
 ) -> bool:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: others.get("cpu", ZEN))
-    launch: Any = SimpleNamespace(device=others.get("device", "cpu"), precision=precision)
-    return mkl.avoid_mkl(launch, model, longest)
+    return mkl.avoid_mkl(model, others.get("device", "cpu"), precision, longest)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
