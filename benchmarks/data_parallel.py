@@ -8,7 +8,7 @@ DDP, which reduces two buckets during it; DDP with ddp_bf16_hook.yaml, which sen
 runs at once that share nothing, of 32 images a step. Each starts once, trains 40 steps that don't count, and then they
 take turns of 40 steps, the others being stopped.
 
-On AMD's CPUs all but the one by hand multiply the CNN's large layer by oneDNN (src/mkl.py), which takes 2 ms off a step.
+On AMD's CPUs all but the one by hand multiply the CNN's large layer by oneDNN (src/mkl.py): 2 ms less in a step.
 
 Equal work, which is asserted: the mean loss of the first 40 steps (but the limit's) is the same within 1e-5, with the
 hook 1e-3.
