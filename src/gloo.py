@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 def shorten_collectives(model: nn.Module) -> None:
     """For each of the model's FSDP units."""
     gather: Any = GatherByBroadcast()  # torch's abstract classes for them are private
-    scatter: Any = ReduceScatterByAllToAll()
+    scatter: Any = ReduceScatterInPairs()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)
@@ -47,9 +47,9 @@ class GatherByBroadcast(_Buffers):
             work.wait()
 
 
-class ReduceScatterByAllToAll(_Buffers):
+class ReduceScatterInPairs(_Buffers):
     """gloo's reduce_scatter is an all_reduce of everything, of which each process keeps a part. To send each its part
-    and to sum there takes half the time.
+    and to sum there takes less than half the time.
     """
 
     def __call__(
@@ -68,8 +68,15 @@ class ReduceScatterByAllToAll(_Buffers):
             op: SUM or AVG.
         """
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
+        parts, rank = input_tensor.chunk(group.size()), group.rank()
+        others = [other for other in range(group.size()) if other != rank]
+        received = {other: torch.empty_like(output_tensor) for other in others}
+        exchanged: list[Any] = [dist.irecv(received[other], group=group, group_src=other) for other in others]
+        exchanged += [dist.isend(parts[other], group=group, group_dst=other) for other in others]
+        output_tensor.copy_(parts[rank])
+        for work in exchanged:
+            work.wait()
+        for other in others:
+            output_tensor.add_(received[other])
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())

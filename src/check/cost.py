@@ -26,7 +26,7 @@ LOSSES = (
     "ctc_loss", "linear_cross_entropy",
 )  # fmt: skip
 """In the names of operators: what losses are made of."""
-PRODUCTS = ("mm", "addmm", "bmm", "convolution")
+PRODUCTS = ("mm", "addmm", "bmm", "convolution", "product")  # the last one: src/mkl.py's
 """Names of operators: where most of the computing is."""
 ROUNDS = 3
 """Steps to take the median time of."""
@@ -70,9 +70,11 @@ class Recorder(TorchDispatchMode):
         size = max(sum(t.numel() * t.element_size() for t in side) for side in sides)
         share = (self._world_size - 1) / self._world_size
         name = name.replace("_", "")
-        if "allreduce" in name or "reducescatter" in name or "alltoall" in name:  # the latter: src/gloo.py
+        if name == "send":  # src/gloo.py's reduce_scatter
+            share = 1.0
+        if "allreduce" in name or "reducescatter" in name or name == "send":
             self.reductions[_short(sides[0][0].dtype)] += size
-        if "wait" not in name and "barrier" not in name:
+        if not any(kind in name for kind in ("wait", "barrier", "recv")):
             self.sent += share * size * (2 if "allreduce" in name else 1)
 
 
