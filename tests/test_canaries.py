@@ -275,7 +275,7 @@ def test_gloo_gathers_into_a_buffer_of_its_own_and_reduces_all_to_scatter_it(tmp
         + """
 import psutil, resource, torch, torch.distributed as dist
 from accelerate import PartialState
-from src.gloo import GatherByBroadcast, ReduceScatterByAllToAll
+from src.gloo import GatherByBroadcast, ReduceScatterInPairs
 PartialState(cpu=True)
 rank, group, average, shard = dist.get_rank(), dist.group.WORLD, dist.ReduceOp.AVG, 2**23
 bytes_sent = lambda: psutil.Process().io_counters().write_chars
@@ -296,7 +296,7 @@ say(
 whole, theirs, ours = torch.rand(2 * shard), torch.ones(shard), torch.ones(shard)
 say(
     amount(bytes_sent, lambda *tensors: dist.reduce_scatter_tensor(*tensors, op=average), theirs, whole),
-    amount(bytes_sent, lambda *tensors: ReduceScatterByAllToAll()(*tensors, group, average), ours, whole),
+    amount(bytes_sent, lambda *tensors: ReduceScatterInPairs()(*tensors, group, average), ours, whole),
     int(torch.equal(theirs, ours)),
 )
 """
