@@ -35,7 +35,7 @@ from benchmarks.runs import arguments, launch_command, launched
 from benchmarks.turns import Side, sides
 
 PROCESSES, BATCH, LENGTH = 2, 8, 128
-ROUNDS, WARM_UP = 5, 2
+ROUNDS, WARM_UP = 8, 2
 PARAMETERS = 97.5e6
 LLAMA = {
     "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
