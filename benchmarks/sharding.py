@@ -15,11 +15,10 @@ Bytes are those of the tensors that a process holds from one step to the next, p
 as tests/test_sharding.py has them counted (tests/count_bytes.py, started under the same yaml): resident memory would
 also show what glibc keeps. They are no times, so that one count is enough.
 
-Where the time goes: DDP reduces while the backward pass computes. FSDP on the CPU waits for each block's parameters
-and gradients, in 25 gathers and 13 reductions of up to 28 MB, 8 and 11 ms each, and copies into and out of their
-buffers. gloo's own collectives take 15 and 25 ms (src/gloo.py). Page faults were as much again, until memory was kept
-(src/malloc.py). The products take half as long on AMD's CPUs since oneDNN computes them (src/mkl.py), which both sides
-gain, and which makes the ratio larger: 1.10 and 1.06 before.
+Where the time goes: DDP reduces while the backward pass computes. FSDP on the CPU gathers each block's parameters one
+block ahead, 25 times, waits for its gradients 13 times, up to 28 MB, 8 and 11 ms each, and copies into and out of their
+buffers. Gathered only when needed, with a wait for the slower process each time, the ratios were 1.28 and 1.11; gloo's
+own collectives take 15 and 25 ms (src/gloo.py). Page faults were as much again, until memory was kept (src/malloc.py).
 """
 
 import json

@@ -1,6 +1,7 @@
 """FSDP's two collectives on the CPU, without gloo's detours."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,13 +11,17 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def shorten_collectives(model: nn.Module) -> None:
-    """For each of the model's FSDP units."""
+    """For each of the model's FSDP units, which are also gathered one ahead: no process then waits for a slower one
+    that has not come to this unit yet."""
     gather: Any = GatherByBroadcast()  # torch's abstract classes for them are private
     scatter: Any = ReduceScatterInPairs()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(scatter)
+        unit._set_unshard_async_op(True)  # else FSDP gathers ahead on CUDA streams only
+    for unit, following in pairwise(units[1:]):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 class _Buffers:
@@ -31,8 +36,8 @@ class GatherByBroadcast(_Buffers):
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Collective; done on return, whatever async_op says.
+    ) -> dist.Work | None:
+        """Collective; returns what to wait for where it is asynchronous.
 
         Args:
             output_tensor: shape (processes x shard,); the others' shards are written to it.
@@ -43,8 +48,22 @@ class GatherByBroadcast(_Buffers):
         sent: list[Any] = [
             dist.broadcast(place, group=group, group_src=rank, async_op=True) for rank, place in enumerate(places)
         ]
-        for work in sent:
+        gathered = _All(sent)
+        if async_op:
+            return gathered
+        gathered.wait()
+        return None
+
+
+class _All(dist.Work):
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
             work.wait()
+        return True
 
 
 class ReduceScatterInPairs(_Buffers):
