@@ -10,11 +10,13 @@ import math
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from src.config import Config, load_config
 from src.exit_codes import exit_codes
 from src.orphans import end_with_launcher
+from src.stop_signals import STOP_SIGNALS
 
 if TYPE_CHECKING:  # torch is imported in the functions: the settings come first, and mistakes in them are fast
     from accelerate import Accelerator
@@ -30,8 +32,11 @@ if TYPE_CHECKING:  # torch is imported in the functions: the settings come first
 
 def main() -> None:
     end_with_launcher()
+    STOP_SIGNALS.catch()
     with exit_codes():
         config = load_config(sys.argv[1:])
+    if config.check:
+        STOP_SIGNALS.release()
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -52,7 +57,7 @@ def train(config: Config) -> None:
     from src.checkpoint.resume import Found, about, find, read_best, restore
     from src.checkpoint.save import Saver
     from src.cuda_graph import capture
-    from src.early_stopping import count_evaluation, is_out_of_patience
+    from src.early_stopping import count_evaluation, is_out_of_patience, unknown_metric
     from src.export import export, push
     from src.launch import (
         build_accelerator,
@@ -65,7 +70,7 @@ def train(config: Config) -> None:
     from src.optim import Schedule, build_optimizers
     from src.preemption import StopRequest
     from src.progress import Progress
-    from src.tracking import Tracker, figures
+    from src.tracking import Tracker, figures, stop_at_start
 
     # ------------------------------------------------------------------------------------------- build and prepare
     task, global_batch_size = config.task, config.global_batch_size
@@ -79,9 +84,12 @@ def train(config: Config) -> None:
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return
+    if accelerator.is_main_process and not config.check:
+        STOP_SIGNALS.answer_by(partial(stop_at_start, config, found, command))
     world_size, is_fp16 = accelerator.num_processes, accelerator.mixed_precision == "fp16"
     with first_on_each_machine(accelerator):  # it downloads and tokenises
         train_set, eval_set = task.build_datasets()
+    fingerprints = [task.fingerprint(part) for part in (train_set, eval_set)] if accelerator.is_main_process else []
     on_cpu = train_set
     if config.num_workers == 0:
         train_set, eval_set = (task.on_device(dataset, accelerator.device) for dataset in (train_set, eval_set))
@@ -96,7 +104,7 @@ def train(config: Config) -> None:
     }
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    facts_to_keep = about(config, launch, len(train_set), frozen_norm(model))
+    facts_to_keep = about(config, launch, len(train_set), fingerprints, frozen_norm(model))
     if config.compile:
         compile_blocks(model)
     if config.activation_checkpointing:
@@ -104,7 +112,7 @@ def train(config: Config) -> None:
     if config.cuda_graphs and not config.check:  # which looks at each operator
         capture(accelerator, config, model, train_set)
     model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
-    set_seed(config.seed, device_specific=True)  # other dropout on each
+    set_seed((config.seed + accelerator.process_index) % 2**32)  # other dropout on each
 
     steps_per_epoch = -(-len(train_set) // global_batch_size)
     total_steps, schedule_steps = config.steps(steps_per_epoch)
@@ -166,11 +174,15 @@ def train(config: Config) -> None:
                     count_evaluation(progress, config)
             is_last = step == total_steps or is_out_of_patience(progress, config)
             saver.collect()
-            is_due = step % config.save_every == 0 or (is_evaluated and config.checkpoint.wants_best)
+            unknown = unknown_metric(progress.evaluation, config) if is_evaluated else None
+            is_due = step % config.save_every == 0 or (is_evaluated and config.checkpoint.wants_best) or unknown
             if step and (is_due or is_last or is_stopping):
                 progress.interval_seconds = time.perf_counter() - interval_started
                 progress.seconds = time.perf_counter() - started
                 saver.save(progress, facts_to_keep | tracker.position())
+            if unknown:
+                saver.finish()
+                raise ValueError(f"{unknown}; with another one, the same command goes on from step {step}")
             if is_last or is_stopping:
                 break
             # ------------------------------------------------------------------------------- one optimizer step
@@ -228,6 +240,7 @@ def train(config: Config) -> None:
                     **launch.as_dict(),
                 }
             )
+    STOP_SIGNALS.release()
     accelerator.wait_for_everyone()  # gloo sometimes aborts where one process leaves before the others are done
     if config.push_to_hub and accelerator.is_main_process and not is_stopping:
         push(config)

@@ -90,7 +90,7 @@ def saving(folder: Path, architecture: dict[str, int]) -> tuple[list[float], lis
     ours, theirs, written = [], [], []
     for step in range(1, REPEATS + 1):
         started = time.perf_counter()
-        saver.save(Progress(step=step), about(config, launch, examples=0, frozen_norm=0.0))
+        saver.save(Progress(step=step), about(config, launch, examples=0, fingerprints=[], frozen_norm=0.0))
         ours.append(time.perf_counter() - started)
         saver.collect(wait=True)
         written.append(time.perf_counter() - started)

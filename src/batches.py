@@ -84,7 +84,7 @@ def training_windows(
         order = order[done_in_epoch * config.global_batch_size :]
         shares = Shares(order, config.global_batch_size, config.micro_batch(world_size), rank, world_size)
         epoch_set = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: other randomness than the order's
-        for window in islice(_load(accelerator, config, epoch_set, shares), total_steps - step):
+        for window in islice(_load(accelerator, config, epoch_set, shares, epoch), total_steps - step):
             step += 1
             yield window
 
@@ -122,15 +122,24 @@ def examples_seen(step: int, config: Config, dataset: Examples) -> int:
 
 def fetch(task: Task, dataset: Any, indices: list[int]) -> Any:
     """A batch of these examples."""
+    return task.collate(samples(dataset, indices))
+
+
+def samples(dataset: Any, indices: list[int]) -> Any:
+    """Return these examples as the dataset has them, for Task.collate."""
     whole = getattr(dataset, "__getitems__", None)
-    return task.collate(whole(indices) if whole else [dataset[i] for i in indices])
+    return whole(indices) if whole else [dataset[i] for i in indices]
 
 
-def _load(accelerator: Accelerator, config: Config, dataset: Examples, shares: Shares) -> Iterator[list[MicroBatch]]:
+def _load(
+    accelerator: Accelerator, config: Config, dataset: Examples, shares: Shares, epoch: int = 0
+) -> Iterator[list[MicroBatch]]:
     batches: Iterator[Any]
     if config.num_workers == 0:  # a DataLoader would take as long as a small model's step
         batches = (fetch(config.task, dataset, indices) for indices in shares)
     else:
+        # of what examples draw themselves: each process and epoch its own
+        seed = int(np.random.default_rng([config.seed, epoch, shares.rank]).integers(2**63))
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]  # torch's Dataset need not have a length
             batch_sampler=shares,
@@ -138,7 +147,7 @@ def _load(accelerator: Accelerator, config: Config, dataset: Examples, shares: S
             num_workers=config.num_workers,
             pin_memory=accelerator.device.type == "cuda",
             worker_init_fn=outlive_signals,
-            generator=torch.Generator(),  # else each epoch draws from the generator that dropout uses
+            generator=torch.Generator().manual_seed(seed),  # torch's own is the one that dropout draws from
         )
         batches = _naming_the_killed(loader)
     for window in shares.windows():

@@ -3,6 +3,7 @@
 Nothing here imports torch: a mistake or `--help` is answered before anything heavy is loaded.
 """
 
+import json
 import os
 import re
 import sys
@@ -24,8 +25,8 @@ accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=F
 Settings, with their defaults (a yaml given by --config overrides them, the command line overrides both).
 The task's own are shown for the chosen one: --task.name={tasks}
 """
-RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "status.json", "model", "checkpoints", "wandb")
-"""What a run writes into its output folder."""
+RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
+"""What a run writes into its output folder, besides status.json, which one that was stopped at its start leaves too."""
 FREE_TO_CHANGE = (
     "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
     "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
@@ -118,7 +119,7 @@ class Config(Settings):
 
     run_name: str = ""
     """Name of the run; empty: the task's name."""
-    output_dir: str = "runs/{run_name}"
+    output_dir: Annotated[str, Field(min_length=1)] = "runs/{run_name}"
     """Folder that the run writes into."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
     """Of the initial weights, the order of the data, the augmentation and the dropout."""
@@ -179,28 +180,22 @@ class Config(Settings):
 
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
         """Optimizer steps to take, and those that the learning rate's schedule spans."""
-        planned = (self.epochs or 0) * steps_per_epoch
-        total = self.max_steps or planned
-        return total, max(total, planned)
+        return steps_of(self.max_steps, self.epochs, steps_per_epoch)
 
     @property
     def origin(self) -> Path | None:
         """The checkpoint that the run branches off from: by `resume`, or by what its folder says of its beginning."""
-        resume = self.resume if self.resume not in ("auto", "never") else _saved_settings(self.folder).get("resume")
-        return Path(resume) if resume not in ("auto", "never", None) else None
+        resume = self.resume if self.resume not in ("auto", "never") else saved_settings(self.folder).get("resume")
+        return Path(str(resume)) if resume not in ("auto", "never", None) else None
 
     def changes_since(self, saved: dict[str, Any]) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-        """The settings that differ from those that a checkpoint was saved with, as (then, now) by name: those that only
-        make the run longer, and those that make it another run."""
+        """The settings that differ from those that a checkpoint was saved with, as (then, now) by name: those that say
+        how long the run is, and those that make it another run."""
         then, now = (_by_setting(type(self), values) for values in (saved, self.model_dump(mode="json")))
         free = tuple(f"{name}." for name in FREE_TO_CHANGE)
         names = [name for name in then if name in now and then[name] != now[name] and not f"{name}.".startswith(free)]
         changed = {name: (then[name], now[name]) for name in names}
-        was, will_be = ((float(values["max_steps"] or "inf"), float(values["epochs"] or 0)) for values in (then, now))
-        if was[0] > will_be[0] or was[1] > will_be[1]:
-            return {}, changed
-        extent = {name: changed.pop(name) for name in names if name in ("max_steps", "epochs")}
-        return extent, changed
+        return {name: changed.pop(name) for name in names if name in ("max_steps", "epochs")}, changed
 
     def micro_batch(self, world_size: int) -> int:
         """Examples per forward pass of one of `world_size` processes."""
@@ -209,6 +204,13 @@ class Config(Settings):
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per optimizer step on each of `world_size` processes."""
         return self.global_batch_size // (self.micro_batch(world_size) * world_size)
+
+
+def steps_of(max_steps: int | None, epochs: int | None, steps_per_epoch: int) -> tuple[int, int]:
+    """As Config.steps, of these settings."""
+    planned = (epochs or 0) * steps_per_epoch
+    total = max_steps or planned
+    return total, max(total, planned)
 
 
 def load_config(argv: list[str]) -> Config:
@@ -238,13 +240,18 @@ def load_config(argv: list[str]) -> Config:
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
     if not bad & {"run_name", "output_dir"}:
-        mistakes.extend(_folder_mistakes(config.folder) if config.check else output_mistakes(config))
+        try:
+            mistakes.extend(_folder_mistakes(config.folder) if config.check else output_mistakes(config))
+        except OSError as error:
+            says = f"cannot look at {error.filename}, {error.strerror}"
+            mistakes.append(f"output_dir={config.folder}: {says}; choose another --run_name or --output_dir")
     if not any(name.startswith("task") for name in bad):
         mistakes.extend(config.task.mistakes())
+        mistakes.extend(_metric_mistakes(config))
     if config.push_to_hub:
         mistakes.extend(_hub_mistakes(config.push_to_hub))
     if mistakes:
-        raise ValueError("\n".join(mistakes))
+        raise ValueError("\n".join(dict.fromkeys(mistakes)))
     return config
 
 
@@ -281,6 +288,18 @@ def _batch_mistakes(config: Config, world_size: int) -> Iterator[str]:
     yield line
 
 
+def _metric_mistakes(config: Config) -> Iterator[str]:
+    names = config.task.metric_names
+    known = ["eval/loss", "eval/examples", *(f"eval/{name}" for name in names or ())]
+    for setting, name in (("checkpoint", config.checkpoint.metric), ("early_stopping", config.early_stopping.metric)):
+        if names is not None and name is not None and name not in known:
+            near = nearest(name, known)
+            yield f"{setting}.metric={name}: the evaluation has no such metric{near} ({', '.join(known)})"
+    default, watched = EarlyStopping(), config.early_stopping
+    if watched.metric is None and watched != default:
+        yield f"early_stopping is off, as early_stopping.metric is null: name what to watch, such as {known[0]}"
+
+
 def _by_setting(config_class: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
     """The settings among nested values, by their dotted name."""
     found = {}
@@ -293,11 +312,17 @@ def _by_setting(config_class: type[Settings], values: dict[str, Any]) -> dict[st
     return found
 
 
-def _saved_settings(folder: Path) -> dict[str, Any]:
+def published(checkpoints: Path) -> list[Path]:
+    """The checkpoints in their folder, whole or damaged since, the newest last."""
+    found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def saved_settings(folder: Path) -> dict[str, Any]:
     """Those of the run in an output folder; empty where there are none."""
     try:
         saved = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return saved if isinstance(saved, dict) else {}
 
@@ -305,13 +330,21 @@ def _saved_settings(folder: Path) -> dict[str, Any]:
 def output_mistakes(config: Config) -> Iterator[str]:
     """Why the run must not write into its folder as it is now, a line each."""
     folder = config.folder
-    held = [name for name in RUN_FILES if os.path.lexists(folder / name)]
-    checkpoints = sorted(folder.glob("checkpoints/step_*"), key=lambda path: (len(path.name), path.name))
+    held = [name for name in RUN_FILES if _is_held(folder / name)]
+    checkpoints = published(folder / "checkpoints")
     elsewhere = "choose another --run_name or --output_dir, or move that folder away"
+    saved = saved_settings(folder)
+    lost = (
+        f"output_dir={folder}: its run has saved checkpoints, and none is there: bring {folder / 'checkpoints'} back; "
+        f"or {elsewhere}"
+    )
     if config.resume not in ("auto", "never"):
-        source, is_branch = Path(config.resume), _saved_settings(folder).get("resume") == config.resume
+        source = Path(config.resume)
+        is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
         if is_branch and checkpoints:
             pass  # it goes on from its own
+        elif is_branch and _had_checkpoints(folder, saved):
+            yield lost
         elif not (source / "manifest.json").is_file():
             there = [str(path) for path in (source, *source.glob("step_*"), *source.glob("checkpoints/step_*"))]
             yield f"resume={source}: not a checkpoint{nearest(str(source), there[1:])}; auto, never, or a folder step_…"
@@ -320,23 +353,60 @@ def output_mistakes(config: Config) -> Iterator[str]:
     elif held and config.resume == "never":
         yield f"output_dir={folder}: holds a run already ({', '.join(held)}); {elsewhere}"
     elif held and not checkpoints:
-        saved = _saved_settings(folder)
         if "summary.json" in held or "model" in held or not saved:
             yield f"output_dir={folder}: holds a run already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
         elif config.changes_since(saved)[1]:
             yield f"output_dir={folder}: holds the beginning of a run with other settings; {elsewhere}"
+        elif _had_checkpoints(folder, saved):
+            yield lost
     yield from _folder_mistakes(folder)
 
 
+def _is_held(path: Path) -> bool:
+    """Whether a run has written it. A folder made in advance, or a link to one on another disk, is empty."""
+    if path.name == "checkpoints":
+        return any(path.glob("*step_*"))
+    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
+
+
+def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
+    """Whether the run in a folder has certainly saved one: it was stopped at one, or its record goes past two saves, of
+    which the second waited for the first."""
+    try:
+        if json.loads((folder / "status.json").read_text())["checkpoint"]:
+            return True
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    try:
+        lines = (folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
+        first, last = json.loads(lines[0])["step"], json.loads(lines[-1])["step"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    every = saved.get("save_every")
+    return isinstance(every, int) and last - first > 2 * every
+
+
 def _folder_mistakes(folder: Path) -> Iterator[str]:
+    own = [folder, *(folder / name for name in RUN_FILES), *folder.glob("checkpoints/step_*")]
+    for path in (*folder.absolute().parents, *own):
+        if path.is_symlink() and not path.exists():
+            yield f"output_dir={folder}: {path} is a link to {os.readlink(path)}, which is not there; mount or make it"
+    if any(len(os.fsencode(part)) > 255 for part in folder.parts):
+        yield f"output_dir={folder}: has a name of more than 255 bytes; choose another --run_name or --output_dir"
+        return
     parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
     if not parent.is_dir():
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
         return
-    try:
-        tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:
-        yield f"output_dir={folder}: cannot write in {parent}, {error.strerror}; choose another --output_dir"
+    for path in (parent, *(folder / name for name in RUN_FILES)):  # some may be another user's
+        try:
+            if path.is_dir():
+                tempfile.TemporaryFile(dir=path).close()
+            elif path.exists():
+                path.open("a").close()
+        except OSError as error:
+            where = f"in {path}" if path.is_dir() else path
+            yield f"output_dir={folder}: cannot write {where}, {error.strerror}; choose another --output_dir"
 
 
 def _hub_mistakes(repository: str) -> Iterator[str]:

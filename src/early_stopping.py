@@ -12,39 +12,37 @@ from src.settings import nearest
 LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
-def score(
-    results: Mapping[str, float], metric: str, mode: Literal["min", "max"] | None, setting: str = "checkpoint.metric"
-) -> float:
+def score(results: Mapping[str, float], metric: str, mode: Literal["min", "max"] | None) -> float:
     """`metric` as a number of which more is better; NaN counts as the worst.
 
     Args:
         results: of an evaluation, by name.
-        setting: where `metric` is from, for the message.
-
-    Raises:
-        ValueError: the evaluation has no such metric.
     """
-    if metric not in results:
-        near = nearest(metric, list(results))
-        raise ValueError(f"{setting}={metric}: the evaluation has no such metric{near} ({', '.join(results)})")
     value = results[metric]
     if math.isnan(value):
         return -sys.float_info.max
     return -value if mode == "min" or (mode is None and metric.endswith(LESS_IS_BETTER)) else value
 
 
-def count_evaluation(progress: Progress, config: Config) -> None:
-    """Counts the evaluation that was just made, with or without a gain, where early stopping watches.
-
-    Raises:
-        ValueError: it lacks a metric that the settings name.
-    """
+def unknown_metric(results: Mapping[str, float], config: Config) -> str | None:
+    """For the user, which metric the settings judge by and the evaluation lacks; None where it has all. A task that
+    names its metrics is asked before it is trained."""
+    judged = {"early_stopping": config.early_stopping.metric}
     if config.checkpoint.wants_best:
-        score(progress.evaluation, config.checkpoint.metric, config.checkpoint.mode)
+        judged["checkpoint"] = config.checkpoint.metric
+    for setting, metric in judged.items():
+        if metric is not None and metric not in results:
+            near = nearest(metric, list(results))
+            return f"{setting}.metric={metric}: the evaluation has no such metric{near} ({', '.join(results)})"
+    return None
+
+
+def count_evaluation(progress: Progress, config: Config) -> None:
+    """Counts the evaluation that was just made, with or without a gain, where early stopping watches."""
     settings = config.early_stopping
-    if settings.metric is None:
+    if settings.metric is None or settings.metric not in progress.evaluation:
         return
-    now = score(progress.evaluation, settings.metric, settings.mode, "early_stopping.metric")
+    now = score(progress.evaluation, settings.metric, settings.mode)
     if progress.best is None or now > progress.best + settings.min_delta:
         progress.best = now
         progress.evaluations_without_gain = 0

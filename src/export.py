@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 from accelerate import Accelerator
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.config import Config
+from src.exit_codes import FailureError
 
 
 def export(accelerator: Accelerator, config: Config, model: nn.Module, results: dict[str, float]) -> None:
@@ -25,12 +29,30 @@ def export(accelerator: Accelerator, config: Config, model: nn.Module, results: 
     """
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        unfinished = config.folder / "tmp_model"
+        with replacing(config.folder / "model") as unfinished:
+            export_weights(config, accelerator.unwrap_model(model), weights, results, unfinished)
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `folder` when it is complete, and is deleted if it never is.
+
+    Raises:
+        FailureError: it cannot be written.
+    """
+    place = folder.resolve()  # where it is a link to another disk
+    unfinished = place.with_name(f"tmp_{place.name}")
+    try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        export_weights(config, accelerator.unwrap_model(model), weights, results, unfinished)
-        shutil.rmtree(config.folder / "model", ignore_errors=True)
-        unfinished.rename(config.folder / "model")
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        shutil.rmtree(place, ignore_errors=True)
+        unfinished.rename(place)
+    except (OSError, SafetensorError) as error:
+        says = " ".join(str(error).split())
+        raise FailureError(f"{folder} cannot be written, {says}: mend that, and give the same command again") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def export_weights(

@@ -36,8 +36,8 @@ class GatherByBroadcast(_Buffers):
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Collective; returns what to wait for where it is asynchronous.
+    ) -> dist.Work:
+        """Collective; done on return, or with `async_op` when what it returns is.
 
         Args:
             output_tensor: shape (processes x shard,); the others' shards are written to it.
@@ -49,13 +49,14 @@ class GatherByBroadcast(_Buffers):
             dist.broadcast(place, group=group, group_src=rank, async_op=True) for rank, place in enumerate(places)
         ]
         gathered = _All(sent)
-        if async_op:
-            return gathered
-        gathered.wait()
-        return None
+        if not async_op:
+            gathered.wait()
+        return gathered
 
 
 class _All(dist.Work):
+    """Several, done when all are."""
+
     def __init__(self, works: list[Any]) -> None:
         super().__init__()
         self._works = works

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from src.config import Config
 from src.malloc import keep_freed_memory
-from src.settings import nearest
+from src.settings import nearest, repeated_keys
 
 OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
 """Environment variables that Accelerate puts above the script's arguments and the yaml, and its launcher never sets."""
@@ -81,6 +81,8 @@ class _Launcher:
     arguments: Any
     config_file: str | None
     config: dict[str, Any]
+    repeated: list[str]
+    """What the yaml says twice, a line each."""
     environment: dict[str, str]
 
 
@@ -281,8 +283,8 @@ def _find_launcher() -> _Launcher | None:
         return None
     arguments = launch_command_parser().parse_args(words)
     file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
-    config = yaml.safe_load((folder / file).read_text()) if file else {}
-    return _Launcher(words, arguments, file, config, environment)
+    text = (folder / file).read_text() if file else "{}"
+    return _Launcher(words, arguments, file, yaml.safe_load(text), list(repeated_keys(text)), environment)
 
 
 def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> Iterator[str]:
@@ -295,6 +297,7 @@ def _mistakes(launcher: _Launcher | None, world_size: int, wants_fsdp: bool) -> 
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
             yield f"{name.lower()} is not supported here: take one of accelerate_configs/"
     if launcher:
+        yield from (f"{launcher.config_file}: {repeated}" for repeated in launcher.repeated)
         asked = launcher.arguments.num_processes or launcher.config.get("num_processes")
         if asked and int(asked) != world_size:
             yield (

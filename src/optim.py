@@ -21,7 +21,8 @@ class Schedule(NamedTuple):
 
 
 def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) -> list[Optimizer]:
-    """One optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer.
+    """One optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer, and leaves
+    the rest, where there is one, to adamw.
 
     Args:
         is_sharded: the model will be, by FSDP.
@@ -30,18 +31,22 @@ def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) 
     if config.name == "muon":
         ends = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         ends.update([m.weight for m in model.modules() if isinstance(m, nn.Linear)][-1:])
-        hidden = [p for p in parameters if p.ndim == 2 and p not in ends]
-        rest = [p for p in parameters if p.ndim != 2 or p in ends]
-        return [
-            torch.optim.Muon(
+        hidden = [p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and p not in ends]
+        is_hidden = set(hidden)
+        rest = _decay_groups(config, [p for p in parameters if p not in is_hidden])
+        optimizers: list[Optimizer] = []
+        if hidden:
+            muon = torch.optim.Muon(
                 hidden,
                 lr=config.lr,
                 weight_decay=config.weight_decay,
                 momentum=config.momentum,
                 adjust_lr_fn="match_rms_adamw",  # updates of adamw's size, so that both share one learning rate
-            ),
-            AdamW(_decay_groups(config, rest), lr=config.lr, betas=config.betas, fused=True),
-        ]
+            )
+            optimizers.append(muon)
+        if rest:
+            optimizers.append(AdamW(rest, lr=config.lr, betas=config.betas, fused=True))
+        return optimizers
     groups = _decay_groups(config, parameters)
     match config.name:
         case "adamw":

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 from datetime import timedelta
-from types import FrameType, TracebackType
 from typing import Any
 
 import psutil
@@ -19,9 +17,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from src.config import Config
-from src.exit_codes import GRACE_SECONDS, has_lost_others
+from src.exit_codes import GRACE_SECONDS
+from src.stop_signals import STOP_SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ASK_SECONDS = 0.5
 """How long the processes of an evaluation go on before they ask each other again whether to stop."""
 
@@ -29,13 +27,11 @@ ASK_SECONDS = 0.5
 class StopRequest:
     """As a context manager, turns the signals into a request that the loop answers at the next step boundary.
 
-    A second SIGINT, a second or more after the first, ends the process at once. So does the death of another process
-    of the run on this machine, after a grace: one that is blocked in a collective would notice neither it nor a signal.
+    The death of another process of the run on this machine ends this one, after a grace: if it is blocked in a
+    collective, it would notice neither that nor a signal.
     """
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
-        self.reason: str | None = None
-        self._interrupted = 0.0
         self._max_hours = config.max_hours
         self._deadline = psutil.Process().create_time() + (config.max_hours or math.inf) * 3600
         here = socket.gethostname(), os.environ.get("GROUP_RANK")  # containers can share the first, not both
@@ -54,10 +50,13 @@ class StopRequest:
         self._left = threading.Event()
 
     @property
+    def reason(self) -> str | None:
+        """Why this process is to stop; None: nobody asked it to."""
+        return STOP_SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.time() > self._deadline else None)
+
+    @property
     def is_made(self) -> bool:
         """Whether this process was asked to stop."""
-        if self.reason is None and time.time() > self._deadline:
-            self.reason = f"max_hours={self._max_hours:g}"
         return self.reason is not None
 
     def is_made_anywhere(self) -> bool:
@@ -77,26 +76,13 @@ class StopRequest:
         return asked > 0
 
     def __enter__(self) -> StopRequest:
-        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        STOP_SIGNALS.answer_by(None)  # the loop does
         if self._others:
             threading.Thread(target=self._watch_others, daemon=True).start()
         return self
 
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if has_lost_others(error) and self.reason in signal.Signals.__members__:
-            signal.raise_signal(signal.Signals[str(self.reason)])  # there is no stopping in order, and no cause to tell
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if name == "SIGINT" and self._interrupted and time.monotonic() > self._interrupted + 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        if name == "SIGINT" and not self._interrupted:  # within a second it is the same one, passed on by the launcher
-            self._interrupted = time.monotonic()
-        self.reason = name
 
     def _watch_others(self) -> None:
         while not self._left.wait(0.5):

@@ -138,7 +138,7 @@ def main(argv: list[str]) -> None:
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
     optimizers = build_optimizers(config.optim, model)
-    set_seed(config.seed + rank)  # other dropout on each
+    set_seed((config.seed + rank) % 2**32)  # other dropout on each
 
     sampler = DistributedSampler(config, train_set, rank, world_size)
     steps_per_epoch = -(-len(train_set) // config.global_batch_size)

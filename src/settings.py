@@ -1,10 +1,11 @@
 """Typed settings from yaml files and `--key.sub=value` arguments: merged, validated, every mistake in its own line."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -17,13 +18,36 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _scientific_notation(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML and pydantic read `1e3` as text; as a whole number it is welcome in an integer field too."""
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML and pydantic read `1e3` as text; as a whole number it is welcome in an integer field too. `None`, which
+        YAML reads as a word, is refused where null is meant; so are yes and true, which pydantic takes for 1. No shell
+        expands the ~ in `--name=~/folder`."""
         annotation = cls.model_fields[info.field_name or ""].annotation
-        is_text = str in (annotation, *get_args(annotation))
-        if isinstance(value, str) and not is_text and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(annotation)]
+        kinds.append(annotation)
+        if isinstance(value, bool) and (int in kinds or float in kinds):
+            raise ValueError("must be a number")
+        if isinstance(value, str) and value.startswith("~/"):
+            return os.path.expanduser(value)
+        if type(None) in kinds and isinstance(value, str) and value.lower() == "none":
+            raise ValueError("write null for none")
+        if isinstance(value, str) and str not in kinds and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
             return int(number) if (number := float(value)).is_integer() else number
         return value
+
+
+class Yaml(yaml.SafeLoader):
+    """Without the numbers that YAML 1.1 has in base 60 and 8: 1:30 was 90, and 010 was 8."""
+
+
+INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+Yaml.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag not in (INT, FLOAT)]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Yaml.add_implicit_resolver(INT, re.compile(r"[-+]?\d+$"), list("-+0123456789"))
+Yaml.add_implicit_resolver(FLOAT, re.compile(r"[-+]?(\.\d+|\d+\.\d*)([eE][-+]\d+)?$"), list("-+.0123456789"))
+Yaml.add_constructor(INT, lambda loader, node: int(node.value))
 
 
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -38,10 +62,11 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
-        if argument == "--config":
-            files.append(next(arguments, ""))
-        elif name == "config" and equals:
-            files.append(value)
+        if argument == "--config" or (name == "config" and equals):
+            file = value if equals else next(arguments, "")
+            files += [file] if file else []
+            if not file:
+                mistakes.append(f"{argument}: name a yaml file, --config=FILE.yaml")
         elif argument == "--check":
             options["check"] = "true"
         elif argument.startswith("--") and equals:
@@ -56,6 +81,8 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
             values[name], written[name] = value, f"{file}: {name}: {value}"
     for name, text in options.items():
         values[name], written[name] = _parse(text), f"--{name}={text}"
+        if isinstance(values[name], dict):
+            mistakes.extend(f"--{name}={text}: {repeated}" for repeated in repeated_keys(text))
     return values, written
 
 
@@ -74,13 +101,14 @@ def validate(
     for name in values:
         if name in groups:
             example = next(setting for setting in known if setting.startswith(f"{name}."))
-            mistakes.append(f"{written[name]}: {name} is a group, write for example --{example}={values[name]}")
+            if values[name] is not None or written[name].startswith("--"):  # in a yaml it may have been emptied
+                mistakes.append(f"{written[name]}: {name} is a group, write for example --{example}=…")
         elif not any(name == setting or name.startswith(f"{setting}.") for setting in known):
             mistakes.append(f"{written[name]}: unknown setting{nearest(name, list(known))}")
         else:
             is_text = name in known and known[name].annotation in (str, str | None)
-            if is_text and isinstance(values[name], list) and written[name].startswith("--"):
-                good[name] = written[name].partition("=")[2]  # [PAD]
+            if is_text and isinstance(values[name], list | dict) and written[name].startswith("--"):
+                good[name] = written[name].partition("=")[2]  # [PAD], or "lr: 3"
             continue
         bad.add(name)
         del good[name]
@@ -91,6 +119,9 @@ def validate(
             where = ".".join(map(str, problem["loc"]))
             name = next(setting for setting in known if where == setting or where.startswith(f"{setting}."))
             says = problem["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
+            says = {"string_type": "must be text: write it in quotes", "string_too_short": "is empty"}.get(
+                problem["type"], says
+            )
             mistakes.append(f"{written.get(where, written.get(name, name))}: {says}")
             bad.add(name)
     good = {name: value for name, value in good.items() if not any((name + ".").startswith(f"{b}.") for b in bad)}
@@ -119,18 +150,21 @@ def describe(model: type[Settings]) -> str:
 
 def nearest(name: str, names: list[str]) -> str:
     """`, did you mean …?` with the closest of `names`, in whole or in its last part; empty where none is close."""
-    last_parts = {candidate.rpartition(".")[2]: candidate for candidate in reversed(names)}
+    last_parts = {re.split("[./]", candidate)[-1]: candidate for candidate in reversed(names)}
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    close = close or [last_parts[p] for p in difflib.get_close_matches(name.rpartition(".")[2], last_parts, n=1)]
+    close = close or [last_parts[p] for p in difflib.get_close_matches(re.split("[./]", name)[-1], last_parts, n=1)]
     return f", did you mean {close[0]}?" if close else ""
 
 
 def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
     path = Path(file)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        text = path.read_text(encoding="utf-8")
+        content = yaml.load(text, Loader=Yaml)  # it is a safe one
+        content = {} if content is None else content
+        mistakes.extend(f"--config={file}: {repeated}" for repeated in repeated_keys(text))
     except FileNotFoundError:
-        there = [str(p) for p in sorted(path.parent.glob("*.yaml"))] if file else []
+        there = [str(p) for p in sorted(path.parent.glob("*.yaml"))]
         mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
     except (OSError, UnicodeDecodeError) as error:
         mistakes.append(f"--config={file}: cannot be read, {getattr(error, 'strerror', None) or 'it is not text'}")
@@ -144,13 +178,34 @@ def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
     return {}
 
 
+def repeated_keys(text: str) -> Iterator[str]:
+    """What YAML text says twice, a line each; whoever loads it sees the last one alone.
+
+    Raises:
+        yaml.YAMLError: it is none.
+    """
+    lines: dict[str, list[int]] = {}
+
+    def collect(node: yaml.Node | None, prefix: str) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                lines.setdefault(f"{prefix}{key.value}", []).append(key.start_mark.line + 1)
+                collect(value, f"{prefix}{key.value}.")
+
+    collect(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    repeated = {name: numbers for name, numbers in lines.items() if len(numbers) > 1}
+    for name, numbers in repeated.items():
+        if not any(name.startswith(f"{group}.") for group in repeated):
+            yield f"{name} is there {len(numbers)} times, in line {' and '.join(map(str, numbers))}: keep one"
+
+
 def _parse(text: str) -> Any:
     """Text stays text, for the field's type to read; only `null`, lists and mappings are YAML."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return value if text and (value is None or isinstance(value, list | dict)) else text
+    return value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -172,5 +227,6 @@ def _unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(branch, dict):  # `--seed.x=1` beside `--seed=1`
                 break
         else:
-            branch[last] = value
+            parts = branch.get(last)  # of a mapping that is then given as a whole
+            branch[last] = {**parts, **value} if isinstance(parts, dict) and isinstance(value, dict) else value
     return tree

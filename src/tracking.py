@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -9,15 +10,16 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from tqdm import tqdm
 
 from src.checkpoint.folders import write_json, write_text
 from src.checkpoint.resume import Found
-from src.config import Config
+from src.config import Config, saved_settings
 from src.launch import Launch
+from src.wandb_logger import WandbRun
 
 
 class Tracker:
@@ -34,21 +36,28 @@ class Tracker:
         self.is_main = is_main
         self.total_steps = total_steps
         self._started = time.perf_counter()
-        self._wandb: Any = None
+        self._summary: dict[str, Any] | None = None
         self._is_stopped = False
         if not is_main:
             return
-        settings = config.model_dump(mode="json") | {"resume": str(config.origin or config.resume)}
+        is_continued = found.is_own(config)
+        self._metrics = (self.folder / "metrics.jsonl").open("a")
+        self._start = found.progress.step
+        self._recorded = min(found.state["metrics_bytes"] if is_continued else 0, self._recorded_bytes())
+        self._metrics.truncate(self._recorded + self._recorded_since())
+        origin = saved_settings(self.folder).get("resume") if is_continued else config.origin
+        settings = config.model_dump(mode="json") | {"resume": str(origin or config.resume)}
+        if "{run_name}" not in config.output_dir:
+            del settings["output_dir"]  # fed back under another name, it would lead to this run
         write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         for of_an_earlier_end in ("status.json", "summary.json"):
             (self.folder / of_an_earlier_end).unlink(missing_ok=True)
-        is_continued = found.is_own(config)
-        self._metrics = (self.folder / "metrics.jsonl").open("a")
-        recorded = found.state["metrics_bytes"] if is_continued else 0
-        self._metrics.truncate(min(recorded, self._recorded_bytes()))
-        self._start = found.progress.step
         self.wandb_id = found.state.get("wandb_id") if is_continued else None
-        wandb_says = self._start_wandb(config, launch)
+        resume = "allow" if self.wandb_id else None
+        self._wandb = WandbRun(config, launch.as_dict(), self.say, id=self.wandb_id, resume=resume, dir=self.folder)
+        if self._wandb.run:
+            self.wandb_id = self._wandb.run.id
+            self._wandb.tell(lambda run: (self.folder / "wandb" / "run_id").write_text(run.id))
         asked = f"asked for by {launch.config_file}" if launch.config_file else "not started by an accelerate yaml"
         processes = f"{launch.num_processes} process" + ("es" if launch.num_processes > 1 else "")
         backend = f" on {launch.backend}" if launch.backend else ""
@@ -57,7 +66,8 @@ class Tracker:
             print(launch.note)
         print(f"{config.run_name}: {config.task.name}")
         strategy = f"{launch.strategy} ({asked}), {processes}{backend}, {launch.device}, {launch.precision}"
-        rows = {"strategy": strategy, **facts, "output": str(self.folder), "W&B": wandb_says, "resume": found.summary}
+        rows = {"strategy": strategy, **facts, "output": str(self.folder), "W&B": self._wandb.where}
+        rows["resume"] = found.summary
         for title, text in rows.items():
             if text:
                 print(f"  {title:<10} {text}")
@@ -73,18 +83,6 @@ class Tracker:
             smoothing=0.05,
         )
 
-    def _start_wandb(self, config: Config, launch: Launch) -> str:
-        """Returns: for the start-up summary, where the run is recorded."""
-        self._wandb, says = start_wandb(
-            config, launch, id=self.wandb_id, resume="allow" if self.wandb_id else None, dir=self.folder
-        )
-        if self._wandb:
-            self._wandb.define_metric("step", hidden=True)
-            self._wandb.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
-            self.wandb_id = self._wandb.id
-            (self.folder / "wandb" / "run_id").write_text(self._wandb.id)
-        return says
-
     def log(
         self, step: int, metrics: dict[str, float | None], tables: dict[str, list[dict[str, str]]] | None = None
     ) -> None:
@@ -97,10 +95,15 @@ class Tracker:
             return
         record = {"step": step, **metrics}
         tables = tables or {}
-        self._metrics.write(json.dumps(record | tables) + "\n")
-        self._metrics.flush()
-        if self._wandb:
-            self._wandb.log(record | {name: _wandb_table(rows) for name, rows in tables.items()})
+        try:
+            if step == self._start:  # in place of what there was of it
+                self._metrics.truncate(self._recorded)
+            self._metrics.write(json.dumps(record | tables) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            error.filename = str(self.folder / "metrics.jsonl")
+            raise
+        self._wandb.log(record, tables)
         if "train/loss" in metrics:
             unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
             speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
@@ -115,6 +118,15 @@ class Tracker:
             self.say(f"step {step:>6}/{self.total_steps}  {_evaluation(metrics)}")
             for row in (row for rows in tables.values() for row in rows):
                 self.say("  " + _one_line(" | ".join(row.values())))
+
+    def _recorded_since(self) -> int:
+        """Bytes of an evaluation that came after the last step, but not into its checkpoint: whoever asked for an end
+        before it, and then for more steps, would lose it."""
+        with (self.folder / "metrics.jsonl").open("rb") as record:
+            record.seek(self._recorded)
+            line = record.readline()
+        is_whole = line.endswith(b"\n")
+        return len(line) if is_whole and line.startswith(f'{{"step": {self._start}, '.encode()) else 0
 
     def advance(self) -> None:
         """Moves the progress bar by one step."""
@@ -132,17 +144,9 @@ class Tracker:
         """Writes status.json: the run was told to end, and how to go on."""
         if not self.is_main:
             return
-        status = {
-            "status": "preempted",
-            "reason": reason,
-            "step": step,
-            "checkpoint": str(checkpoint) if checkpoint else None,
-            "command": command,
-        }
-        write_json(self.folder / "status.json", status)
+        write_stopped(self.folder, reason, step, checkpoint, command)
         self._bar.close()
-        if self._wandb:
-            self._wandb.mark_preempting()
+        self._wandb.tell(lambda run: run.mark_preempting())
         self._is_stopped = True
         print(f"stopped after step {step} by {reason}; to go on: {command}", flush=True)
 
@@ -152,16 +156,17 @@ class Tracker:
             return
         write_json(self.folder / "status.json", {"status": "done", "step": summary["step"]})
         write_json(self.folder / "summary.json", summary)
-        if self._wandb:
-            self._wandb.summary.update(summary)
+        self._summary = summary
+        self._wandb.tell(lambda run: run.summary.update(summary))
         self._bar.close()
         print(f"done in {tqdm.format_interval(summary['seconds'])}: {_evaluation(summary)}")
         print(f"  model      {self.folder / 'model'}")
         print(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml")
-        if self._wandb and self._wandb.offline:
-            print(f"  upload     wandb sync {shlex.quote(str(Path(self._wandb.settings.sync_dir)))}")
-        elif self._wandb:
-            print(f"  W&B        {self._wandb.url}")
+        run = None if self._wandb.failure else self._wandb.run
+        if run and run.offline:
+            print(f"  upload     wandb sync {shlex.quote(str(Path(run.settings.sync_dir)))}")
+        elif run:
+            print(f"  W&B        {run.url}")
         sys.stdout.flush()
 
     def say(self, line: str) -> None:
@@ -182,49 +187,30 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self.is_main:
             self._bar.close()
-            self._metrics.close()
-            if self._wandb:
-                self._wandb.finish(exit_code=1 if kind or self._is_stopped else 0)
+            with contextlib.suppress(OSError):  # what it could not write has been told
+                self._metrics.close()
+            self._wandb.finish(exit_code=1 if kind or self._is_stopped else 0)
+            if self._summary and self._wandb.failure:
+                write_json(self.folder / "summary.json", self._summary | {"wandb_failure": self._wandb.failure})
 
 
-def start_wandb(config: Config, launch: Launch, **arguments: Any) -> tuple[Any, str]:
-    """Goes offline where it can't go online.
-
-    Args:
-        arguments: of wandb.init, besides what the settings say.
-
-    Returns:
-        The W&B run, None where it is disabled; and in a few words where it is recorded.
-    """
-    if config.wandb.mode == "disabled":
-        return None, "disabled"
-    import wandb
-
-    settings = config.wandb
-    mode: Any = settings.mode
-    why = "as asked"
-    if mode == "auto" and "WANDB_MODE" in os.environ:
-        mode = None
-    elif mode == "auto" and not wandb.login(prompt=False, verify=False):
-        mode, why = "offline", "no credentials: `wandb login` for online"
-    elif mode == "auto":
-        mode = "online"
-    arguments |= {
-        "project": settings.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
-        "entity": settings.entity,
-        "tags": settings.tags,
-        "name": config.run_name,
-        "config": config.model_dump(mode="json") | {"launch": launch.as_dict()},
-        "settings": wandb.Settings(silent=True),
+def write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
+    """Writes status.json for a run that was told to end."""
+    status = {
+        "status": "preempted",
+        "reason": reason,
+        "step": step,
+        "checkpoint": str(checkpoint) if checkpoint else None,
+        "command": command,
     }
-    try:
-        run = wandb.init(mode=mode, **arguments)
-    except wandb.errors.Error as error:
-        mode, why = "offline", f"could not go online: {str(error).splitlines()[0]}"
-        run = wandb.init(mode=mode, **arguments)
-    if run.disabled:
-        return None, "disabled"
-    return run, f"offline ({why})" if run.offline else str(run.url)
+    write_json(folder / "status.json", status)
+
+
+def stop_at_start(config: Config, found: Found, command: str, reason: str) -> NoReturn:
+    """Ends a process that was told to before the first step: there is nothing to save."""
+    write_stopped(config.folder, reason, found.progress.step, found.checkpoint, command)
+    print(f"stopped before the first step by {reason}; to go on: {command}", flush=True)
+    os._exit(0)  # whatever it is in the middle of
 
 
 def figures(values: dict[str, float]) -> str:
@@ -238,12 +224,6 @@ def figures(values: dict[str, float]) -> str:
 def _one_line(text: str, width: int = 110) -> str:
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _wandb_table(rows: list[dict[str, str]]) -> Any:
-    import wandb
-
-    return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
 
 def _evaluation(metrics: dict[str, Any]) -> str:

@@ -96,6 +96,21 @@ def test_it_is_examined_by_its_normal_methods_alone(launch: Launch, project: Pat
     assert "all checks passed" in run.stdout
 
 
+def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: Launch, project: Path) -> None:
+    """A misspelt one ends the run once it is evaluated, and saved. Tried with saving after: the epoch is lost."""
+    arguments = (*ARGUMENTS, "--epochs=2", "--early_stopping.patience=1")
+    run = launch("ddp", *arguments, "--early_stopping.metric=eval/acuracy", project=project, processes=2)
+    assert run.messages == [
+        "train.py: early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
+        "(eval/loss, eval/examples, eval/accuracy); with another one, the same command goes on from step 13"
+    ]
+    again = launch(
+        "cpu", *arguments, "--early_stopping.metric=eval/loss", project=project, folder=run.folder
+    ).succeeded()
+    assert "after step 13, from" in again.stdout
+    assert [record["step"] for record in again.records if "eval/loss" in record] == [13, 26]
+
+
 def test_its_settings_are_checked_and_documented_like_any(launch: Launch, project: Path) -> None:
     run = launch("cpu", "--task.name=sign", "--task.widht=3", project=project)
     assert run.messages == ["train.py: --task.widht=3: unknown setting, did you mean task.width?"]

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
-from src.batches import Shares, gather_in_order
+from src.batches import Shares, gather_in_order, training_windows
 
 EXAMPLES = 103
 
@@ -53,3 +53,25 @@ def test_outputs_come_back_in_the_order_of_the_dataset(examples: int, world_size
         sent[rank, : len(share)] = share
     accelerator = SimpleNamespace(num_processes=world_size, gather=lambda _: sent.flatten(0, 1))
     assert torch.equal(gather_in_order(cast("Accelerator", accelerator), dataset[::world_size], examples), dataset)
+
+
+class Noise:
+    """Each example drawn when it is asked for, as torchvision's transforms do."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, _: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None:
+    """Tried with the seed that a generator begins with: the same noise on every process, in every epoch."""
+    task = SimpleNamespace(order=lambda *_: np.arange(8), augmented=lambda train, _: train, collate=torch.stack)
+    config: Any = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, micro_batch=lambda _: 4)
+    drawn = []
+    for rank in (0, 1):
+        accelerator: Any = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
+        for window in training_windows(accelerator, config, Noise(), 0, 2):
+            drawn += [float(number) for micro_batch in window for number in micro_batch.data]
+    assert len(set(drawn)) == len(drawn) == 16

@@ -94,6 +94,20 @@ def test_diff(run: Run, launch: Launch) -> None:
     assert "config" not in differing.stdout
 
 
+def test_spoilt_files_are_one_line(run: Run, tmp_path: Path) -> None:
+    """A record may have been put together by hand; what is no line of it doesn't count. Tried without: tracebacks."""
+    folder = Path(shutil.copytree(run.folder, tmp_path / "run"))
+    with (folder / "metrics.jsonl").open("a") as record:
+        record.write('garbage "eval/\n{"eval/": \n')
+    assert tool("list", folder).stdout.replace(str(folder), "") == tool("list", run.folder).stdout.replace(
+        str(run.folder), ""
+    )
+    last, before = (folder / "checkpoints" / f"step_000000{step}" for step in (30, 24))
+    (last / "state.json").unlink()
+    refused = tool("diff", before, last)
+    assert (refused.exit_code, refused.stderr) == (2, f"checkpoint: {last}: state.json is missing\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -13,6 +13,7 @@ from src.data.byte_tokenizer import byte_tokenizer
 from src.data.labelled import in_order, label_names, length_grouped
 from src.metrics import F1, Matthews
 from src.tasks.text_classification import TextClassification
+from src.tracking import figures
 from tests import tiny
 
 
@@ -55,7 +56,7 @@ def test_numbers_are_in_the_order_of_their_size() -> None:
 def test_numbers_that_the_dataset_has_names_for_get_them() -> None:
     features = Features({"label": ClassLabel(names=["neg", "pos"]), "text": Value("string")})
     rows = Dataset.from_dict({"label": [1, 0, -1], "text": ["a", "b", "c"]}, features=features)
-    assert label_names(rows, "label") == ["pos", "neg", "-1"]
+    assert label_names([rows], "label") == [["pos", "neg", "-1"]]
 
 
 def test_a_head_that_knows_the_labels_keeps_their_order(bert: Path, tmp_path: Path) -> None:
@@ -101,8 +102,18 @@ def test_long_texts_are_cut_off_and_counted(bert: Path, tmp_path: Path) -> None:
     classifier = task(bert, folder, sequence_length=10)
     train, evaluation = classifier.build_datasets()
     assert train["length"][:] == [10, 2]
-    assert classifier.describe("train", train) == {"tokens": 12, "truncated": 1, "skipped_rows": 0}
+    counted = {"tokens": 12, "truncated": 1, "skipped_rows": 0}
+    assert classifier.describe("train", train) == counted | {"labels": 2, "label 0": 1, "label 1": 1}
     assert classifier.describe("eval", evaluation)["truncated"] == 0
+
+
+def test_the_labels_are_counted_the_most_frequent_first(bert: Path, tmp_path: Path) -> None:
+    rows = [f"a,{name}\n" for name in [*"xyyzzz", *map(str, range(30))]]
+    classifier = task(bert, write(tmp_path / "data", "text,label\n" + "".join(rows), "text,label\nc,x\n"))
+    train, _ = classifier.build_datasets()
+    said = figures(classifier.describe("train", train)).split(", ")
+    assert said[3:7] == ["labels 33", "label z 3", "label y 2", "label x 1"]
+    assert len(said) == 4 + 20
 
 
 def test_padding_is_masked(bert: Path, tmp_path: Path) -> None:

@@ -81,7 +81,79 @@ CHAT = [
 def test_only_the_assistants_turns_are_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
     table = table_of(tokenizer, Format(messages="messages"), length=128, messages=[CHAT])
     assert learnt(tokenizer, table) == "Yo<|endoftext|>Ciao<|endoftext|>"
-    assert table[0]["bytes"] == len("YoCiao") + 2 * len("<|endoftext|>")  # written by the template, so it is text
+
+
+QWEN = (  # its marks, its empty place for thoughts, which only the last turn keeps, its calls of tools
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content | trim }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, QWEN])
+@pytest.mark.parametrize("learn_all", [False, True])
+def test_the_bytes_of_a_chat_are_those_of_the_text_that_is_learnt(
+    tokenizer: PreTrainedTokenizerFast, template: str | None, learn_all: bool
+) -> None:
+    """As of the same conversation as prompt and completion, whatever a template writes around them. Tried with all
+    bytes of the turn: bits per byte depend on how many marks there are."""
+    tokenizer.chat_template = template or tokenizer.chat_template
+    chat = [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Très bien — et toi?"}]
+    as_chat = table_of(tokenizer, Format(messages="m"), 256, learn_all, m=[chat])
+    as_pair = table_of(
+        tokenizer, Format(prompt="p", completion="c"), 256, learn_all, p=["How are you?"], c=["Très bien — et toi?"]
+    )
+    assert as_chat["bytes"] == as_pair["bytes"]
+    several = table_of(tokenizer, Format(messages="m"), 512, learn_all, m=[[*chat, *CHAT[1:]]])
+    assert several[0]["bytes"] - as_chat[0]["bytes"] == len("HiYoByeCiao" if learn_all else "YoCiao")
+
+
+def test_chats_of_other_kinds_are_learnt_as_the_usual_ones(tokenizer: PreTrainedTokenizerFast) -> None:
+    """ShareGPT's names, and content in parts."""
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT[:3]]
+    others = [m | {"role": {"user": "Human", "assistant": "model"}.get(m["role"], m["role"])} for m in CHAT[:3]]
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in CHAT]
+    usual = table_of(tokenizer, Format(messages="m"), 128, m=[CHAT[:3]])[:]
+    assert table_of(tokenizer, Format(messages="m"), 128, m=[sharegpt])[:] == usual
+    assert table_of(tokenizer, Format(messages="m"), 128, m=[parts[:3]])[:] == usual
+    assert table_of(tokenizer, Format(messages="m"), 128, m=[others])[:] == usual  # tried without: nothing is learnt
+
+
+def test_an_answer_of_weight_0_is_not_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = [{"weight": 0 if m["content"] == "Yo" else None, **m} for m in CHAT]
+    whole, part = (table_of(tokenizer, Format(messages="m"), 128, m=[messages]) for messages in (CHAT, chat))
+    assert learnt(tokenizer, whole) == "Yo<|endoftext|>" + learnt(tokenizer, part)
+    assert whole[0]["bytes"] - part[0]["bytes"] == len("Yo")
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
+def test_calls_of_tools_are_learnt(tokenizer: PreTrainedTokenizerFast, arguments: object) -> None:
+    """With the null that a table has for each key which only other messages have, and the tools that there are."""
+    nothing = {"content": None, "tool_calls": None}
+    call = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    chat = [
+        {**nothing, "role": "user", "content": "Bern?"},
+        {**nothing, "role": "assistant", "tool_calls": call},
+        {**nothing, "role": "tool", "content": "rain"},
+        {**nothing, "role": "assistant", "content": "Rain."},
+    ]
+    rows: dict[str, Any] = {"m": [chat], "t": [json.dumps([{"function": {"name": "weather"}}])]}
+    form = Format(messages="m", tools="t")
+    with pytest.raises(ValueError, match="leaves out the tool calls in the chat that begins with 'Bern\\?'"):
+        table_of(tokenizer, form, **rows)
+    with pytest.raises(ValueError, match="leaves out the tools in the chat that begins with 'Hi'"):
+        table_of(tokenizer, form, m=[CHAT[1:3]], t=rows["t"])
+    tokenizer.chat_template = QWEN
+    table = table_of(tokenizer, form, length=512, **rows)
+    turn = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+    assert learnt(tokenizer, table) == f"{turn}<|im_end|>\n<think>\n\n</think>\n\nRain.<|im_end|>\n"
+    assert table[0]["bytes"] == len(f"{turn}Rain.")
+    assert str(tokenizer.decode(table[0]["input_ids"])).startswith(
+        '<|im_start|>system\n[{"function": {"name": "weather"}}]'
+    )
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -109,6 +181,27 @@ def test_a_template_may_leave_out_earlier_thoughts(
     tokenizer.chat_template = template
     table = table_of(tokenizer, Format(messages="messages"), length=256, messages=[CHAT])
     assert learnt(tokenizer, table) == f"Yo<end>\n{last}"
+
+
+@pytest.mark.parametrize("answer", ["<b>Yo</b>", "<", ""])
+def test_an_answer_may_begin_as_the_thought_that_is_asked_for(tokenizer: PreTrainedTokenizerFast, answer: str) -> None:
+    """Tried without: its first characters are not learnt, and end marks are counted as bytes."""
+    tokenizer.chat_template = PROMPTED
+    chat = [CHAT[1], CHAT[2] | {"content": answer}, *CHAT[3:]]
+    table = table_of(tokenizer, Format(messages="messages"), length=256, messages=[chat])
+    assert learnt(tokenizer, table) == f"{answer}<end>\nt</think>Ciao<end>\n"
+    assert table[0]["bytes"] == len(f"{answer}Ciao")
+
+
+def test_a_template_may_end_the_text_where_the_chat_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As Phi-4-mini's does. Tried without: "writes earlier turns otherwise"."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
+    )
+    table = table_of(tokenizer, Format(messages="messages"), length=256, messages=[CHAT])
+    assert learnt(tokenizer, table) == "Yo<|end|>Ciao<|end|><|endoftext|>"
+    assert table[0]["bytes"] == len("YoCiao")
 
 
 def test_a_template_may_mark_where_the_chat_ends(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -258,7 +351,7 @@ def test_each_kind_of_file_is_read_as_it_stands(
 
 def test_parquet_and_folders_with_splits_in_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for name in ("my-train-0", "my-train-1", "my_dev", "my.test"):
+    for name in ("my-train-0", "my-train-1", "my_dev", "my.test", "train_test_split_test"):
         Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "data" / f"{name}.parquet")
     train, evaluation = CausalLM(dataset=str(tmp_path / "data")).load_rows()
     assert train["text"][:] == ["my-train-0", "my-train-1"]
@@ -266,7 +359,12 @@ def test_parquet_and_folders_with_splits_in_the_names(tmp_path: Path, monkeypatc
     assert evaluation["text"][:] == ["my_dev"]
     _, test = CausalLM(dataset=str(tmp_path / "data"), eval_split="test").load_rows()
     assert test is not None
-    assert test["text"][:] == ["my.test"]
+    assert test["text"][:] == ["my.test", "train_test_split_test"]
+    for name in ("training", "testData"):  # tried without: both are trained on
+        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "more" / f"{name}.parquet")
+    train, evaluation = CausalLM(dataset=str(tmp_path / "more")).load_rows()
+    assert evaluation is not None
+    assert (train["text"][:], evaluation["text"][:]) == (["training"], ["testData"])
 
 
 def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,13 @@ def test_a_misspelt_fsdp_key(launch: Launch, tmp_path: Path) -> None:
     assert says == f"{file}: fsdp_config has no key fsdp_ofload_params, did you mean fsdp_offload_params?"
 
 
+def test_a_group_that_the_yaml_has_twice(launch: Launch, tmp_path: Path) -> None:
+    """Tried without: it trains by the second one alone."""
+    file = fsdp_yaml(tmp_path)
+    file.write_text(file.read_text() + "fsdp_config: {fsdp_version: 2}\n")
+    assert refused(launch(file)).startswith(f"{file}: fsdp_config is there 2 times, in line ")
+
+
 def test_a_communication_hook_under_fsdp(launch: Launch, tmp_path: Path) -> None:
     file = fsdp_yaml(tmp_path, ddp_comm_hook="bf16")
     assert refused(launch(file)) == f"{file}: ddp_comm_hook is DDP's, FSDP has none: take it out"

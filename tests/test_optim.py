@@ -88,6 +88,20 @@ def test_muon_takes_the_hidden_matrices_only() -> None:
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
 
 
+def test_muon_alone_or_with_nothing_to_take() -> None:
+    """As with adapters, which are all hidden matrices. Tried without: "optimizer got an empty parameter list". A single
+    row is no matrix to it: FSDP leaves some processes nothing of one, and Muon fails there."""
+    hidden, row, end = nn.Linear(8, 8, bias=False), nn.Linear(8, 1, bias=False), nn.Linear(8, 8, bias=False)
+    for parts, takes in (((hidden, end), [True, False]), ((row, end), [False])):
+        model = nn.Sequential(*parts)
+        found = build_optimizers(Optim(name="muon"), model)
+        assert [isinstance(optimizer, torch.optim.Muon) for optimizer in found] == takes
+        assert sum(len(group["params"]) for optimizer in found for group in optimizer.param_groups) == len(parts)
+    end.requires_grad_(False)
+    (muon,) = build_optimizers(Optim(name="muon"), nn.Sequential(hidden, end))
+    assert isinstance(muon, torch.optim.Muon)
+
+
 def test_scaling_and_clipping_are_torchs() -> None:
     gradients = [torch.randn(3, 4), torch.randn(5)]
     ours, theirs = (

@@ -1,9 +1,12 @@
 """Settings: code < yaml < command line, typed, every mistake at once, and nothing heavy imported for an answer."""
 
 import itertools
+import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -57,7 +60,7 @@ def test_every_mistake_is_one_line_with_the_nearest_name_and_where_it_was_writte
         "a.yaml: epoch: 3: unknown setting, did you mean epochs?",
         "--optm.lr=1: unknown setting, did you mean optim.lr?",
         "--lr=1: unknown setting, did you mean optim.lr?",
-        "--task=mnist: task is a group, write for example --task.name=mnist",
+        "--task=mnist: task is a group, write for example --task.name=…",
         "--seed=-1: must be greater than or equal to 0",
         "--global_batch_size=0: must be greater than 0",
         "--task.dropout=9: must be less than 2",
@@ -92,6 +95,83 @@ def test_a_folder_or_binary_file_as_config() -> None:
     assert mistakes("--config=.", "--config=b.yaml") == [
         "--config=.: cannot be read, Is a directory",
         "--config=b.yaml: cannot be read, it is not text",
+    ]
+
+
+def test_what_is_said_twice_is_refused_wherever_yaml_is_read() -> None:
+    """Tried without: the first of the two is dropped, silently."""
+    Path("a.yaml").write_text("seed: 1\noptim:\n  lr: 0.1\noptim:\n  name: sgd")
+    Path("b.yaml").write_text("optim:\n  name: sgd\noptim.name: muon")
+    arguments = "--config=a.yaml", "--config=b.yaml", "--task.name=causal_lm"
+    assert mistakes(*arguments, "--task.architecture={a: 1, b: {c: 1, c: 2}}")[:3] == [
+        "--config=a.yaml: optim is there 2 times, in line 2 and 4: keep one",
+        "--config=b.yaml: optim.name is there 2 times, in line 2 and 3: keep one",
+        "--task.architecture={a: 1, b: {c: 1, c: 2}}: b.c is there 2 times, in line 1 and 1: keep one",
+    ]
+
+
+def test_text_with_what_yaml_is_made_of_stays_text() -> None:
+    """Tried without: `not a valid string`, for the mapping that YAML makes of it."""
+    for text in ("lr: 3", "{a: 1}", "a, b: c", "- x", "# x"):
+        assert load_config([f"--run_name={text}", f"--wandb.entity={text}"]).run_name == text
+
+
+def test_numbers_are_what_they_look_like_and_no_words() -> None:
+    """Tried with YAML 1.1: 90 hours, seed 8, one epoch."""
+    Path("a.yaml").write_text("seed: 010\nmax_steps: 1_000\noptim: {lr: 1e-3, max_grad_norm: .5}\nrun_name: 1e3")
+    config = load_config(["--config=a.yaml"])
+    assert (config.seed, config.max_steps, config.optim.lr, config.optim.max_grad_norm) == (10, 1000, 0.001, 0.5)
+    Path("b.yaml").write_text("max_hours: 1:30\nepochs: yes\nseed: false\noptim: {lr: on}\ncompile: yes")
+    assert mistakes("--config=b.yaml") == [
+        "b.yaml: seed: False: must be a number",
+        "b.yaml: epochs: True: must be a number",
+        "b.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
+        "b.yaml: optim.lr: True: must be a number",
+    ]
+    Path("c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(["--config=c.yaml"]).model_dump() == config.model_dump()
+
+
+def test_a_group_without_settings_is_none() -> None:
+    """As where all its lines are commented out. Tried without: refused, with advice that makes no sense."""
+    Path("a.yaml").write_text("seed: 3\noptim:\n  # lr: 1")
+    assert load_config(["--config=a.yaml"]).seed == 3
+    assert mistakes("--optim={lr: 1}") == ["--optim={lr: 1}: optim is a group, write for example --optim.name=…"]
+
+
+def test_fields_of_a_mapping_come_together_in_any_order() -> None:
+    """Tried without: the mapping on the command line drops what came before it."""
+    part, rest = "--task.architecture.model_type=llama", "--task.architecture={hidden_size: 32}"
+    Path("a.txt").touch()
+    for arguments in ([part, rest], [rest, part]):
+        task: Any = load_config(["--task.name=causal_lm", "--task.dataset=a.txt", *arguments]).task
+        assert task.architecture == {"model_type": "llama", "hidden_size": 32}
+
+
+def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands ~ after `--name=`. Tried without: a folder that is called ~."""
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert load_config(["--output_dir=~/x"]).folder == Path.cwd() / "x"
+    assert mistakes("--resume=~/step_00000003")[0].startswith(f"resume={Path.cwd()}/step_00000003: not a checkpoint")
+
+
+def test_none_is_named_where_null_is_meant() -> None:
+    """Also where any text would do: an entity of that name would be asked for on the server."""
+    Path("a.yaml").write_text("early_stopping: {metric: None}")
+    assert mistakes("--config=a.yaml", "--max_steps=None", "--wandb.entity=none", "--checkpoint.mode=None") == [
+        "--max_steps=None: write null for none",
+        "--checkpoint.mode=None: write null for none",
+        "a.yaml: early_stopping.metric: None: write null for none",
+        "--wandb.entity=none: write null for none",
+    ]
+    assert load_config(["--run_name=None"]).run_name == "None"
+
+
+def test_each_mistake_is_said_once_and_an_absent_file_name_is_named() -> None:
+    assert mistakes("--wandb.tags=[1, 2]", "--config=", "--config") == [
+        "--config=: name a yaml file, --config=FILE.yaml",
+        "--config: name a yaml file, --config=FILE.yaml",
+        "--wandb.tags=[1, 2]: must be text: write it in quotes",
     ]
 
 
@@ -142,6 +222,99 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(name: str) -> None:
     assert held.read_text() == "precious"
 
 
+@pytest.mark.parametrize("is_link", [False, True], ids=["a folder", "a link to one"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_folders_made_in_advance_are_a_new_run(is_link: bool, resume: str) -> None:
+    """Tried without: "holds a run already"."""
+    for name in ("checkpoints", "wandb", "model"):
+        Path("disk", name).mkdir(parents=True)
+        Path("runs/mnist").mkdir(parents=True, exist_ok=True)
+        (
+            Path("runs/mnist", name).symlink_to(Path("disk", name).absolute())
+            if is_link
+            else Path("runs/mnist", name).mkdir()
+        )
+    Path("disk/checkpoints/lost+found").mkdir()
+    load_config([f"--resume={resume}"])
+    Path("runs/mnist/checkpoints/tmp_step_00000005").mkdir()
+    assert "holds a run already (checkpoints)" in mistakes(f"--resume={resume}")[0]
+
+
+def test_what_is_no_checkpoint_does_not_stand_for_one() -> None:
+    """A backup beside them, or an archive of one. Tried with all names that begin so: the run starts over, its record
+    and model are lost."""
+    folder = Path("runs/mnist")
+    (folder / "checkpoints/step_00000030.bak").mkdir(parents=True)
+    (folder / "checkpoints/step_00000040").touch()
+    (folder / "summary.json").touch()
+    (line,) = mistakes()
+    assert "holds a run already (summary.json, checkpoints), but no checkpoint of it" in line
+
+
+@pytest.mark.parametrize("content", ["null", "[]", '"x"', "{}", "{", '{"checkpoint": null}'])
+def test_a_spoilt_status_does_not_matter(content: str) -> None:
+    Path("runs/mnist").mkdir(parents=True)
+    Path("runs/mnist/status.json").write_text(content)
+    load_config([])
+
+
+def test_a_spoilt_config_yaml_is_no_traceback() -> None:
+    Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
+    for content in (b"\xff\xfe", b"resume: [a]", b"- a", b"resume: null"):
+        Path("runs/mnist/config.yaml").write_bytes(content)
+        assert load_config([]).origin in (None, Path("['a']"))
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "runs",
+        "runs/mnist",
+        "runs/mnist/checkpoints",
+        "runs/mnist/checkpoints/step_00000008",
+        "runs/mnist/metrics.jsonl",
+    ],
+)
+def test_a_link_to_a_disk_that_is_not_mounted(link: str) -> None:
+    """Tried without: a run whose checkpoints are elsewhere starts over, or ends in a traceback."""
+    Path(link).parent.mkdir(parents=True, exist_ok=True)
+    Path(link).symlink_to("/nowhere/disk")
+    assert f"{link} is a link to /nowhere/disk, which is not there; mount or make it" in mistakes()[-1]
+
+
+@pytest.mark.parametrize("proof", ["the record", "status.json"])
+def test_a_run_does_not_start_over_where_its_checkpoints_went_away(proof: str) -> None:
+    """The record of two saves, or where it was stopped, says that there were some. Tried without: it does."""
+    folder = Path("runs/mnist")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(load_config(["--save_every=8"]).model_dump(mode="json")))
+    for last in (15, 17, 18):
+        records = "".join(json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in range(1, last + 1))
+        (folder / "metrics.jsonl").write_text(records)
+        if last < 18 and proof == "the record":
+            load_config(["--save_every=8"])  # it may have been killed before there was one
+    if proof == "status.json":
+        (folder / "metrics.jsonl").unlink()
+        (folder / "status.json").write_text('{"status": "preempted", "checkpoint": "runs/mnist/checkpoints/step_5"}')
+    assert mistakes("--save_every=8") == [
+        "output_dir=runs/mnist: its run has saved checkpoints, and none is there: bring runs/mnist/checkpoints back; "
+        "or choose another --run_name or --output_dir, or move that folder away"
+    ]
+
+
+def test_a_metric_that_the_task_has_not_is_refused_at_the_start() -> None:
+    """Tried without: it is found out after the first evaluation."""
+    assert mistakes("--early_stopping.metric=eval/acuracy", "--checkpoint.metric=loss") == [
+        "checkpoint.metric=loss: the evaluation has no such metric, did you mean eval/loss? (eval/loss, eval/examples, "
+        "eval/accuracy)",
+        "early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
+        "(eval/loss, eval/examples, eval/accuracy)",
+    ]
+    assert mistakes("--early_stopping.patience=5") == [
+        "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
+    ]
+
+
 def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
@@ -154,6 +327,24 @@ def test_an_output_folder_that_cannot_be_written() -> None:
     (line,) = mistakes("--output_dir=/proc/a/b")
     assert line.startswith("output_dir=/proc/a/b: cannot write in /proc, ")
     assert line.endswith("; choose another --output_dir")
+    (line,) = mistakes("--output_dir=", "--epochs=1")
+    assert line == "--output_dir=: is empty"
+    for says in ("x: has a name of more than 255 bytes", "x/config.yaml, File name too long"):
+        (line,) = mistakes(f"--run_name={'x' * 300}")
+        assert line.endswith(f"{says}; choose another --run_name or --output_dir")
+        Path("runs").mkdir(exist_ok=True)
+
+
+def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
+    """Stood for by what even root can't write: a socket, and a link into /proc. Tried without: summary.json is deleted,
+    then a traceback; or a run without any checkpoint."""
+    Path("runs/mnist").mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as unwritable:
+        unwritable.bind("runs/mnist/metrics.jsonl")
+    assert "cannot write runs/mnist/metrics.jsonl, " in mistakes()[-1]
+    Path("runs/mnist/metrics.jsonl").unlink()
+    Path("runs/mnist/checkpoints").symlink_to("/proc")
+    assert "cannot write in runs/mnist/checkpoints, " in mistakes()[-1]
 
 
 def test_numbers_out_of_reach_are_refused() -> None:

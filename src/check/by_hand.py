@@ -83,7 +83,7 @@ def by_hand(subject: Subject, reference: Reference, window: list[MicroBatch]) ->
     with reference.autocast(torch.bfloat16):  # for fp16, too, which would need its loss scaled
         rough, rough_loss = _gradients(subject, reference, window)
     noise = relative_errors(rough, gradients)
-    if subject.launch.precision == "bf16" and not subject.accelerator.is_fsdp2:
+    if subject.autocasts_to_bf16:
         return ByHand(rough, rough_loss, noise, NOISE_FACTORS["same"])
     return ByHand(gradients, loss, noise, NOISE_FACTORS["FSDP" if subject.accelerator.is_fsdp2 else "other"])
 

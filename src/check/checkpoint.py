@@ -55,6 +55,8 @@ def _save_and_restore(subject: Subject, config: Config) -> Iterator[Finding]:
         return
     losses, sums = _go_on(subject, dataclasses.replace(progress))
     found = find(subject.accelerator, config)
+    for optimizer in subject.optimizers:
+        optimizer.state.clear()  # as in a new process
     restore(subject.accelerator, config, found, subject.model, subject.optimizers, about)
     again, sums_again = _go_on(subject, found.progress)
     yield Finding(

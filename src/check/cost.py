@@ -68,10 +68,9 @@ class Recorder(TorchDispatchMode):
         # the whole tensor is what is gathered, or what is scattered: the larger one of what goes in and comes out
         sides = [[t for t in tree_leaves(side) if isinstance(t, Tensor)] for side in (args[0], args[1:2], result)]
         size = max(sum(t.numel() * t.element_size() for t in side) for side in sides)
-        share = (self._world_size - 1) / self._world_size
         name = name.replace("_", "")
-        if name == "send":  # src/gloo.py's reduce_scatter
-            share = 1.0
+        # a send, of src/gloo.py's reduce_scatter, is of one part alone
+        share = 1.0 if name == "send" else (self._world_size - 1) / self._world_size
         if "allreduce" in name or "reducescatter" in name or name == "send":
             self.reductions[_short(sides[0][0].dtype)] += size
         if not any(kind in name for kind in ("wait", "barrier", "recv")):
@@ -82,17 +81,19 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     """On the first window of the epoch."""
     window = next(subject.windows(0))
     recorder, gradients = Recorder(subject.world_size), Counter[str]()
+    unused: set[str] = set()
 
     def at_update(*_: object) -> None:
         recorder.is_done = True
         gradients.update(_short(p.grad.dtype) for p in subject.model.parameters() if p.grad is not None)
+        unused.update(name for name, p in subject.bare().named_parameters() if p.grad is None)
 
     hook = subject.optimizers[0].register_step_pre_hook(at_update)
     with recorder:
         subject.step(window, subject.progress(0))
     hook.remove()
     yield from _precision(subject, window, recorder, gradients)
-    yield from _cost(subject, reference, window, recorder)
+    yield from _cost(subject, reference, window, recorder, unused)
 
 
 def _precision(
@@ -138,8 +139,10 @@ def _all_fp32(what: str, found: Counter[str], means: str) -> Finding:
     return Finding("Precision", what, _count(found), "float32", not {"bfloat16", "float16"} & found.keys(), means)
 
 
-def _cost(subject: Subject, reference: Reference, window: list[MicroBatch], recorder: Recorder) -> Iterator[Finding]:
-    least, most, formula = _expected_bytes(subject, reference, window)
+def _cost(
+    subject: Subject, reference: Reference, window: list[MicroBatch], recorder: Recorder, unused: set[str]
+) -> Iterator[Finding]:
+    least, most, formula = _expected_bytes(subject, reference, window, unused)
     share, slack = SLACK
     expected = f"{least / 1e6:,.3f}" + (f" to {most / 1e6:,.3f}" if most > least else "")
     sent = max(subject.gather(recorder.sent))
@@ -173,10 +176,13 @@ def _cost(subject: Subject, reference: Reference, window: list[MicroBatch], reco
     yield Finding("Cost", "peak memory per process", f"{peaks} MB{has_copies}")
 
 
-def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBatch]) -> tuple[float, float, str]:
+def _expected_bytes(
+    subject: Subject, reference: Reference, window: list[MicroBatch], unused: set[str]
+) -> tuple[float, float, str]:
     """What a process sends in a step where each collective goes around a ring of N processes: least, most, and the
     formula. An all_reduce of S bytes sends 2 (N - 1) / N S; a reduce_scatter to shards, or an all_gather of them, half
-    of that. Least and most differ where FSDP keeps what is not in a block gathered for the backward pass.
+    of that. Least and most differ where FSDP keeps what is not in a block gathered for the backward pass, and in the
+    gradients of `unused` parameters, which it does not reduce.
 
     Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7.
     """
@@ -200,11 +206,11 @@ def _expected_bytes(subject: Subject, reference: Reference, window: list[MicroBa
     blocks = [block for block in blocks if any(p.requires_grad for p in block.parameters())]  # else not gathered again
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     least = most = 0.0
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         size = world_size * largest_shard(p, world_size)
         reduced = 4 * size if p.requires_grad else 0
         again = width * size if plugin.reshard_after_forward else 0
-        least += width * size + reduced + (again if id(p) in in_blocks else 0)
+        least += width * size + (0 if name in unused else reduced) + (again if id(p) in in_blocks else 0)
         most += width * size + reduced + again
     factor, count = share * len(window), f" x {len(window)} micro-batches" if len(window) > 1 else ""
     gathers = "2 all_gather" if plugin.reshard_after_forward else "1 all_gather"

@@ -1,21 +1,25 @@
 """Check 2, Data: which process reads which example, over two epochs and an evaluation."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch.utils._pytree import tree_leaves
 
-from src.batches import MicroBatch, evaluation_batches, fetch, training_windows
+from src.batches import MicroBatch, evaluation_batches, fetch, samples, training_windows
+from src.check.errors import Worst, off, verdict
 from src.check.findings import Finding
-from src.check.subject import Subject, checksum
+from src.check.subject import Reference, Subject, checksum
+from src.config import Config
 from src.reference import DistributedSampler
-from src.tasks.base import Examples
+from src.tasks.base import Examples, Task
 
 
-class _Positions:
+class Positions:
     """A dataset whose examples are their own indices: what is read from it says which were asked for."""
 
     def __init__(self, length: int) -> None:
@@ -28,7 +32,7 @@ class _Positions:
         return indices
 
 
-class _ReadsPositions:
+class ReadsPositions:
     """The task, with its own order of the data, but positions in place of examples."""
 
     def __init__(self, subject: Subject) -> None:
@@ -43,7 +47,7 @@ class _ReadsPositions:
     collate = list
 
 
-def examine(subject: Subject) -> Iterator[Finding]:
+def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     """Follows the run's own path to the data, from sampler to batches, processes that load data among it."""
     seen = subject.gather((len(subject.train_set), len(subject.eval_set), _sample(subject)))
     is_same = len(set(seen)) == 1
@@ -59,12 +63,12 @@ def examine(subject: Subject) -> Iterator[Finding]:
     )
     if not is_same:
         return
-    config = subject.config.model_copy(update={"task": _ReadsPositions(subject)})
-    positions = _Positions(len(subject.train_set))
-    steps = subject.schedule.steps_per_epoch
+    config = subject.config.model_copy(update={"task": ReadsPositions(subject)})
+    positions = Positions(len(subject.train_set))
+    steps = steps_per_epoch(subject)
     windows = list(training_windows(subject.accelerator, config, positions, 0, 2 * steps))
     read = _together(subject, windows)
-    epochs, expected = [read[:steps], read[steps:]], [_of_one_process(subject, epoch) for epoch in (0, 1)]
+    epochs, expected = [read[:steps], read[steps:]], [list(_by_hand(subject, epoch)) for epoch in (0, 1)]
     for number, (found, wanted) in enumerate(zip(epochs, expected, strict=True), start=1):
         yield _each_once(f"epoch {number}: examples read", np.concatenate(found), len(positions))
         differing = [i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if not np.array_equal(a, b)]
@@ -75,9 +79,11 @@ def examine(subject: Subject) -> Iterator[Finding]:
             + (f", not step {differing[0] + 1}" if differing else ""),
             "all of them",
             not differing,
-            "a step sees other examples than on one process: the curve depends on the number of processes. Deal each "
-            "global batch out, from one order that all processes draw alike",
+            "a step sees other examples than on one process, or in another order: the curve depends on the number of "
+            "processes. Deal each global batch out, in turn, from one order that all processes draw alike",
         )
+    yield _resumed(subject, config, expected)
+    yield _drawn(subject)
     orders = [np.concatenate(epoch) for epoch in epochs]
     is_shuffled = not np.array_equal(np.concatenate(expected[0]), np.concatenate(expected[1]))
     yield Finding(
@@ -90,9 +96,103 @@ def examine(subject: Subject) -> Iterator[Finding]:
         not is_shuffled or not np.array_equal(orders[0], orders[1]),
         "set_epoch was forgotten: the order doesn't depend on the epoch, so that each one is the first again",
     )
-    batches = [[batch] for batch in evaluation_batches(subject.accelerator, config, _Positions(len(subject.eval_set)))]
-    evaluated = np.concatenate(_together(subject, batches))
+    batches = [[batch] for batch in evaluation_batches(subject.accelerator, config, Positions(len(subject.eval_set)))]
+    counts = subject.gather(len(batches))
+    batches += [[MicroBatch([], 0)] for _ in range(max(counts) - len(batches))]
+    evaluated = np.concatenate([np.zeros(0, np.int64), *_together(subject, batches)])
     yield _each_once("evaluation: examples read", evaluated, len(subject.eval_set))
+    yield from _packing(subject, reference)
+
+
+def steps_per_epoch(subject: Subject) -> int:
+    """As train.py counts them."""
+    return math.ceil(len(subject.train_set) / subject.config.global_batch_size)
+
+
+def _resumed(subject: Subject, config: Config, expected: list[list[np.ndarray]]) -> Finding:
+    """Tell whether a run that goes on reads what comes next, within an epoch and where it ends."""
+    wanted, positions = [*expected[0], *expected[1]], Positions(len(subject.train_set))
+    wrong = []
+    for done in (1, len(expected[0]) - 1):
+        windows = training_windows(subject.accelerator, config, positions, done, min(done + 2, len(wanted)))
+        found = _together(subject, list(windows))
+        if not all(np.array_equal(a, b) for a, b in zip(found, wanted[done:], strict=False)):
+            wrong.append(str(done))
+    return Finding(
+        "Data",
+        "resumed in the epoch",
+        f"other examples after step {', '.join(wrong)}" if wrong else "the next two steps as on one process",
+        "as without a stop",
+        not wrong,
+        "a run that was killed goes on with examples that it has seen in this epoch, or leaves some out: it must begin "
+        "where the checkpoint's step says",
+    )
+
+
+def _drawn(subject: Subject) -> Finding:
+    """Tell whether the first examples of two epochs, augmented, are those that any other process would make of them."""
+    task, config, steps = subject.task, subject.config, steps_per_epoch(subject)
+    rank, world_size = subject.accelerator.process_index, subject.world_size
+    size = config.micro_batch(world_size)
+    wrong = []
+    for epoch in (0, 1):
+        (window,) = training_windows(subject.accelerator, config, subject.train_set, epoch * steps, epoch * steps + 1)
+        subject.seed_alike()
+        augmented = task.augmented(subject.train_set, [config.seed, epoch, 1])
+        own = next(iter(_by_hand(subject, epoch, rank, world_size)))
+        for i, micro_batch in enumerate(window):
+            share = own[i * size : (i + 1) * size].tolist()
+            if share and _checksum(micro_batch.data) != _checksum(fetch(task, augmented, share)):
+                wrong.append(f"epoch {epoch + 1}")
+    return Finding(
+        "Data",
+        "examples, as drawn",
+        f"others in the first step of {wrong[0]}" if wrong else "in both epochs' first step as drawn by hand",
+        "the same",
+        not wrong,
+        "an augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the "
+        "seed that Task.augmented is given and from the example's index",
+    )
+
+
+def _checksum(batch: Any) -> str:
+    """Return that of its tensors."""
+    return checksum([leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf)])
+
+
+def _packing(subject: Subject, reference: Reference) -> Iterator[Finding]:
+    """Some examples into which several documents are packed, against each of these by itself."""
+    task: Task = subject.task
+    some = np.unique(np.linspace(0, len(subject.train_set) - 1, 64).astype(np.int64)).tolist()
+    packed = [sample for sample in samples(subject.train_set, some) if len(task.documents(sample)) > 1]
+    if not packed:
+        return
+    errors, size = Worst(), subject.config.micro_batch(subject.world_size)
+    reference.model.eval()
+    with reference.perturbed():
+        for number, sample in enumerate(sorted(packed, key=lambda sample: len(task.documents(sample)))[:2], start=1):
+            alone = task.documents(sample)
+            found = _loss(subject, reference, [[sample]])
+            expected = _loss(subject, reference, [alone[i : i + size] for i in range(0, len(alone), size)])
+            errors.add({f"example {number}, {len(alone)} documents": off(found, expected)})
+    reference.model.train()
+    yield Finding(
+        "Data",
+        "packed: loss, relative error",
+        *verdict(subject.gather(errors)),
+        "packed documents see each other, or have another place in the sequence than by themselves: positions must "
+        "start anew, and attention stop, where a document ends",
+    )
+
+
+@torch.no_grad()
+def _loss(subject: Subject, reference: Reference, batches: list[list[Any]]) -> float:
+    """The mean over what it counts in these samples."""
+    sums = [
+        subject.task.loss(reference.model, send_to_device(subject.task.collate(batch), subject.device))
+        for batch in batches
+    ]
+    return float(sum(loss for loss, _ in sums)) / max(1.0, float(sum(count for _, count in sums)))
 
 
 def _sample(subject: Subject) -> str:
@@ -103,7 +203,7 @@ def _sample(subject: Subject) -> str:
     for dataset in (train_set, subject.eval_set):
         some = np.unique(np.linspace(0, len(dataset) - 1, 8).astype(np.int64))
         batch = fetch(subject.task, dataset, some.tolist())
-        sums.append(checksum([leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf)]))
+        sums.append(_checksum(batch))
     return "-".join(sums)
 
 
@@ -125,10 +225,11 @@ def _interleaved(parts: list[np.ndarray]) -> np.ndarray:
     return rows[rows >= 0]
 
 
-def _of_one_process(subject: Subject, epoch: int) -> list[np.ndarray]:
-    sampler = DistributedSampler(subject.config, subject.train_set, rank=0, world_size=1)
+def _by_hand(subject: Subject, epoch: int, rank: int = 0, world_size: int = 1) -> DistributedSampler:
+    """Return which examples a process reads in each step of an epoch."""
+    sampler = DistributedSampler(subject.config, subject.train_set, rank, world_size)
     sampler.set_epoch(epoch)
-    return list(sampler)
+    return sampler
 
 
 def _each_once(what: str, found: np.ndarray, examples: int) -> Finding:

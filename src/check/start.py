@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.check.findings import Finding
-from src.check.subject import Reference, Subject, checksum, tensors
+from src.check.subject import Reference, Subject, checksum, share_of, tensors
+from src.optim import local_part
 
 
 def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
@@ -28,11 +28,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         if name not in ours:
             continue
         found = ours[name].detach()
-        if isinstance(found, DTensor):
-            shards = distribute_tensor(
-                expected.detach().to(found.device), found.device_mesh, found.placements, src_data_rank=None
-            )
-            found, expected = found.to_local(), shards.to_local()
+        found, expected = local_part(found), local_part(share_of(expected, found))
         count += 1
         if not torch.equal(found.to(expected.device), expected):
             differing.append(name)
@@ -57,6 +53,6 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         "each process its own" if len(set(drawn)) == len(drawn) else "the same on several processes",
         "each its own",
         len(set(drawn)) == len(drawn),
-        "dropout drops the same units on every process, so that a global batch has less variety than on one: seed with "
-        "device_specific=True once the model is built",
+        "dropout drops the same units on every process, so that a global batch has less variety than on one: add "
+        "the process's rank to the seed once the model is built",
     )

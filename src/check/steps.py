@@ -7,10 +7,11 @@ from torch import Tensor
 
 from src.batches import MicroBatch
 from src.check.by_hand import by_hand, taken
+from src.check.data import steps_per_epoch
 from src.check.errors import COMPRESSED, EXACT, REORDERED, Worst, norm, off, relative_errors, verdict
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject, checksum, whole
-from src.optim import lr_at, set_lr
+from src.optim import Schedule, lr_at, set_lr
 
 UPDATE = 1e-3
 """Largest error of an update, as a share of it: a small one is 1e-4 of its weight, whose rounding is 1e-7."""
@@ -25,7 +26,8 @@ step."""
 def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     """The first two windows of an epoch and its last, ragged one. Before each step the reference takes over the run's
     weights; it has gradients of its own, but then updates with the run's: each fault shows in one of the two."""
-    config, schedule = subject.config, subject.schedule
+    config, per_epoch = subject.config, steps_per_epoch(subject)
+    schedule = Schedule(config.steps(per_epoch)[1], per_epoch)  # what the run's own should be
     windows = subject.windows(0)
     examined = [next(windows), next(windows), next(subject.windows(schedule.steps_per_epoch - 1))]
     steps = [min(step, schedule.steps - 1) for step in (0, 1, schedule.steps // 2)]  # whose learning rate they have
@@ -44,8 +46,10 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         expected_norm = norm(expected.gradients.values())
         limit = None
         if config.optim.max_grad_norm is not None:
-            limit = min(config.optim.max_grad_norm, expected_norm / 2)  # one that takes effect
-            expected.clip(expected_norm, limit)
+            is_above = number > 1  # one step below its limit, which must leave it as it is, the others above
+            limit = expected_norm * (0.5 if is_above else 2.0)
+            if is_above:
+                expected.clip(expected_norm, limit)
         subject.seed()
         with taken(subject) as found:
             done = subject.step(window, subject.progress(step), limit)
@@ -66,14 +70,15 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         "largest relative error",
         *verdict(subject.gather(gradients)),
         "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean of means "
-        "where processes or micro-batches count differently, a parameter that is not reduced over the processes",
+        "where processes or micro-batches count differently, a parameter that is not reduced over the processes, "
+        "clipping that scales small gradients up",
     )
     yield Finding(
         "Gradients", "loss, relative error", *verdict(subject.gather(losses)), "as above: sums, counts and means"
     )
     yield Finding(
         "Gradients",
-        "norm, " + ("not clipped" if config.optim.max_grad_norm is None else "clipped at half of it"),
+        "norm, " + ("not clipped" if config.optim.max_grad_norm is None else "clipped at 2 x, 0.5 x it"),
         *verdict(subject.gather(norms)),
         "the norm is one process's, or was taken before the gradients were scaled: clipping then has another bound",
     )
@@ -82,7 +87,8 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         "Updates",
         "learning rate",
         *verdict(subject.gather(rates)),
-        "the schedule is ahead of the steps: a prepared scheduler steps once per process; set the rate from the step",
+        "the schedule is ahead of the steps, or of another length: a prepared scheduler steps once per process; set "
+        "the rate from the step, and span the steps that the optimizer takes",
     )
     yield Finding(
         "Updates",
@@ -106,6 +112,8 @@ def _randomness(subject: Subject, reference: Reference, window: list[MicroBatch]
         return "the model draws none", True
     if subject.config.compile:
         return "switched off (eval mode): compiled code draws other numbers", False
+    if subject.is_half and not subject.autocasts_to_bf16:  # its tensors may lie in memory in another order
+        return "switched off (eval mode): in fp32, it may draw others", False
     return "on, seeded alike in the run and by hand", True
 
 
@@ -142,6 +150,39 @@ def _membership(subject: Subject) -> Iterator[Finding]:
         not absent and not again,
         "these parameters never change, or change twice: a parameter group is missing or overlaps another one",
     )
+    wrong = [name for name, (found, expected) in _groups(subject, trained).items() if found != expected]
+    says = f"{len(trained) - len(wrong)} of {len(trained)} as they should"
+    yield Finding(
+        "Updates",
+        "optimizer and weight decay",
+        says + (f", not {wrong[0]}" if wrong else ""),
+        "matrices decay, vectors not",
+        not wrong,
+        "a parameter is in the wrong group: biases, norms and other vectors must not decay, and Muon is for matrices "
+        "but those of embeddings and the last layer",
+    )
+
+
+def _groups(subject: Subject, trained: Mapping[str, Tensor]) -> dict[str, tuple[object, object]]:
+    """By name, the optimizer and the weight decay that a parameter has, and those that it should have: the rule of
+    src/optim.py, written a second time."""
+    optim = subject.config.optim
+    found = {
+        id(p): (type(optimizer).__name__, group["weight_decay"])
+        for optimizer in subject.optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    layers = list(subject.bare().modules())
+    ends = {id(layer.weight) for layer in layers if isinstance(layer, torch.nn.Embedding)}
+    ends |= {id(layer.weight) for layer in [layer for layer in layers if isinstance(layer, torch.nn.Linear)][-1:]}
+    kinds = {"adamw": "AdamW", "muon": "AdamW", "sgd": "SGD", "adadelta": "Adadelta"}
+    groups: dict[str, tuple[object, object]] = {}
+    for name, p in trained.items():
+        is_muons = optim.name == "muon" and len(p.shape) == 2 and min(p.shape) > 1 and id(p) not in ends
+        decay = optim.weight_decay if len(p.shape) > 1 else 0.0
+        groups[name] = found.get(id(p)), ("Muon" if is_muons else kinds[optim.name], decay)
+    return groups
 
 
 def _replicas(subject: Subject) -> Iterator[Finding]:

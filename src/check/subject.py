@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import extract_model_from_parallel, gather_object, set_seed
+from accelerate.utils import broadcast, extract_model_from_parallel, gather_object, set_seed
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -77,6 +77,11 @@ class Subject:
         """Whether it computes in half precision."""
         return self.launch.precision != "fp32"
 
+    @property
+    def autocasts_to_bf16(self) -> bool:
+        """Whether it computes as the reference does under autocast to bf16."""
+        return self.launch.precision == "bf16" and not self.accelerator.is_fsdp2
+
     def progress(self, step: int) -> Progress:
         """As it is after `step` steps."""
         return Progress(step=step, loss_scale=self._loss_scale)
@@ -112,7 +117,7 @@ class Subject:
 
     def seed(self) -> None:
         """What follows draws the same random numbers as after any other call, on each process its own."""
-        set_seed(self.config.seed, device_specific=True)
+        set_seed((self.config.seed + self.accelerator.process_index) % 2**32)
 
     def seed_alike(self) -> None:
         """The same on all processes."""
@@ -121,6 +126,19 @@ class Subject:
     def bare(self) -> nn.Module:
         """The model without its wrapper; FSDP leaves shards in it."""
         return extract_model_from_parallel(self.model)
+
+    @contextlib.contextmanager
+    def holding(self, reference: Reference) -> Iterator[None]:
+        """With the first process's reference's weights in place of its own. Collective."""
+        own = [local_part(p) for p in self.bare().parameters()]
+        kept = [p.detach().clone() for p in own]
+        with torch.no_grad():
+            for p, held, given in zip(own, self.bare().parameters(), reference.model.parameters(), strict=True):
+                p.copy_(local_part(share_of(broadcast(given.detach().clone()), held)))
+        yield
+        with torch.no_grad():
+            for p, value in zip(own, kept, strict=True):
+                p.copy_(value)
 
     def drifted(self) -> list[str]:
         """The names of what should be the same on all processes, and is not. Collective.
@@ -160,6 +178,22 @@ class Reference:
         with mock.patch.object(self.model, "forward", autocast(self.model.forward)):
             yield
 
+    @contextlib.contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """With noise on the trained weights, the same on all processes, of twice their size: to a fresh model all
+        examples are much alike, so that their losses could be averaged in any way."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        kept = [p.detach().clone() for p in trained]
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in trained:
+                size = 2 * p.square().mean().sqrt().clamp(min=0.02)
+                p.add_(size * torch.randn(p.shape, generator=generator).to(p))
+        yield
+        with torch.no_grad():
+            for p, value in zip(trained, kept, strict=True):
+                p.copy_(value)
+
     def copy_from(self, subject: Subject) -> None:
         """Takes over the run's weights and buffers. Collective."""
         ours = dict(tensors(self.model))
@@ -169,6 +203,13 @@ class Reference:
                 ours[name].data.copy_(found)
             elif name in ours:  # a buffer that grows with what was seen; what is not there is told in Same start
                 ours[name].data = found.clone()
+
+
+def share_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """This process's shard of it, where `like` is sharded."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

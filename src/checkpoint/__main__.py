@@ -9,7 +9,6 @@ PATH is a checkpoint (step_...), or a run's output folder: all of its checkpoint
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -89,7 +88,7 @@ def export(paths: list[str]) -> int:
     from src.checkpoint.frozen import frozen_norm, require_same_frozen
     from src.checkpoint.tensors import read_model
     from src.config import config_from
-    from src.export import export_weights
+    from src.export import export_weights, replacing
 
     state = folders.read_state(path)
     config = config_from(state["config"])
@@ -98,11 +97,8 @@ def export(paths: list[str]) -> int:
     model = config.task.build_model()
     require_same_frozen(path, state["frozen_norm"], frozen_norm(model))
     read_model(path, model)
-    unfinished = folder.with_name(f"{folders.UNPUBLISHED}{folder.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    export_weights(config, model, model.state_dict(), folders.evaluation_of(path), unfinished)
-    unfinished.rename(folder)
+    with replacing(folder) as unfinished:
+        export_weights(config, model, model.state_dict(), folders.evaluation_of(path), unfinished)
     print(folder)
     return 0
 
@@ -112,6 +108,9 @@ def diff(paths: list[str]) -> int:
     if len(paths) != 2:
         raise ValueError("diff: takes two checkpoints")
     first, second = (next(_all([path])) for path in paths)
+    for path in (first, second):
+        if wrong := next(folders.problems(path, contents=False), None):
+            raise ValueError(f"{path}: {wrong}")
     lines = [*_differing_facts(first, second), *_differing_tensors(first, second)]
     print("\n".join(lines) or "the same")
     return 1 if lines else 0

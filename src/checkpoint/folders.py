@@ -1,15 +1,15 @@
 """The folders of checkpoints: publishing one, telling whether it is whole, keeping the right ones."""
 
+import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.config import Config
+from src.config import Config, published
 from src.early_stopping import score
 
 MANIFEST = "manifest.json"
@@ -33,8 +33,7 @@ def step_of(checkpoint: Path) -> int:
 
 def newest_first(checkpoints: Path) -> list[Path]:
     """The published ones, whole or damaged since."""
-    found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    return published(checkpoints)[::-1]
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -80,7 +79,10 @@ def delete(checkpoint: Path) -> None:
     """At once by its name, then file by file: a crash in between leaves nothing that looks like a checkpoint."""
     doomed = checkpoint.with_name(f"{UNPUBLISHED}deleted_{checkpoint.name}")
     os.rename(checkpoint, doomed)
-    shutil.rmtree(doomed)
+    if doomed.is_symlink():  # someone moved it to another disk: it is theirs
+        doomed.unlink()
+    else:
+        shutil.rmtree(doomed)
 
 
 def set_aside(checkpoint: Path) -> Path:
@@ -111,15 +113,22 @@ def rotate(checkpoints: Path, config: Config) -> None:
 def best_first(checkpoints: list[Path], config: Config) -> list[Path]:
     """Those of a step that was evaluated, by checkpoint.metric; of equal ones the newest first."""
     judged = config.checkpoint
-    scores = {step: score(results, judged.metric, judged.mode) for step, results in evaluations(config.folder).items()}
+    scores = {
+        step: score(results, judged.metric, judged.mode)
+        for step, results in evaluations(config.folder).items()
+        if judged.metric in results
+    }
     evaluated = [path for path in checkpoints if step_of(path) in scores]
     return sorted(evaluated, key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
 
 
 def evaluations(run: Path) -> dict[int, dict[str, float]]:
-    """What the evaluations in a run's metrics.jsonl gave, by their step."""
-    whole_lines = (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
-    records = [json.loads(line) for line in whole_lines if '"eval/' in line]
+    """What the evaluations in a run's metrics.jsonl gave, by their step; lines that are no records are passed over."""
+    records = []
+    for line in (run / "metrics.jsonl").read_text(errors="replace").splitlines():
+        if line.startswith("{") and '"eval/' in line:
+            with contextlib.suppress(ValueError):
+                records.append(json.loads(line))
     return {
         record["step"]: {n: v for n, v in record.items() if n.startswith("eval/") and not isinstance(v, list)}
         for record in records
@@ -132,9 +141,14 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
     Args:
         contents: whether to compare checksums too, which reads all of it.
         share: (r, n): to look at every n-th file only, from the r-th on.
+
+    Raises:
+        ValueError: it may be whole, but is not this user's to read.
     """
     try:
         yield from _problems(checkpoint, contents, share)
+    except PermissionError as error:
+        raise ValueError(f"{error.filename} cannot be read, {error.strerror}: have it made readable for you") from error
     except OSError as error:
         yield f"{error.filename} cannot be read, {error.strerror}"
 

@@ -21,10 +21,17 @@ from torch.optim import Optimizer
 from src.checkpoint import folders
 from src.checkpoint.frozen import require_same_frozen
 from src.checkpoint.random_state import absent_random_file, random_file, restore_random_state
-from src.config import Config, output_mistakes
+from src.config import Config, output_mistakes, saved_settings, steps_of
 from src.launch import Launch
 from src.progress import Progress
+from src.settings import flatten
+from src.stop_signals import STOP_SIGNALS
 
+OF_THE_END = (
+    "epochs", "max_steps", "early_stopping", "push_to_hub", "task.lora.merge", "checkpoint.export_best",
+    "checkpoint.metric", "checkpoint.mode",
+)  # fmt: skip
+"""Settings, or groups, of which a change makes a finished run go on, or export its model anew."""
 PATIENCE_SECONDS = 40
 """What a launcher gives its processes to end, and a little more."""
 
@@ -58,20 +65,23 @@ class Found:
 
     def is_own(self, config: Config) -> bool:
         """Whether it is of the run in this output folder, not of another that this one branches off from."""
-        return self.checkpoint is not None and self.checkpoint.resolve().parent.parent == config.folder.resolve()
+        own = config.folder / "checkpoints"  # which may be a link to another disk
+        return self.checkpoint is not None and self.checkpoint.parent.resolve() == own.resolve()
 
 
-def about(config: Config, launch: Launch, examples: int, frozen_norm: float) -> dict[str, Any]:
+def about(config: Config, launch: Launch, examples: int, fingerprints: list[str], frozen_norm: float) -> dict[str, Any]:
     """What a checkpoint says about the run it is of.
 
     Args:
         examples: to train on.
+        fingerprints: of the data to train and to evaluate on, where this process writes it and compares it.
         frozen_norm: of the model before it was prepared.
     """
     return {
         "config": config.model_dump(mode="json"),
         "from_data": config.task.from_data(),
         "examples": examples,
+        "data": fingerprints,
         "frozen_norm": frozen_norm,
         "strategy": launch.strategy,
         "precision": launch.precision,
@@ -90,6 +100,8 @@ def find(accelerator: Accelerator, config: Config) -> Found:
     own = config.folder / "checkpoints"
     if accelerator.is_main_process:
         _lock(config.folder)
+        if own.is_symlink() and own.exists():
+            _lock(own)  # two runs must not write into one
         if mistakes := list(output_mistakes(config)):  # the one that held the lock may have changed what is there
             raise ValueError("\n".join(mistakes))
         folders.sweep(own)
@@ -104,19 +116,20 @@ def find(accelerator: Accelerator, config: Config) -> Found:
         lines = [f"{path}: {why}" for path, why in damaged.items()]
         advice = f"move {config.folder} away to start over" if own.exists() else "choose another --resume"
         raise ValueError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
-    seen = [(folders.read_state(checkpoint), (config.folder / "summary.json").exists())]
+    seen = [(folders.read_state(checkpoint), _has_ended(config))]
     broadcast_object_list(seen)  # by the main process: file systems tell machines news at different times
     state, has_ended = seen[0]
     found = Found(checkpoint, state, [f"passed over and set aside: {path}, {why}" for path, why in damaged.items()])
-    is_longer = _check_changes(config, found)
+    if accelerator.is_main_process and found.is_own(config):
+        _require_whole_record(config, found)
+    _check_changes(config, found)
     watched, watches = state["config"]["early_stopping"], config.early_stopping.model_dump(mode="json")
     if (watched["metric"], watched["mode"]) != (watches["metric"], watches["mode"]):
         state["progress"] |= {"best": None, "evaluations_without_gain": 0}
     if accelerator.is_main_process:
         for path in damaged:  # of this run: the one to branch off from is the last candidate
             folders.set_aside(path)
-    is_finished = has_ended and found.is_own(config) and not is_longer and watched == watches
-    return dataclasses.replace(found, is_finished=is_finished)
+    return dataclasses.replace(found, is_finished=has_ended and found.is_own(config))
 
 
 def restore(
@@ -139,11 +152,8 @@ def restore(
     assert found.checkpoint
     then = found.state
     require_same_frozen(found.checkpoint, then["frozen_norm"], now["frozen_norm"])
-    if then["examples"] != now["examples"] and not config.checkpoint.accept_changes:
-        raise ValueError(
-            f"{found.checkpoint} was trained on {then['examples']:,} examples, and there are {now['examples']:,} now: "
-            f"continue all the same with --checkpoint.accept_changes=true"
-        )
+    if not config.checkpoint.accept_changes:
+        _require_same_data(found.checkpoint, then, now)
     differing = {name: (then["versions"][name], now["versions"][name]) for name in now["versions"]}
     differing["precision"] = (then["precision"], now["precision"])
     if changes := ", ".join(f"{name} {old} -> {new}" for name, (old, new) in differing.items() if old != new):
@@ -151,7 +161,7 @@ def restore(
     from src.checkpoint import tensors  # DCP takes half a second to import
 
     tensors.restore(found.checkpoint, model, optimizers)
-    set_seed(config.seed + found.progress.step, device_specific=True)
+    set_seed((config.seed + found.progress.step + accelerator.process_index) % 2**32)
     if then["num_processes"] != now["num_processes"]:
         return  # each process's dropout is its own: there is no continuing it on another number of them
     if absent := absent_random_file(found.checkpoint, now["num_processes"]):
@@ -208,6 +218,8 @@ def _lock(folder: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if STOP_SIGNALS.name:  # status.json is the other one's
+                STOP_SIGNALS.die()
             if second == 0:
                 print(f"{folder}: another process still writes this run, waiting for it to end", flush=True)
         except OSError:  # not on this file system
@@ -220,21 +232,66 @@ def _lock(folder: Path) -> None:
     raise ValueError(f"output_dir={folder}: another process writes this run; stop it, or choose another --run_name")
 
 
+def _has_ended(config: Config) -> bool:
+    """Tell whether the run has come to the end that is asked for now, and its model is there."""
+    then, now = (dict(flatten(values)) for values in (saved_settings(config.folder), config.model_dump(mode="json")))
+    prefixes = tuple(f"{name}." for name in OF_THE_END)
+    is_there = (config.folder / "summary.json").exists() and (config.folder / "model").exists()
+    return is_there and all(then.get(n) == now.get(n) for n in {*then, *now} if f"{n}.".startswith(prefixes))
+
+
 def _delete_if_empty(folder: Path) -> None:
     """A run that is refused leaves nothing behind."""
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
-def _check_changes(config: Config, found: Found) -> bool:
-    """Notes the settings that changed. Returns: whether the run is to become longer.
+def _require_whole_record(config: Config, found: Found) -> None:
+    """Raises: ValueError: metrics.jsonl, which the run would go on writing, is not the one that it wrote."""
+    record = config.folder / "metrics.jsonl"
+    content, saved = record.read_bytes() if record.exists() else b"", found.state["metrics_bytes"]
+    if saved and content[saved - 1 : saved] != b"\n" and not config.checkpoint.accept_changes:
+        was = f"{len(content):,} bytes, and had {saved:,}" if len(content) < saved else "other lines than"
+        raise ValueError(
+            f"{record} has {was} when {found.checkpoint} was saved: bring it back, branch off with another --run_name "
+            f"and --resume={found.checkpoint}, or continue all the same with --checkpoint.accept_changes=true"
+        )
+
+
+def _require_same_data(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises: ValueError: the data are not those that the checkpoint was trained on."""
+    changes = []
+    if then["examples"] != now["examples"]:
+        changes.append(f"{then['examples']:,} examples to train on -> {now['examples']:,}")
+    for name, value in now["from_data"].items():
+        if name in then["from_data"] and then["from_data"][name] != value:
+            changes.append(f"{name} {json.dumps(then['from_data'][name])} -> {json.dumps(value)}")
+    parts = zip(("to train on", "to evaluate on"), then.get("data", []), now["data"], strict=False)
+    changed = [part for part, before, after in parts if before != after]
+    if changed and not changes:
+        changes.append(f"other text, images or labels {' and '.join(changed)}")
+    if changes:
+        raise ValueError(
+            f"{checkpoint} is of a run with other data: {'; '.join(changes)}: bring them back, choose another "
+            f"--run_name, or continue all the same with --checkpoint.accept_changes=true"
+        )
+
+
+def _check_changes(config: Config, found: Found) -> None:
+    """Notes the settings that changed.
 
     Raises:
         ValueError: some would make another run of it, and nobody asked for that.
     """
-    longer, others = config.changes_since(found.state["config"])
-    pairs = {**longer, **others}.items()
+    saved, examples = found.state["config"], found.state["examples"]
+    extent, others = config.changes_since(saved)
+    _, before = steps_of(saved["max_steps"], saved["epochs"], -(-examples // saved["global_batch_size"]))
+    _, after = config.steps(-(-examples // config.global_batch_size))
+    pairs = {**extent, **others}.items()
     changes = ", ".join(f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in pairs)
+    if extent and after < before:
+        others |= extent
+        changes += f" (the learning rate's schedule then spans {after} steps, not {before})"
     if others and not config.checkpoint.accept_changes:
         raise ValueError(
             f"{found.checkpoint} is of a run with other settings: {changes}; set them back, choose another --run_name, "
@@ -242,4 +299,3 @@ def _check_changes(config: Config, found: Found) -> bool:
         )
     if changes:
         found.notes.append(f"changed since: {changes}")
-    return bool(longer)

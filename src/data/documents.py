@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -18,7 +19,8 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerFast
 
 from src.data import chats
-from src.data.chats import Spans, assistant_turns, written
+from src.data.chats import Spans
+from src.data.text import Kind
 
 SLICE = 2**20
 """Characters that are tokenised at once: a tokenizer's Python objects take 260 times the memory of the text."""
@@ -32,22 +34,25 @@ PIECES = Features(
         "truncated": Value("bool"),
     }
 )
-"""Columns of a table of pieces: `targets` is how many labels are to be learnt, `bytes` what they are in UTF-8."""
+"""Columns of a table of pieces: `targets` is how many labels are to be learnt, `bytes` what they are in UTF-8, without
+end marks and what else a tokenizer or a chat template adds to the text."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """Which columns hold what; either text, or prompt and completion, or messages."""
+    """Which columns hold what; either text, or prompt and completion, or messages, with tools or without."""
 
     text: str | None = None
     prompt: str | None = None
     completion: str | None = None
     messages: str | None = None
+    tools: str | None = None
 
     @property
-    def columns(self) -> dict[str, type]:
-        """The columns and the type of their values."""
-        kinds = {self.text: str, self.prompt: str, self.completion: str, self.messages: list}
+    def columns(self) -> dict[str, Kind]:
+        """The columns and what their values are."""
+        kinds: dict[str | None, Kind] = {self.text: "text", self.prompt: "text", self.completion: "text"}
+        kinds |= {self.messages: "chat", self.tools: "tools"}
         return {name: kind for name, kind in kinds.items() if name}
 
 
@@ -104,11 +109,11 @@ def _tokenise(
     learn_all: bool,
 ) -> dict[str, list[Any]]:
     columns = Format(**form)
-    texts, spans = _texts(batch, columns, tokenizer, learn_all)
+    rows = _texts(batch, columns, tokenizer, learn_all)
     begin, end = _special_tokens(tokenizer) if columns.messages is None else ([], [])  # chat templates write their own
     table: dict[str, list[Any]] = {name: [] for name in PIECES}
-    for text, learnt, encoded in zip(texts, spans, _encode(texts, tokenizer), strict=True):
-        document = _Document.of(text, learnt, *encoded, begin, end)
+    for (text, learnt, said), encoded in zip(rows, _encode([text for text, *_ in rows], tokenizer), strict=True):
+        document = _Document.of(text, learnt, said, *encoded, begin, end)
         for piece in document.pieces(sequence_length, split=columns.text is not None):
             for name, value in piece.items():
                 table[name].append(value)
@@ -117,23 +122,33 @@ def _tokenise(
 
 def _texts(
     batch: dict[str, list[Any]], columns: Format, tokenizer: PreTrainedTokenizerFast, learn_all: bool
-) -> tuple[list[str], list[Spans | None]]:
-    """Each row as one text, and which parts of it are to be learnt; None: all."""
-    spans: list[Spans | None]
+) -> list[tuple[str, Spans | None, Spans | None]]:
+    """Each row as one text, which parts of it are to be learnt, and of these, which are text; None: all."""
     if columns.text:
-        texts = batch[columns.text]
-        spans = [None] * len(texts)
-    elif columns.messages:
-        texts = [written(chat, tokenizer) for chat in batch[columns.messages]]
-        spans = [
-            None if learn_all else assistant_turns(chat, text, tokenizer)
-            for chat, text in zip(batch[columns.messages], texts, strict=True)
+        return [(text, None, None) for text in batch[columns.text]]
+    if columns.messages:
+        tools = batch[columns.tools] if columns.tools else [None] * len(batch[columns.messages])
+        return [
+            _chat(chats.understood(chat), chats.understood_tools(tools_of), tokenizer, learn_all)
+            for chat, tools_of in zip(batch[columns.messages], tools, strict=True)
         ]
-    else:
-        rows = list(zip(batch[str(columns.prompt)], batch[str(columns.completion)], strict=True))
-        texts = [prompt + completion for prompt, completion in rows]
-        spans = [None if learn_all else [(len(p), len(p) + len(c))] for p, c in rows]
-    return texts, spans
+    rows = zip(batch[str(columns.prompt)], batch[str(columns.completion)], strict=True)
+    found: list[tuple[str, Spans | None, Spans | None]] = []
+    for prompt, completion in rows:
+        learnt = None if learn_all else [(len(prompt), len(prompt) + len(completion))]
+        found.append((prompt + completion, learnt, learnt))
+    return found
+
+
+def _chat(
+    chat: chats.Chat, tools: chats.Tools | None, tokenizer: PreTrainedTokenizerFast, learn_all: bool
+) -> tuple[str, Spans | None, Spans]:
+    render = partial(chats.written, tokenizer=tokenizer, tools=tools)
+    text = render(chat)
+    chats.require_tools(chat, tools, text)
+    if learn_all:
+        return text, None, chats.contents(chat, text)
+    return text, *chats.assistant_turns(chat, text, render, str(tokenizer.eos_token or ""))
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
@@ -184,13 +199,14 @@ class _Document:
     is_learnt: np.ndarray
     """Shape (tokens,), bool."""
     byte_ends: np.ndarray
-    """Where each token ends in the text, in bytes of UTF-8; shape (tokens,), int64."""
+    """Bytes of UTF-8 up to the end of each token; shape (tokens,), int64."""
 
     @classmethod
     def of(
         cls,
         text: str,
         spans: Spans | None,
+        said: Spans | None,
         ids: np.ndarray,
         starts: np.ndarray,
         ends: np.ndarray,
@@ -205,6 +221,10 @@ class _Document:
             is_learnt |= (ends > first) & (starts < last) & (ends > starts)
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)
+        is_text = np.full(len(codes), said is None)
+        for first, last in said or []:
+            is_text[first:last] = True
+        sizes *= is_text
         byte_ends = np.concatenate([[0], sizes.cumsum(dtype=np.int64)])
         return cls(
             np.concatenate([begin, ids, end]).astype(np.int32),

@@ -14,12 +14,20 @@ MEGA_BATCH = 50
 """Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
 
 
-def label_names(rows: Dataset, column: str) -> list[str]:
-    """The label of each row as text; where the dataset has numbers with names for them, the names."""
-    feature, labels = rows.features[column], rows[column][:]
-    if isinstance(feature, ClassLabel):  # a number without a name, such as -1 for unknown, stays one
-        return [feature.names[i] if 0 <= i < len(feature.names) else str(i) for i in labels]
-    return [str(label) for label in labels]
+def label_names(parts: list[Dataset], column: str) -> list[list[str]]:
+    """The labels of each part's rows as text, without white space around it; where the dataset has numbers with names
+    for them, the names. A whole number is one however it is written, as pandas makes 1.0 of 1 where another row has
+    none, unless there are others, such as 1.5."""
+    found = []
+    for rows in parts:
+        feature, labels = rows.features[column], rows[column][:]
+        if isinstance(feature, ClassLabel):  # a number without a name, such as -1 for unknown, stays one
+            found.append([feature.names[i] if 0 <= i < len(feature.names) else str(i) for i in labels])
+        else:
+            found.append([str(label).strip() for label in labels])
+    if all(re.fullmatch(r"-?[0-9]+(\.0+)?", name) for name in {name for names in found for name in names}):
+        return [[name.partition(".")[0] for name in names] for names in found]
+    return found
 
 
 def in_order(labels: list[str]) -> list[str]:

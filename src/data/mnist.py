@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import math
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ class Digits:
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         index = torch.tensor(indices, device=self.labels.device)
         return {"images": self.images[index], "labels": self.labels[index]}
+
+    def checksum(self) -> str:
+        """Of images and labels, on the CPU."""
+        return hashlib.sha256(self.images.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
     def to(self, device: torch.device) -> Digits:
         """In the memory of `device`: 47 MB for MNIST's training set."""

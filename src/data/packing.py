@@ -44,6 +44,7 @@ class Sequences:
             "targets": columns["targets"].to_numpy().sum(dtype=np.int64).item(),
             "padding": 1 - tokens / (len(self) * sequence_length),
             "truncated": int(columns["truncated"].to_numpy().sum()),
+            "without_targets": int((columns["targets"].to_numpy() == 0).sum()),
         }
 
 

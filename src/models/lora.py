@@ -32,7 +32,7 @@ class Lora(Settings):
 
     def mistakes(self) -> Iterator[str]:
         """Settings without effect."""
-        if not self.r and (self.merge or self.target_modules or self.dropout):
+        if not self.r and self != Lora():
             yield "task.lora.r is not set, without which the other settings of task.lora do nothing"
 
     def adapted(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from src.settings import Settings
 
@@ -30,6 +30,8 @@ class Task(Settings, ABC):
 
     name: str
     """The task to train."""
+    metric_names: ClassVar[tuple[str, ...] | None] = None
+    """What `metrics` returns, for settings that name one of them to be checked at the start; None: not known before."""
 
     def mistakes(self) -> Iterator[str]:
         """What no single field can tell: settings that contradict each other, files that are not there; one line each.
@@ -72,6 +74,11 @@ class Task(Settings, ABC):
             from_data: what the method of this name returned.
         """
 
+    def fingerprint(self, dataset: Any) -> str:
+        """Return what tells a dataset from one with other examples, in another order too; empty: nothing does. A run
+        does not go on with other data than it began with."""
+        return ""
+
     def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
         """Figures about a dataset, by name, for summary.json and the terminal: counts, and shares as floats."""
         return {}
@@ -101,6 +108,11 @@ class Task(Settings, ABC):
         from torch.utils.data import default_collate
 
         return default_collate(samples)
+
+    def documents(self, sample: Any) -> list[Any]:
+        """Return what the dataset returned for an example as several, where it packs documents that are not to see each
+        other: one for each."""
+        return [sample]
 
     def tokens(self, batch: Any) -> tuple[int, int]:
         """For text: the tokens in a batch of `collate`, without the padding and with it. Known without the device."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import yaml
 from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr, field_validator
 
-from src.data.text import TextSource
+from src.data.text import TextSource, table_checksum
 from src.models.lora import Lora
 from src.models.pretrained import ModelSource, save
+from src.settings import flatten
 from src.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -26,6 +28,14 @@ if TYPE_CHECKING:
     from src.data.documents import Format
     from src.data.packing import Sequences
     from src.models.language_model import LanguageModel
+
+
+ROUTERS_LOSS = re.compile("output_router_logits|(aux|z)_loss|moe_loss")
+"""Fields of a config that are about it."""
+NO_ROUTERS_LOSS = (
+    "the auxiliary loss of a mixture of experts is not added here: it is one of the whole batch's routing, and would "
+    "be another on each number of processes"
+)
 
 
 class CausalLM(TextSource, ModelSource, Task):
@@ -47,7 +57,8 @@ class CausalLM(TextSource, ModelSource, Task):
     completion_column: str | None = None
     """Column of what is to follow the prompts."""
     messages_column: str | None = None
-    """Column of chats: lists of messages with role and content."""
+    """Column of chats: lists of messages with role and content (and tool_calls), or ShareGPT's from and value. A column
+    `tools` beside it describes what they may call."""
     learn_all: bool = False
     """Learn prompts and the other roles' turns too, not only completions and the assistant's turns."""
     sequence_length: PositiveInt = 1024
@@ -62,6 +73,7 @@ class CausalLM(TextSource, ModelSource, Task):
     """0: the likeliest token each time."""
     lora: Lora = Lora()
     """Low-rank adapters."""
+    metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
     _is_chat: bool = PrivateAttr(False)
 
     @field_validator("architecture", mode="before")
@@ -76,6 +88,9 @@ class CausalLM(TextSource, ModelSource, Task):
             yield "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
         elif self.architecture and not isinstance(self.architecture.get("model_type"), str):
             yield "task.architecture.model_type is not set: name an architecture of transformers, such as llama"
+        for name, value in flatten(self.architecture):
+            if value and ROUTERS_LOSS.search(name):
+                yield f"task.architecture.{name}={value}: {NO_ROUTERS_LOSS}; leave it out to train without"
         yield from self.lora.mistakes()
         if self.lora.r and not self.model:
             yield "task.lora adapts a model that there is: set task.model, not task.architecture"
@@ -124,6 +139,11 @@ class CausalLM(TextSource, ModelSource, Task):
             config = self.with_dropout(self.load_config())
         else:
             config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            raise ValueError(
+                f"task.model={self.model}: its config asks for it by output_router_logits, but {NO_ROUTERS_LOSS}; "
+                f"set that to false in its config.json to train without"
+            )
         self.check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
@@ -161,11 +181,12 @@ class CausalLM(TextSource, ModelSource, Task):
             return Format(text=self.text_column)
         if self.prompt_column:
             return Format(prompt=self.prompt_column, completion=self.completion_column)
-        if self.messages_column:
-            return Format(messages=self.messages_column)
         names = rows.column_names
-        if "messages" in names:
-            return Format(messages="messages")
+        tools = "tools" if "tools" in names else None
+        if self.messages_column:
+            return Format(messages=self.messages_column, tools=tools)
+        if chats := [name for name in ("messages", "conversations") if name in names]:
+            return Format(messages=chats[0], tools=tools)
         if "prompt" in names and "completion" in names:
             return Format(prompt="prompt", completion="completion")
         if "text" in names or len(names) == 1:
@@ -190,8 +211,14 @@ class CausalLM(TextSource, ModelSource, Task):
 
         table = pieces(rows, form, self._tokenizer, self.sequence_length, self.learn_all, what)
         if not table.with_format("numpy")["targets"][:].any():
-            raise ValueError(f"task.dataset={self.dataset}: the {what} has nothing to predict")
+            raise ValueError(
+                f"task.dataset={self.dataset}: the {what} has nothing to predict: no row has a completion, or a turn "
+                f"of the assistant, within sequence_length={self.sequence_length}"
+            )
         return packed(table, self.sequence_length) if self.packing else unpacked(table)
+
+    def fingerprint(self, dataset: Sequences) -> str:
+        return table_checksum(dataset.pieces, ["input_ids", "labels"])
 
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
         return dataset.describe(self.sequence_length) | {"skipped_rows": self.skipped_rows[part]}
@@ -221,6 +248,9 @@ class CausalLM(TextSource, ModelSource, Task):
             "bytes": torch.tensor([sum(int(piece["bytes"]) for piece in sample) for sample in samples]),
             "tokens": sum(lengths),
         }
+
+    def documents(self, sample: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        return [[piece] for piece in sample]
 
     def tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
         return batch["tokens"], batch["input_ids"].numel()

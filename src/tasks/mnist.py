@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
@@ -33,6 +33,8 @@ class Mnist(Task):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the training target that all ten digits have in common; the evaluation's loss is without."""
 
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
+
     def build_model(self) -> nn.Module:
         from src.models.mnist_cnn import MnistCnn
 
@@ -42,6 +44,9 @@ class Mnist(Task):
         from src.data.mnist import bundled_digits, mnist
 
         return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
+
+    def fingerprint(self, dataset: Digits) -> str:
+        return dataset.checksum()
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
         return train.moved(self.rotation, self.shift, seed) if self.rotation or self.shift else train

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, PrivateAttr
 
-from src.data.text import TextSource
+from src.data.text import Kind, TextSource, table_checksum
 from src.models.lora import Lora
 from src.models.pretrained import ModelSource, fsdp_blocks, save
 from src.tasks.base import Task
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+
+SHOWN = 20
+"""Labels that the start of a run counts, the most frequent ones."""
 
 
 class TextClassification(TextSource, ModelSource, Task):
@@ -40,6 +45,7 @@ class TextClassification(TextSource, ModelSource, Task):
     """Low-rank adapters."""
     pad_token: str | None = None
     """A token to pad with where the tokenizer has none of its own."""
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
     _labels: list[str] = PrivateAttr(default_factory=list)
 
     def mistakes(self) -> Iterator[str]:
@@ -54,7 +60,7 @@ class TextClassification(TextSource, ModelSource, Task):
     # -------------------------------------------------------------------------------------------------------- data
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [self.text_column] + ([self.text_pair_column] if self.text_pair_column else [])
-        columns: dict[str, Any] = {**dict.fromkeys(texts, str), self.label_column: str | int}
+        columns: dict[str, Kind] = {**dict.fromkeys(texts, "text"), self.label_column: "label"}
         train, evaluation = self.load_rows()
         train = self.usable(train, "train", columns)
         if evaluation is None:
@@ -77,7 +83,7 @@ class TextClassification(TextSource, ModelSource, Task):
         """The names of the labels, and the labels of both parts as positions in that list."""
         from src.data.labelled import in_order, label_names
 
-        labels = [label_names(part, self.label_column) for part in (train, evaluation)]
+        labels = label_names([train, evaluation], self.label_column)
         names = in_order(labels[0])
         known: dict[Any, Any] = self._config.label2id or {}
         if set(names) == set(known):  # a head that knows them keeps its order
@@ -100,12 +106,18 @@ class TextClassification(TextSource, ModelSource, Task):
     def recall(self, from_data: dict[str, Any]) -> None:
         self._labels = from_data["labels"]
 
+    def fingerprint(self, dataset: Dataset) -> str:
+        return table_checksum(dataset, ["input_ids", "label"])
+
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
-        columns = dataset.select_columns(["length", "truncated"]).with_format("numpy")[:]
+        columns = dataset.select_columns(["length", "truncated", "label"]).with_format("numpy")[:]
+        counts = Counter(columns["label"].tolist())
         return {
             "tokens": int(columns["length"].sum()),
             "truncated": int(columns["truncated"].sum()),
             "skipped_rows": self.skipped_rows[part],
+            "labels": len(counts),
+            **{f"label {self._labels[label]}": count for label, count in counts.most_common(SHOWN)},
         }
 
     def order(self, train: Dataset, random: np.random.Generator, global_batch_size: int) -> np.ndarray:

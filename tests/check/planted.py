@@ -4,6 +4,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import tiny
 from tests.conftest import PROJECT
 
 
@@ -30,6 +31,7 @@ def plant(fault: Fault, folder: Path) -> Path:
     for name in ("src", "accelerate_configs"):
         shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PROJECT / "train.py", project)
+    tiny.questions(project / "questions.jsonl")
     for file, text, instead in fault.edits:
         content = (project / file).read_text()
         assert content.count(text) == 1, f"{file} has changed: {text}"
@@ -38,6 +40,11 @@ def plant(fault: Fault, folder: Path) -> Path:
 
 
 CLIPPED = ("--optim.max_grad_norm=1",)
+LLAMA = {"model_type": "llama", **tiny.LLAMA}
+PACKED = (
+    "--task.name=causal_lm", "--task.dataset=questions.jsonl", "--task.sequence_length=64", "--global_batch_size=8",
+    *(f"--task.architecture.{name}={value}" for name, value in LLAMA.items()),
+)  # fmt: skip
 FAULTS = [
     Fault(
         "every process reads the same shard",
@@ -90,7 +97,7 @@ FAULTS = [
         "ddp",
         (("src/launch.py", "    model, *prepared =",
           '    model._ddp_params_and_buffers_to_ignore = ["fc1.bias"]\n    model, *prepared ='),),
-        frozenset({"Gradients", "Updates", "Evaluation"}),  # and so the replicas drift apart
+        frozenset({"Gradients", "Updates"}),  # and so the replicas drift apart
         "fc1.bias",
     ),
     Fault(
@@ -132,6 +139,53 @@ FAULTS = [
         frozenset({"Gradients"}),
         "the norm is one process's",
         CLIPPED,
+    ),
+    Fault(
+        "clipping that scales small gradients up",
+        "ddp",
+        (("src/optim.py", "scale *= min(1.0, max_norm / (norm + 1e-6))", "scale *= max_norm / (norm + 1e-6)"),),
+        frozenset({"Gradients"}),
+        "clipping that scales small gradients up",
+        CLIPPED,
+    ),
+    Fault(
+        "weight decay on norms and biases",
+        "fsdp",
+        (("src/optim.py", '"params": vectors, "weight_decay": 0.0', '"params": vectors, "weight_decay": 0.01'),),
+        frozenset({"Updates"}),
+        "4 of 8 as they should, not conv1.bias",
+    ),
+    Fault(
+        "positions that go on where packed documents meet",
+        "ddp",
+        (("src/tasks/causal_lm.py", "position_ids[row, start:] -= position_ids[row, start].item()", "pass"),),
+        frozenset({"Data"}),
+        "packed documents see each other",
+        PACKED,
+    ),
+    Fault(
+        "an evaluation that is a mean of the batches' means",
+        "ddp",
+        (("train.py", "totals[0] += loss * micro_batch.weight", "totals[0] += loss / count * micro_batch.weight"),
+         ("train.py", "totals[1] += count * micro_batch.weight", "totals[1] += micro_batch.weight")),
+        frozenset({"Evaluation"}),
+        "a mean of each process's or each batch's",
+    ),
+    Fault(
+        "a process without an evaluation batch",
+        "ddp",
+        (("src/batches.py", "    order = np.arange(len(dataset))\n",
+          "    order = np.arange(len(dataset))\n    if rank:\n        return\n"),),
+        frozenset({"Data", "Evaluation"}),
+        "by process",
+    ),
+    Fault(
+        "an evaluation that fails on the first process alone",
+        "ddp",
+        (("train.py", "    model.eval()\n",
+          "    model.eval()\n    if accelerator.is_main_process:\n        raise KeyError('predictions')\n"),),
+        frozenset({"Evaluation"}),
+        "KeyError: 'predictions'",
     ),
     Fault(
         "the learning rate stepped once per process",
@@ -184,6 +238,59 @@ FAULTS = [
 ]  # fmt: skip
 MORE = [
     Fault(
+        "an epoch that begins anew where a run goes on",
+        "ddp",
+        (("src/batches.py", "        order = order[done_in_epoch * config.global_batch_size :]\n", ""),),
+        frozenset({"Data"}),
+        "goes on with examples that it has seen",
+    ),
+    Fault(
+        "a schedule that is longer by the number of processes",
+        "ddp",
+        (("train.py", "Schedule(schedule_steps, steps_per_epoch)",
+          "Schedule(schedule_steps * accelerator.num_processes, steps_per_epoch)"),),
+        frozenset({"Updates"}),
+        "or of another length",
+    ),
+    Fault(
+        "an augmentation that depends on the process",
+        "ddp",
+        (("src/batches.py", "[config.seed, epoch, 1])", "[config.seed, epoch, 1 + rank])"),),
+        frozenset({"Data"}),
+        "an augmentation depends on the process",
+        ("--task.rotation=5",),
+    ),
+    Fault(
+        "an evaluation that leaves dropout off",
+        "ddp",
+        (("train.py", "    model.train()\n    loss_sum, count", "    loss_sum, count"),),
+        frozenset({"Evaluation"}),
+        "evaluate() must end with model.train()",
+    ),
+    Fault(
+        "stand-ins counted in the evaluation",
+        "ddp",
+        (("train.py", "totals[1] += count * micro_batch.weight", "totals[1] += count"),),
+        frozenset({"Evaluation"}),
+        "counted padding",
+    ),
+    Fault(
+        "a checkpoint whose optimizer state is put back only where there is some",
+        "fsdp",
+        (("src/checkpoint/tensors.py", "for key in states_of.get(name, ()):",
+          "for key in states_of.get(name, ()) if parameter in optimizer.state else ():"),),
+        frozenset({"Checkpoint"}),
+        "the optimizer's state",
+    ),
+    Fault(
+        "the last layer in Muon's group",
+        "ddp",
+        (("src/optim.py", "if isinstance(m, nn.Linear)][-1:])", "if isinstance(m, nn.Linear)][-1:0])"),),
+        frozenset({"Updates"}),
+        "not fc2.weight",
+        ("--optim.name=muon",),
+    ),
+    Fault(
         "a checkpoint that forgets the random numbers",
         "ddp",
         (("src/checkpoint/random_state.py", "    torch.set_rng_state(", "    bytes("),),
@@ -200,7 +307,7 @@ MORE = [
     Fault(
         "the same dropout on every process",
         "ddp",
-        (("train.py", "set_seed(config.seed, device_specific=True)", "set_seed(config.seed)"),),
+        (("train.py", "set_seed((config.seed + accelerator.process_index) % 2**32)", "set_seed(config.seed)"),),
         frozenset({"Same start"}),
         "dropout drops the same units on every process",
     ),

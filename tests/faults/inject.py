@@ -105,6 +105,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stuck save": lambda: before(
         Writer, "write_data", lambda writer, *_: time.sleep(10_000) if is_at_step(writer._checkpoint) else None
     ),
+    "slow data": lambda: before(Mnist, "build_datasets", lambda *_: time.sleep(10_000)),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
     "count batches": count_batches,
 }

@@ -56,7 +56,8 @@ class Started:
     @property
     def trainers(self) -> list[psutil.Process]:
         """The processes that train, in the order of their ranks."""
-        return sorted(self._launcher.children(), key=lambda process: process.pid)
+        own = [p for p in self._launcher.children() if f"--output_dir={self.folder}" in _command_line(p)]
+        return sorted(own, key=lambda process: process.pid)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 120) -> "Started":
         end = time.monotonic() + seconds

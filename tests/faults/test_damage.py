@@ -130,3 +130,15 @@ def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
     message = r"another model: fc2.weight is \(10, 128\) in it and \(11, 128\) in this one, and 1 more differ"
     with pytest.raises(ValueError, match=message):
         read_model(run / "checkpoints" / "step_00000024", wider)
+
+
+def test_one_that_may_not_be_read_is_not_set_aside(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's may be whole. Tried without: it is renamed, and the run goes on from the one before."""
+    checkpoint = run / "checkpoints" / "step_00000024"
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ValueError, match="cannot be read, Permission denied: have it made readable for you"):
+        list(folders.problems(checkpoint))

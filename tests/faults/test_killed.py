@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from src.batches import MicroBatch, training_windows
 from src.checkpoint import folders
 from src.config import config_from
-from src.preemption import StopRequest
+from src.exit_codes import exit_codes
+from src.stop_signals import StopSignals
 from src.tasks.base import Examples
 from tests.conftest import Launch, run_command
 from tests.faults.runs import EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints
@@ -76,22 +77,30 @@ def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(launc
     assert checkpoints(failed.folder) == [8]
 
 
-@pytest.mark.parametrize(("message", "raised"), [("[gloo] closed by peer", [signal.SIGTERM]), ("the root cause", [])])
-def test_told_to_end_a_process_has_nothing_to_say_of_lost_others(
-    monkeypatch: pytest.MonkeyPatch, message: str, raised: list[signal.Signals]
+@pytest.mark.parametrize(
+    ("error", "rank", "raised"),
+    [
+        (RuntimeError("[gloo] closed by peer"), "0", [signal.SIGTERM]),
+        (RuntimeError("the root cause"), "1", []),
+        (ValueError("a mistake that all share"), "1", [signal.SIGTERM]),
+        (ValueError("a mistake that all share"), "0", []),
+    ],
+)
+def test_told_to_end_a_process_has_nothing_to_say_that_another_said(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, rank: str, raised: list[signal.Signals]
 ) -> None:
-    """The launcher's SIGTERM can come before the broken connection is noticed. Tried without `raise_signal`: the
-    launcher sends no other for 30 seconds, and its lost connection is shown below the cause."""
+    """The launcher's SIGTERM can come before the broken connection, or the mistake that ended the first process, is
+    noticed. Tried without `die`: the launcher sends no other for 30 seconds, and the same is said twice."""
     seen: list[signal.Signals] = []
     monkeypatch.setattr(signal, "raise_signal", seen.append)
-
-    def fail_after_sigterm() -> None:
-        with StopRequest(Accelerator(cpu=True), config_from({"task": {"name": "mnist"}})):
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise RuntimeError(message)
-
-    with pytest.raises(RuntimeError):
-        fail_after_sigterm()
+    monkeypatch.setattr("src.exit_codes.GRACE_SECONDS", 0)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    stop_signals = StopSignals()
+    monkeypatch.setattr("src.exit_codes.STOP_SIGNALS", stop_signals)
+    stop_signals.catch()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises((RuntimeError, SystemExit)), exit_codes():
+        raise error
     assert seen == raised
 
 

@@ -1,6 +1,7 @@
 """A run that is told to end saves, says so in status.json, leaves no process behind, and goes on exactly."""
 
 import json
+import re
 import shlex
 import signal
 import time
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from tests.conftest import BIN, Launch, Run, run_command
-from tests.faults.runs import EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints
+from tests.faults.runs import EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints, cut_back
 
 LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", "--num_workers=1")
 """Too long to end by itself in a test, never saved but when told to, and with a process that loads data."""
@@ -119,6 +120,46 @@ def test_max_hours_ends_the_same_way(launch: Launch, tmp_path: Path) -> None:
     status = assert_preempted(limited, at_least=1)
     assert status["reason"] == "max_hours=0.004"
     assert limited.stderr == ""
+
+
+def catches(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether it has a handler of its own for this signal."""
+    caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("phase", ["imports", "data"])
+def test_a_signal_during_the_start(
+    launch: Launch, whole: Whole, tmp_path: Path, phase: str, number: signal.Signals
+) -> None:
+    """status.json says so, and the next start begins. Tried with handlers from the first step on: exit code 138, and
+    nothing that a requeue script could read; with status.json among what makes a folder a run's: it is refused."""
+    folder, script = tmp_path / "run", "train.py" if phase == "imports" else INJECT
+    with Started("cpu", *SHORT, folder=folder, script=script, FAULT="slow data") as started:
+        started.wait_until(lambda: started.trainers and catches(started.trainers[0], number))
+        started.wait_until(lambda: phase == "imports" or folder.exists())
+        stopped = started.send(number, to=started.trainers[0]).ended(seconds=20)
+    assert stopped.exit_code == 0
+    status = json.loads((folder / "status.json").read_text())
+    assert {name: status[name] for name in ("status", "reason", "step", "checkpoint")} == {
+        "status": "preempted", "reason": number.name, "step": 0, "checkpoint": None,
+    }  # fmt: skip
+    assert "stopped before the first step by" in stopped.stdout
+    if phase == "data":
+        assert_same_run(launch("cpu", *EACH_STEP, folder=folder).succeeded(), whole("cpu", *EACH_STEP))
+
+
+def test_a_signal_to_the_launcher_during_a_resume(whole: Whole, tmp_path: Path) -> None:
+    """While the other process waits for the data, where it sees no signal. Tried without: it shows a traceback."""
+    folder = cut_back(whole("ddp", *EACH_STEP), tmp_path / "run", 24)
+    with Started("ddp", *SHORT, folder=folder, script=INJECT, FAULT="slow data") as started:
+        started.wait_until(lambda: len(started.trainers) == 2)
+        started.wait_until(lambda: all(catches(trainer, signal.SIGTERM) for trainer in started.trainers))
+        time.sleep(8)  # it has come to its data
+        stopped = started.send(signal.SIGTERM).ended(seconds=15)
+    assert_preempted(stopped, at_least=24)
+    assert 'train.py", line' not in stopped.stdout
 
 
 def test_a_launcher_that_is_gone_before_the_first_step_leaves_no_orphan(tmp_path: Path) -> None:

@@ -1,14 +1,20 @@
 """A run that was killed goes on exactly: losses, record and final weights are those of a run in one piece."""
 
 import itertools
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 import torch
+import yaml
 
-from src.checkpoint import resume
-from src.config import config_from
+from src.checkpoint import folders, resume
+from src.checkpoint.resume import Found, _require_whole_record
+from src.config import config_from, load_config
+from src.tasks.text_classification import TextClassification
 from tests import tiny
 from tests.conftest import Launch, Run
 from tests.faults.runs import (
@@ -121,6 +127,148 @@ def test_a_finished_run_is_left_alone(launch: Launch, whole: Whole) -> None:
     again = launch("ddp", *EACH_STEP, folder=finished.folder).succeeded()
     assert again.stdout.splitlines()[-1].endswith("finished: nothing to do; more --epochs or --max_steps go on")
     assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
+
+
+def test_a_finished_run_is_exported_anew_where_another_export_is_asked_for(
+    launch: Launch, whole: Whole, tmp_path: Path
+) -> None:
+    """Or where its model was deleted. Tried without: "nothing to do"."""
+    folder = Path(shutil.copytree(whole("cpu", *EACH_STEP).folder, tmp_path / "run"))
+    best = (*SHORT, "--checkpoint.export_best=true", "--checkpoint.mode=max")
+    first = launch("cpu", *best, folder=folder).succeeded()
+    before, last = (record["eval/loss"] for record in first.records if "eval/loss" in record)
+    assert before > last
+    assert first.summary["eval/loss"] == before
+    assert "nothing to do" in launch("cpu", *best, folder=folder).succeeded().stdout
+    shutil.rmtree(folder / "model")
+    assert launch("cpu", *best, folder=folder).succeeded().summary["eval/loss"] == before
+    assert (folder / "model" / "model.safetensors").exists()
+
+
+def move(folder: Path, to: Path) -> None:
+    """And leave a link."""
+    shutil.move(folder, to)
+    folder.symlink_to(to)
+
+
+def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """A finished run stays finished, an unfinished one goes on in its record, and rotation deletes no more of a
+    checkpoint that was moved by itself than the link. Tried with resolving the link: the record is cut to nothing."""
+    finished = whole("cpu", *EACH_STEP)
+    folder = cut_back(finished, tmp_path / "run", 22, 23, 24)
+    move(folder / "checkpoints" / "step_00000022", tmp_path / "alone")
+    move(folder / "checkpoints", tmp_path / "disk")
+    assert_same_run(launch("cpu", *SHORT, folder=folder).succeeded(), finished)
+    assert checkpoints(folder) == [24, 30]
+    assert (tmp_path / "alone" / "manifest.json").exists()
+    again = launch("cpu", *SHORT, folder=folder).succeeded()
+    assert "finished: nothing to do" in again.stdout
+
+
+def test_a_record_that_was_cut_is_not_written_on(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Tried without: the run goes on, with a part of its record."""
+    folder = cut_back(whole("cpu", *EACH_STEP), tmp_path / "run", 24)
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text[:100])
+    refused = launch("cpu", *SHORT, folder=folder)
+    assert refused.messages[0].startswith(f"train.py: {folder}/metrics.jsonl has 100 bytes, and had ")
+    assert (folder / "metrics.jsonl").read_text() == text[:100]
+    (folder / "metrics.jsonl").write_text('{"a": "note"}\n' + text)
+    config = load_config([f"--output_dir={folder}"])
+    found = Found(folder / "checkpoints" / "step_00000024", folders.read_state(folder / "checkpoints/step_00000024"))
+    with pytest.raises(ValueError, match="has other lines than when"):  # it would be cut in the middle of one
+        _require_whole_record(config, found)
+
+
+def test_an_evaluation_that_is_in_no_checkpoint_stays_in_the_record(
+    launch: Launch, whole: Whole, tmp_path: Path
+) -> None:
+    """As of a run that was stopped right before its last evaluation, made it when it went on, and then went on for
+    more steps. Tried without: it is cut off; and with naming the own checkpoint: the run is a branch afterwards."""
+    finished = whole("cpu", *EACH_STEP)
+    folder = cut_back(finished, tmp_path / "run", 24)
+    own = f"--resume={folder}/checkpoints/step_00000024"
+    launch("cpu", *SHORT, "--max_steps=24", own, folder=folder).succeeded()
+    longer = launch("cpu", *SHORT, folder=folder).succeeded()
+    evaluated = [record for record in curve(longer) if "eval/loss" in record]
+    assert [record["step"] for record in evaluated] == [23, 24, 30]
+    assert [record for record in curve(longer) if record != evaluated[1]] == curve(finished)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["resume"] == "auto"
+
+
+def test_fewer_steps_are_the_same_curve_cut_off(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Tried without: "is of a run with other settings"; for a run that has more already, "nothing to do"."""
+    expected = whole("cpu", *EACH_STEP)
+    folder = cut_back(expected, tmp_path / "run", 24)
+    shorter = launch("cpu", *SHORT, "--max_steps=26", folder=folder).succeeded()
+    assert "changed since: max_steps 30 -> 26" in shorter.stdout
+    losses = [record for record in curve(expected) if record["step"] <= 26]
+    assert [record for record in curve(shorter) if "train/loss" in record] == [r for r in losses if "train/loss" in r]
+    assert shorter.summary["step"] == 26
+    refused = launch("cpu", *SHORT, "--max_steps=25", folder=folder)
+    assert refused.messages == [
+        f"train.py: {folder}/checkpoints/step_00000026 has 26 steps already, and epochs=10 and max_steps=25 make 25"
+    ]
+
+
+def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
+    """Where the steps asked for are more than those of the epochs, they are what the schedule spans."""
+    state = folders.read_state(whole("cpu", *EACH_STEP).folder / "checkpoints" / "step_00000024")
+    for then, now, is_refused in (
+        ({"max_steps": 300}, {"max_steps": 250}, True),  # an epoch has 23 steps, so 10 of them 230
+        ({"max_steps": 200}, {"max_steps": 100}, False),
+        ({"max_steps": None}, {"max_steps": 230}, False),
+        ({"max_steps": None}, {"max_steps": 231}, False),
+        ({"max_steps": 231}, {"max_steps": None}, True),
+        ({"epochs": 10, "max_steps": 100}, {"epochs": 9, "max_steps": 100}, True),
+        ({"epochs": 9, "max_steps": 300}, {"epochs": 10, "max_steps": 300}, False),
+    ):
+        found = resume.Found(Path("step_00000024"), state | {"config": state["config"] | then})
+        config = config_from(state["config"] | now)
+        if is_refused:
+            with pytest.raises(ValueError, match="the learning rate's schedule then spans 2[0-9]+ steps, not "):
+                resume._check_changes(config, found)
+        else:
+            resume._check_changes(config, found)
+
+
+def test_every_seed_can_be_resumed_on_several_processes(launch: Launch) -> None:
+    """Tried without: the second process has a seed that numpy refuses, and after a resume the first one too."""
+    arguments = (*SHORT, f"--seed={2**32 - 1}")
+    begun = launch("ddp", *arguments, "--max_steps=8").succeeded()
+    launch("ddp", *arguments, "--max_steps=9", folder=begun.folder).succeeded()
+
+
+def test_other_data_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels that are renamed or swapped, texts that are edited or moved, as long as before: each is named. Tried with
+    comparing the number of examples."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    bert, reviews = tiny.bert(tmp_path / "bert"), tiny.reviews(tmp_path / "reviews")
+    original = {name: (reviews / name).read_text() for name in ("train.tsv", "dev.tsv")}
+
+    def facts() -> dict[str, Any]:
+        task = TextClassification(model=str(bert), dataset=str(reviews))
+        data = task.build_datasets()
+        return {"examples": 110, "from_data": task.from_data(), "data": [task.fingerprint(part) for part in data]}
+
+    then = facts()
+    resume._require_same_data(Path("step"), then, facts())
+    swapped = {"falling": "rising", "rising": "falling"}
+    for file, edit, says in (
+        ("both", lambda text: text.replace("falling", "low"), 'labels ["falling", "rising"] -> ["low", "rising"]'),
+        ("train.tsv", lambda text: re.sub("falling|rising", lambda m: swapped[m[0]], text), "labels to train on"),
+        ("dev.tsv", lambda text: text.replace("the", "teh"), "other text, images or labels to evaluate on"),
+        ("train.tsv", lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
+    ):
+        for name in original:
+            (reviews / name).write_text(edit(original[name]) if file in (name, "both") else original[name])
+        with pytest.raises(ValueError, match=re.escape(says)):
+            resume._require_same_data(Path("step"), then, facts())
+    for name in original:
+        (reviews / name).write_text(original[name])
+    shutil.move(reviews, tmp_path / "moved")
+    reviews = tmp_path / "moved"
+    resume._require_same_data(Path("step"), then, facts())
 
 
 def test_changed_settings_are_listed_in_one_line_and_refused_unless_asked_for(

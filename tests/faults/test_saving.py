@@ -29,9 +29,10 @@ from tests.faults.runs import (
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
 
-def launched_with_small_files(config: str, *arguments: str, folder: Path) -> Run:
+def launched_with_small_files(config: str, *arguments: str, folder: Path, kilobytes: int = 6000) -> Run:
     """No file may grow beyond 6 MB: the model, of 4.8, fits, and a shard of 7.2 or 14.4 does not."""
-    command = ["bash", "-c", 'ulimit -f 6000; exec "$@"', "bash", *launch_command(config, *arguments, folder=folder)]
+    limited = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash"]
+    command = [*limited, *launch_command(config, *arguments, folder=folder)]
     done = subprocess.run(command, cwd=PROJECT, env=clean_environment(), capture_output=True, text=True, timeout=300)
     return Run(done.returncode, done.stdout, done.stderr, folder)
 
@@ -48,6 +49,36 @@ def test_a_full_disk_is_a_warning_and_the_checkpoint_before_stays(whole: Whole, 
     assert all(line.endswith(f"the last one is {folder}/checkpoints/step_00000022") for line in warnings)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000022"]
     assert_same_run(run, expected)
+
+
+def test_a_full_disk_at_the_export_is_one_line_and_leaves_nothing_behind(
+    launch: Launch, whole: Whole, tmp_path: Path
+) -> None:
+    """And the same command exports later, here to where `model` leads. Tried without: a traceback of safetensors, and
+    a folder tmp_model; with renaming to the link: an error at the end of the run."""
+    expected = whole("cpu", *EACH_STEP)
+    folder = cut_back(expected, tmp_path / "run", 30)
+    run = launched_with_small_files("cpu", *SHORT, folder=folder, kilobytes=4000)
+    assert run.exit_code == 1
+    (line,) = run.messages
+    assert line.startswith(f"train.py: {folder}/model cannot be written, Error while serializing: I/O error: File too ")
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(("tmp_", "model", "summary"))]
+    assert 'train.py", line' not in run.stderr
+    (folder / "model").symlink_to(tmp_path / "disk" / "model")
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    assert_same_run(launch("cpu", *SHORT, folder=folder).succeeded(), expected)
+    assert (folder / "model").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
+
+
+def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    """It would go on unrecorded. Tried without: a traceback."""
+    run = launched_with_small_files("cpu", *SHORT, folder=tmp_path / "run", kilobytes=4)
+    assert run.exit_code == 1
+    record = run.folder / "metrics.jsonl"
+    says = "File too large: make room, and the same command goes on"
+    assert run.messages == [f"train.py: {record} cannot be written, {says}"]
+    assert 'train.py", line' not in run.stderr
 
 
 def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(tmp_path: Path) -> None:
@@ -128,17 +159,6 @@ def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launc
     assert_same_run(resumed, stopped)
     other = launch("cpu", *arguments, "--early_stopping.metric=eval/accuracy", folder=stopped.folder).succeeded()
     assert [r["step"] for r in other.records if "eval/loss" in r] == [4, 8, 12, 16, 20, 24, 28, 30]  # counted anew
-
-
-@pytest.mark.parametrize("setting", ["early_stopping.metric", "checkpoint.metric"])
-def test_a_metric_that_does_not_exist_is_named(launch: Launch, setting: str) -> None:
-    """Tried without: a KeyError."""
-    run = launch("cpu", *SHORT, "--eval_every=1", f"--{setting}=eval/acuracy", "--checkpoint.keep_best=1")
-    assert run.exit_code != 0
-    assert run.messages == [
-        f"train.py: {setting}=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
-        "(eval/loss, eval/examples, eval/accuracy)"
-    ]
 
 
 def test_a_checkpoint_is_hardly_larger_than_its_tensors_and_says_what_it_is_of(judged: Run) -> None:

@@ -1,0 +1,160 @@
+"""A run in Weights & Biases that neither ends nor delays the training, whatever happens to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from src.config import Config
+
+FINISH_SECONDS = 120.0
+"""For which the end of a run waits for what is still to be uploaded; `wandb sync` uploads the rest."""
+HANG_SECONDS = 60.0
+"""After which W&B's service, which only has to take a record from this machine, counts as hung."""
+PROBE_BYTES = 2**16
+"""Written, to see that there is room: the service loses records on a full disk, and does not say so."""
+
+
+class WandbRun:
+    """Hands what it is told on to W&B in a thread of its own, one after the other; after a failure, to nobody."""
+
+    def __init__(self, config: Config, launch: dict[str, Any], say: Callable[[str], None], **arguments: Any) -> None:
+        """Starts the run; goes offline where it can't go online.
+
+        Args:
+            launch: what runs, for the run's config.
+            say: tells the user, once, that it failed.
+            arguments: of wandb.init, besides what the settings say.
+        """
+        self.failure: str | None = None
+        """Why it is not recorded, or not to its end."""
+        self.run: Any = None
+        """The W&B run, to read from alone; None where there is none."""
+        self._say = say
+        self._is_said = False
+        self._told: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self.where = "disabled"
+        """In a few words, where it is recorded."""
+        if config.wandb.mode == "disabled":
+            return
+        try:
+            self.run, self.where = _start(config, launch, arguments)
+        except Exception as error:  # of W&B, of the file system: none of them is a reason not to train
+            self._fail(error)
+            self.where, self._is_said = f"not recorded: {self.failure}", True
+        self._thread.start()
+
+    def tell(self, do: Callable[[Any], object]) -> None:
+        """Calls `do` with the W&B run, soon."""
+        if self._busy_since is not None and time.monotonic() - self._busy_since > HANG_SECONDS:
+            self._fail(TimeoutError(f"its service has not answered for {HANG_SECONDS:.0f} seconds"))
+        self._say_failure()
+        if self.run is not None and self.failure is None:
+            self._told.put(do)
+
+    def log(self, record: dict[str, Any], tables: dict[str, list[dict[str, str]]]) -> None:
+        """Records numbers, and tables of text."""
+        self.tell(lambda run: run.log(record | {name: _table(rows) for name, rows in tables.items()}))
+
+    def finish(self, exit_code: int) -> None:
+        """Waits until all is written and, online, uploaded."""
+        self.tell(lambda run: run.finish(exit_code=exit_code))
+        self._told.put(None)
+        if self._thread.is_alive():
+            self._thread.join(FINISH_SECONDS + HANG_SECONDS)
+        if self._thread.is_alive():
+            self._fail(TimeoutError(f"its service has not answered for {FINISH_SECONDS + HANG_SECONDS:.0f} seconds"))
+        self._say_failure()
+
+    def _work(self) -> None:
+        while self.failure is None and (do := self._told.get()) is not None:
+            self._busy_since = time.monotonic()
+            try:
+                _require_room(os.path.dirname(self.run.settings.sync_dir))
+                do(self.run)
+            except Exception as error:
+                self._fail(error)
+            self._busy_since = None
+
+    def _fail(self, error: Exception) -> None:
+        if self.failure is None:
+            self.failure = " ".join(str(error).split()) or type(error).__name__
+            logging.getLogger("wandb").handlers = [logging.NullHandler()]  # its file may be on a full disk
+            if self.run is not None:
+                threading.Thread(target=_abandon, daemon=True).start()
+
+    def _say_failure(self) -> None:
+        if self.failure and not self._is_said:
+            self._is_said = True
+            self._say(f"WARNING: W&B failed ({self.failure}): the run goes on, recorded in metrics.jsonl alone")
+
+
+def _start(config: Config, launch: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, str]:
+    import wandb
+
+    settings = config.wandb
+    mode: Any = settings.mode
+    why = "as asked"
+    if mode == "auto" and "WANDB_MODE" in os.environ:
+        mode = None
+    elif mode == "auto" and not wandb.login(prompt=False, verify=False):
+        mode, why = "offline", "no credentials: `wandb login` for online"
+    elif mode == "auto":
+        mode = "online"
+    if "dir" in arguments:
+        folder = os.path.join(arguments["dir"], "wandb")
+        _require_room(folder if os.path.exists(folder) else arguments["dir"])
+    arguments |= {
+        "project": settings.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
+        "entity": settings.entity,
+        "tags": settings.tags,
+        "name": config.run_name,
+        "config": config.model_dump(mode="json") | {"launch": launch},
+        "settings": wandb.Settings(silent=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True),
+    }
+    try:
+        run = wandb.init(mode=mode, **arguments)
+    except wandb.errors.Error as error:
+        mode, why = "offline", f"could not go online: {str(error).splitlines()[0]}"
+        run = wandb.init(mode=mode, **arguments)
+    if run.disabled:
+        return None, "disabled"
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
+    return run, f"offline ({why})" if run.offline else str(run.url)
+
+
+def _require_room(folder: str) -> None:
+    """Raises: OSError: nothing more can be written there."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(PROBE_BYTES))
+
+
+def _abandon() -> None:
+    """Ends W&B's service, however it is: the end of this process would wait for one that hangs."""
+    import wandb
+
+    for child in psutil.Process().children():
+        if child.name().startswith("wandb-core"):
+            for process in (*child.children(recursive=True), child):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+    with contextlib.suppress(Exception):
+        wandb.teardown()
+
+
+def _table(rows: list[dict[str, str]]) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])

@@ -1,0 +1,97 @@
+"""Whatever happens to W&B, the training goes on, is told once, and the process ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROJECT, clean_environment
+from tests.faults.runs import SHORT, Started, Whole, assert_same_run
+
+SCRIPT = """
+import sys, time
+import psutil
+from src import wandb_logger
+from src.config import load_config
+
+fault = sys.argv[1]
+wandb_logger.HANG_SECONDS = wandb_logger.FINISH_SECONDS = 1.0
+
+def service(signal):
+    (core,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
+    getattr(core, signal)()
+    time.sleep(0.2)
+
+def full(folder):
+    raise OSError(28, "No space left on device")
+
+folder = "." if fault != "no folder" else "/proc"
+logger = wandb_logger.WandbRun(load_config(["--wandb.mode=offline"]), {}, print, dir=folder)
+assert logger.where.startswith("offline") == (fault != "no folder"), logger.where
+for step in range(3):
+    logger.log({"step": step, "text": "x" * 2**21 * (fault == "hangs")}, {"table": [{"a": "b"}]})
+    while logger._busy_since and fault != "hangs":
+        time.sleep(0.01)
+    if step == 0 and fault in ("dies", "hangs"):
+        service("kill" if fault == "dies" else "suspend")
+    if step == 0 and fault == "a full disk":
+        wandb_logger._require_room = full
+    time.sleep(0.2 + 1.5 * (fault == "hangs"))
+if "finish" in fault:
+    service("kill" if fault == "dies at the finish" else "suspend")
+logger.finish(0)
+print("failure:", logger.failure)
+time.sleep(0.5)
+print("left:", [child.name() for child in psutil.Process().children(recursive=True) if child.status() != "zombie"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("none", None),
+        ("dies", "Connection lost"),
+        ("dies at the finish", "Connection lost"),
+        ("hangs", "its service has not answered for 1 seconds"),
+        ("hangs at the finish", "its service has not answered for 2 seconds"),
+        ("a full disk", "[Errno 28] No space left on device"),
+        ("no folder", "[Errno 2] No such file or directory: '/proc/"),
+    ],
+)
+def test_its_service(tmp_path: Path, fault: str, why: str | None) -> None:
+    """Killed or stopped, between two records or while the run is finished; and a folder that can't be written.
+
+    Tried without the thread: it waits forever; without `_abandon`: so does the end of the process, or it shows a
+    traceback; without looking for room: nobody hears of the lost records."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, fault],
+        cwd=tmp_path,
+        env=clean_environment(PYTHONPATH=str(PROJECT)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert set(done.stderr.splitlines()) <= {"wandb: ERROR Problem finishing run"}
+    said = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
+    expected = f"WARNING: W&B failed ({why}): the run goes on, recorded in metrics.jsonl alone"
+    assert said == ([expected] if why and fault != "no folder" else [])
+    assert f"failure: {why}" in done.stdout
+    assert fault == "none" or "left: []" in done.stdout
+
+
+def test_a_run_whose_wandb_service_is_killed_goes_on(whole: Whole, tmp_path: Path) -> None:
+    """And its summary says so. Tried without: ConnectionResetError ends it."""
+    arguments = (*SHORT, "--checkpoint.keep_last=9", "--save_every=1")
+    with Started("cpu", *arguments, folder=tmp_path / "run", wandb="offline") as started:
+        started.wait_for("step      3/")
+        services = [child for child in started.trainers[0].children() if child.name() == "wandb-core"]
+        services[0].kill()
+        run = started.ended()
+    assert run.exit_code == 0, run.stdout
+    assert [line for line in run.stdout.splitlines() if "W&B failed" in line or "Traceback" in line] == [
+        "WARNING: W&B failed (Connection lost): the run goes on, recorded in metrics.jsonl alone"
+    ]
+    assert run.summary["wandb_failure"] == "Connection lost"
+    assert_same_run(run, whole("cpu", *SHORT, "--save_every=1", "--checkpoint.keep_last=9"))
