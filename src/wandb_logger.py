@@ -48,6 +48,7 @@ class WandbRun:
         """In a few words, where it is recorded."""
         if config.wandb.mode == "disabled":
             return
+        logging.getLogger("asyncio").addFilter(_tells_more_than_a_lost_connection)
         try:
             self.run, self.where = _start(config, launch, arguments)
         except Exception as error:  # of W&B, of the file system: none of them is a reason not to train
@@ -139,6 +140,11 @@ def _require_room(folder: str) -> None:
     """Raises: OSError: nothing more can be written there."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(PROBE_BYTES))
+
+
+def _tells_more_than_a_lost_connection(record: logging.LogRecord) -> bool:
+    """Return whether asyncio says more than, record by record, that W&B's service is gone: that is told once, here."""
+    return record.msg != "socket.send() raised exception."
 
 
 def _abandon() -> None:

@@ -11,12 +11,14 @@ from tests.faults.runs import SHORT, Started, Whole, assert_same_run
 
 SCRIPT = """
 import sys, time
+from asyncio import constants
 import psutil
 from src import wandb_logger
 from src.config import load_config
 
 fault = sys.argv[1]
 wandb_logger.HANG_SECONDS = wandb_logger.FINISH_SECONDS = 1.0
+constants.LOG_THRESHOLD_FOR_CONNLOST_WRITES = 0  # asyncio warns of each lost write, not only from the sixth on
 
 def service(signal):
     (core,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
