@@ -202,7 +202,7 @@ def repeated_keys(text: str) -> Iterator[str]:
 def _parse(text: str) -> Any:
     """Text stays text, for the field's type to read; only `null`, lists and mappings are YAML."""
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=Yaml)  # it is a safe one
     except yaml.YAMLError:
         return text
     return value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text

@@ -121,6 +121,10 @@ def test_numbers_are_what_they_look_like_and_no_words() -> None:
     Path("a.yaml").write_text("seed: 010\nmax_steps: 1_000\noptim: {lr: 1e-3, max_grad_norm: .5}\nrun_name: 1e3")
     config = load_config(["--config=a.yaml"])
     assert (config.seed, config.max_steps, config.optim.lr, config.optim.max_grad_norm) == (10, 1000, 0.001, 0.5)
+    Path("a.txt").touch()
+    given = "--task.architecture={model_type: llama, hidden_size: 010, rope: 1:30}", "--task.architecture.layers=010"
+    task: Any = load_config(["--task.name=causal_lm", "--task.dataset=a.txt", *given]).task
+    assert task.architecture == {"model_type": "llama", "hidden_size": 10, "rope": "1:30", "layers": 10}
     Path("b.yaml").write_text("max_hours: 1:30\nepochs: yes\nseed: false\noptim: {lr: on}\ncompile: yes")
     assert mistakes("--config=b.yaml") == [
         "b.yaml: seed: False: must be a number",

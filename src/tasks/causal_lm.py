@@ -16,7 +16,7 @@ from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr, field_validator
 from src.data.text import TextSource, table_checksum
 from src.models.lora import Lora
 from src.models.pretrained import ModelSource, save
-from src.settings import flatten
+from src.settings import Yaml, flatten
 from src.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def _typed(value: Any) -> Any:
         return value
     read: Any = value
     with contextlib.suppress(yaml.YAMLError):
-        read = yaml.safe_load(value)
+        read = yaml.load(value, Loader=Yaml)  # it is a safe one
     with contextlib.suppress(ValueError):
         read = float(read) if isinstance(read, str) else read
     return read
