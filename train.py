@@ -14,29 +14,29 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from src.config import Config, load_config
-from src.exit_codes import exit_codes
-from src.orphans import end_with_launcher
-from src.stop_signals import STOP_SIGNALS
+from src.process import exit_codes
+from src.process import exit_with_launcher
+from src.process import SIGNALS
 
 if TYPE_CHECKING:  # torch is imported in the functions: the settings come first, and mistakes in them are fast
     from accelerate import Accelerator
     from torch import nn
     from torch.optim import Optimizer
 
-    from src.batches import MicroBatch
+    from src.data.loading import MicroBatch
     from src.optim import Schedule
-    from src.preemption import StopRequest
+    from src.preemption import StopSignal
     from src.progress import Progress, Step
     from src.tasks.base import Examples
 
 
 def main() -> None:
-    end_with_launcher()
-    STOP_SIGNALS.catch()
+    exit_with_launcher()
+    SIGNALS.catch()
     with exit_codes():
         config = load_config(sys.argv[1:])
     if config.check:
-        STOP_SIGNALS.release()
+        SIGNALS.release()
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -50,25 +50,25 @@ def train(config: Config) -> None:
     import_dynamo_late()
     from accelerate.utils import set_seed
 
-    from src.bad_steps import explain
-    from src.batches import examples_seen, training_windows
+    from src.progress import explain
+    from src.data.loading import examples_seen, training_steps
     from src.blocks import checkpoint_activations, compile_blocks
     from src.checkpoint.frozen import frozen_norm
     from src.checkpoint.resume import Found, about, find, read_best, restore
-    from src.checkpoint.save import Saver
+    from src.checkpoint.write import Saver
     from src.cuda_graph import capture
-    from src.early_stopping import count_evaluation, is_out_of_patience, unknown_metric
+    from src.progress import count_evaluation, is_out_of_patience, unknown_metric
     from src.export import export, push
     from src.launch import (
         build_accelerator,
         command_to_go_on,
-        first_on_each_machine,
+        local_main_process_first,
         peak_memory,
         prepare,
     )
     from src.mkl import avoid_mkl
     from src.optim import Schedule, build_optimizers
-    from src.preemption import StopRequest
+    from src.preemption import StopSignal
     from src.progress import Progress
     from src.tracking import Tracker, figures, stop_at_start
 
@@ -85,14 +85,14 @@ def train(config: Config) -> None:
         accelerator.end_training()
         return
     if accelerator.is_main_process and not config.check:
-        STOP_SIGNALS.answer_by(partial(stop_at_start, config, found, command))
+        SIGNALS.answer_by(partial(stop_at_start, config, found, command))
     world_size, is_fp16 = accelerator.num_processes, accelerator.mixed_precision == "fp16"
-    with first_on_each_machine(accelerator):  # it downloads and tokenises
+    with local_main_process_first(accelerator):  # it downloads and tokenises
         train_set, eval_set = task.build_datasets()
     fingerprints = [task.fingerprint(part) for part in (train_set, eval_set)] if accelerator.is_main_process else []
     on_cpu = train_set
     if config.num_workers == 0:
-        train_set, eval_set = (task.on_device(dataset, accelerator.device) for dataset in (train_set, eval_set))
+        train_set, eval_set = (task.to_device(dataset, accelerator.device) for dataset in (train_set, eval_set))
     set_seed(config.seed)  # the same weights on all processes
     model = task.build_model()
     tuned = {
@@ -149,10 +149,10 @@ def train(config: Config) -> None:
         progress.loss_scale = Progress().loss_scale if is_fp16 else 1.0
     with (
         Tracker(config, launch, facts, total_steps, accelerator.is_main_process, found) as tracker,
-        StopRequest(accelerator, config) as stop,
+        StopSignal(accelerator, config) as stop,
     ):
         saver = Saver(accelerator, config, model, optimizers, found.checkpoint, tracker.say)
-        windows = training_windows(accelerator, config, train_set, progress.step, total_steps)
+        windows = training_steps(accelerator, config, train_set, progress.step, total_steps)
         started = time.perf_counter() - progress.seconds
         interval_started = time.perf_counter() - progress.interval_seconds
         is_stopping = False
@@ -175,7 +175,7 @@ def train(config: Config) -> None:
             is_last = step == total_steps or is_out_of_patience(progress, config)
             saver.collect()
             unknown = unknown_metric(progress.evaluation, config) if is_evaluated else None
-            is_due = step % config.save_every == 0 or (is_evaluated and config.checkpoint.wants_best) or unknown
+            is_due = step % config.save_every == 0 or (is_evaluated and config.checkpoint.num_best) or unknown
             if step and (is_due or is_last or is_stopping):
                 progress.interval_seconds = time.perf_counter() - interval_started
                 progress.seconds = time.perf_counter() - started
@@ -240,7 +240,7 @@ def train(config: Config) -> None:
                     **launch.as_dict(),
                 }
             )
-    STOP_SIGNALS.release()
+    SIGNALS.release()
     accelerator.wait_for_everyone()  # gloo sometimes aborts where one process leaves before the others are done
     if config.push_to_hub and accelerator.is_main_process and not is_stopping:
         push(config)
@@ -255,13 +255,13 @@ def optimizer_step(
     progress: Progress,
     window: list[MicroBatch],
     schedule: Schedule,
-    stop: StopRequest,
+    stop: StopSignal,
 ) -> Step:
     """Forward and backward over one global batch, of which `window` is this process's part, and the update."""
-    from src.bad_steps import accepts
-    from src.optim import gradients_of, lr_at, scale_and_clip, set_lr
+    from src.progress import accepts
+    from src.optim import local_gradients, lr_at, scale_and_clip_, set_lr
     from src.progress import Step
-    from src.sums import sum_over_processes
+    from src.sums import reduce_step_stats
 
     task, amounts = config.task, []
     for i, micro_batch in enumerate(window, start=1):
@@ -272,12 +272,12 @@ def optimizer_step(
             # DDP and FSDP average the gradients: times the number of processes, that is their sum over them
             factor = micro_batch.weight * accelerator.num_processes / config.global_batch_size * progress.loss_scale
             accelerator.backward(loss * factor)
-        amounts.append([n * micro_batch.weight for n in (loss.detach(), count, *task.tokens(micro_batch.data))])
-    gradients = gradients_of(model)
-    sums = sum_over_processes(accelerator, amounts, gradients, stop.is_made)  # waits for the device
+        amounts.append([n * micro_batch.weight for n in (loss.detach(), count, *task.count_tokens(micro_batch.data))])
+    gradients = local_gradients(model)
+    sums = reduce_step_stats(accelerator, amounts, gradients, stop.is_made)  # waits for the device
     # from the sum / global_batch_size to the mean over what the loss counts
     scale = config.global_batch_size / (max(sums.counted, 1) * progress.loss_scale)
-    grad_norm = scale_and_clip(gradients, scale, math.sqrt(sums.squares), config.optim.max_grad_norm)
+    grad_norm = scale_and_clip_(gradients, scale, math.sqrt(sums.squares), config.optim.max_grad_norm)
     lr = lr_at(progress.updates, config.optim, *schedule)
     set_lr(optimizers, lr)
     is_accepted = accepts(progress, grad_norm, accelerator.mixed_precision == "fp16")
@@ -290,20 +290,20 @@ def optimizer_step(
 
 
 def evaluate(
-    accelerator: Accelerator, config: Config, model: nn.Module, dataset: Examples, stop: StopRequest
+    accelerator: Accelerator, config: Config, model: nn.Module, dataset: Examples, stop: StopSignal
 ) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]] | None:
     """Loss and metrics over each example exactly once, and the task's report; None where told to stop meanwhile."""
     import torch
     from accelerate.utils import broadcast_object_list
 
-    from src.batches import evaluation_batches, gather_in_order
-    from src.sums import precise
+    from src.data.loading import evaluation_batches, gather_in_order
+    from src.sums import float64_tensor
 
     model.eval()
-    totals = precise([0.0] * 3, accelerator.device)
+    totals = float64_tensor([0.0] * 3, accelerator.device)
     outputs: dict[str, list[Any]] = {}
     for micro_batch in evaluation_batches(accelerator, config, dataset):
-        if stop.is_made_anywhere():
+        if stop.poll():
             model.train()
             return None
         with torch.no_grad():

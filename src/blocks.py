@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from src.process import UserError
+
 
 def repeating_blocks(model: nn.Module) -> list[nn.Module]:
     """The modules of the classes that the model's `_no_split_modules` names; none where it has no such list."""
@@ -22,7 +24,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     """
     blocks = repeating_blocks(model)
     if not blocks:
-        raise ValueError(
+        raise UserError(
             f"activation_checkpointing: name the repeating blocks of {type(model).__name__} in its _no_split_modules"
         )
     for block in blocks:
@@ -46,7 +48,7 @@ def _require_compiler() -> None:
         from torch.utils._triton import has_triton
 
         if not has_triton():
-            raise ValueError("compile=true needs triton for this GPU: install it, or set compile=false")
+            raise UserError("compile=true needs triton for this GPU: install it, or set compile=false")
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -54,4 +56,4 @@ def _require_compiler() -> None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        raise ValueError("compile=true needs a C++ compiler such as g++: install one, or set compile=false") from error
+        raise UserError("compile=true needs a C++ compiler such as g++: install one, or set compile=false") from error

@@ -3,11 +3,9 @@
 Nothing here imports torch: a mistake or `--help` is answered before anything heavy is loaded.
 """
 
-import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,8 +13,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
+from src.checkpoint.output_folder import folder_errors, saved_settings, writable_errors
+from src.process import UserError
 from src.settings import Settings, describe, fields, nearest, read_arguments, validate
-from src.tasks import TASKS
+from src.tasks import TASKS, load_task
 from src.tasks.base import Task
 
 USAGE = """\
@@ -25,12 +25,12 @@ accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=F
 Settings, with their defaults (a yaml given by --config overrides them, the command line overrides both).
 The task's own are shown for the chosen one: --task.name={tasks}
 """
-RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
-"""What a run writes into its output folder, besides status.json, which one that was stopped at its start leaves too."""
-FREE_TO_CHANGE = (
+RENAMED = {"task.learn_all": "task.train_on_prompts"}
+"""Settings of earlier versions, and what they are called now."""
+RESUME_SAFE_SETTINGS = (
     "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
     "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
-    "push_to_hub", "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts",
+    "ddp_comm_hook", "push_to_hub", "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts",
     "task.sample_tokens", "task.sample_temperature", "task.lora.merge",
 )  # fmt: skip
 """Settings, and groups of them, that leave the weights which a run arrives at as they are, but for rounding."""
@@ -83,7 +83,7 @@ class Checkpoint(Settings):
     """Continue though settings have changed that make it another run than the one that was saved."""
 
     @property
-    def wants_best(self) -> int:
+    def num_best(self) -> int:
         """How many of the best to keep."""
         return max(self.keep_best, self.export_best)
 
@@ -136,7 +136,9 @@ class Config(Settings):
     compile: bool = False
     """Compile the model, a transformer block by block. The first steps then take a minute."""
     cuda_graphs: bool = False
-    """Launch the model's kernels all at once: for small models with batches of one shape, on one NVIDIA GPU."""
+    """Compile the model so that its kernels are launched all at once: for small models, on one NVIDIA GPU."""
+    ddp_comm_hook: Literal["bf16", "fp16"] | None = None
+    """What DDP casts gradients to while it sums them over the processes, for slow connections; null: nothing."""
     num_workers: NonNegativeInt = 0
     """Processes that load data for each training process; 0: it loads them itself."""
     log_every: PositiveInt = 50
@@ -183,7 +185,7 @@ class Config(Settings):
         return steps_of(self.max_steps, self.epochs, steps_per_epoch)
 
     @property
-    def origin(self) -> Path | None:
+    def parent_checkpoint(self) -> Path | None:
         """The checkpoint that the run branches off from: by `resume`, or by what its folder says of its beginning."""
         resume = self.resume if self.resume not in ("auto", "never") else saved_settings(self.folder).get("resume")
         return Path(str(resume)) if resume not in ("auto", "never", None) else None
@@ -192,7 +194,7 @@ class Config(Settings):
         """The settings that differ from those that a checkpoint was saved with, as (then, now) by name: those that say
         how long the run is, and those that make it another run."""
         then, now = (_by_setting(type(self), values) for values in (saved, self.model_dump(mode="json")))
-        free = tuple(f"{name}." for name in FREE_TO_CHANGE)
+        free = tuple(f"{name}." for name in RESUME_SAFE_SETTINGS)
         names = [name for name in then if name in now and then[name] != now[name] and not f"{name}.".startswith(free)]
         changed = {name: (then[name], now[name]) for name in names}
         return {name: changed.pop(name) for name in names if name in ("max_steps", "epochs")}, changed
@@ -236,22 +238,22 @@ def load_config(argv: list[str]) -> Config:
     config, bad = validate(config_class, values, written, mistakes)
     assert isinstance(config, Config)
     if not bad & {"global_batch_size", "micro_batch_size"}:
-        mistakes.extend(_batch_mistakes(config, int(os.environ.get("WORLD_SIZE", "1"))))
+        mistakes.extend(_batch_errors(config, int(os.environ.get("WORLD_SIZE", "1"))))
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
     if not bad & {"run_name", "output_dir"}:
         try:
-            mistakes.extend(_folder_mistakes(config.folder) if config.check else output_mistakes(config))
+            mistakes.extend(writable_errors(config.folder) if config.check else folder_errors(config))
         except OSError as error:
             says = f"cannot look at {error.filename}, {error.strerror}"
             mistakes.append(f"output_dir={config.folder}: {says}; choose another --run_name or --output_dir")
     if not any(name.startswith("task") for name in bad):
-        mistakes.extend(config.task.mistakes())
-        mistakes.extend(_metric_mistakes(config))
+        mistakes.extend(config.task.validation_errors())
+        mistakes.extend(_metric_errors(config))
     if config.push_to_hub:
-        mistakes.extend(_hub_mistakes(config.push_to_hub))
+        mistakes.extend(_hub_errors(config.push_to_hub))
     if mistakes:
-        raise ValueError("\n".join(dict.fromkeys(mistakes)))
+        raise UserError("\n".join(dict.fromkeys(mistakes)))
     return config
 
 
@@ -264,15 +266,15 @@ def config_from(saved: dict[str, Any]) -> Config:
     try:
         return _config_class(saved["task"]["name"]).model_validate(saved)
     except (KeyError, ValidationError) as error:
-        raise ValueError(f"not the settings of a run: {' '.join(str(error).split())}") from error
+        raise UserError(f"not the settings of a run: {' '.join(str(error).split())}") from error
 
 
 def _config_class(task: str) -> type[Config]:
-    task_class = TASKS[task]
+    task_class = load_task(task)
     return create_model("Config", __base__=Config, task=(task_class, Field(default_factory=task_class)))
 
 
-def _batch_mistakes(config: Config, world_size: int) -> Iterator[str]:
+def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
     size, micro = config.global_batch_size, config.micro_batch_size
     unit = (micro or 1) * world_size
     if size % unit == 0:
@@ -288,7 +290,7 @@ def _batch_mistakes(config: Config, world_size: int) -> Iterator[str]:
     yield line
 
 
-def _metric_mistakes(config: Config) -> Iterator[str]:
+def _metric_errors(config: Config) -> Iterator[str]:
     names = config.task.metric_names
     known = ["eval/loss", "eval/examples", *(f"eval/{name}" for name in names or ())]
     for setting, name in (("checkpoint", config.checkpoint.metric), ("early_stopping", config.early_stopping.metric)):
@@ -312,104 +314,7 @@ def _by_setting(config_class: type[Settings], values: dict[str, Any]) -> dict[st
     return found
 
 
-def published(checkpoints: Path) -> list[Path]:
-    """The checkpoints in their folder, whole or damaged since, the newest last."""
-    found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (len(path.name), path.name))
-
-
-def saved_settings(folder: Path) -> dict[str, Any]:
-    """Those of the run in an output folder; empty where there are none."""
-    try:
-        saved = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return saved if isinstance(saved, dict) else {}
-
-
-def output_mistakes(config: Config) -> Iterator[str]:
-    """Why the run must not write into its folder as it is now, a line each."""
-    folder = config.folder
-    held = [name for name in RUN_FILES if _is_held(folder / name)]
-    checkpoints = published(folder / "checkpoints")
-    elsewhere = "choose another --run_name or --output_dir, or move that folder away"
-    saved = saved_settings(folder)
-    lost = (
-        f"output_dir={folder}: its run has saved checkpoints, and none is there: bring {folder / 'checkpoints'} back; "
-        f"or {elsewhere}"
-    )
-    if config.resume not in ("auto", "never"):
-        source = Path(config.resume)
-        is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
-        if is_branch and checkpoints:
-            pass  # it goes on from its own
-        elif is_branch and _had_checkpoints(folder, saved):
-            yield lost
-        elif not (source / "manifest.json").is_file():
-            there = [str(path) for path in (source, *source.glob("step_*"), *source.glob("checkpoints/step_*"))]
-            yield f"resume={source}: not a checkpoint{nearest(str(source), there[1:])}; auto, never, or a folder step_…"
-        elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[-1:]]:
-            yield f"output_dir={folder}: holds a run whose newest checkpoint is not resume={source}; {elsewhere}"
-    elif held and config.resume == "never":
-        yield f"output_dir={folder}: holds a run already ({', '.join(held)}); {elsewhere}"
-    elif held and not checkpoints:
-        if "summary.json" in held or "model" in held or not saved:
-            yield f"output_dir={folder}: holds a run already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
-        elif config.changes_since(saved)[1]:
-            yield f"output_dir={folder}: holds the beginning of a run with other settings; {elsewhere}"
-        elif _had_checkpoints(folder, saved):
-            yield lost
-    yield from _folder_mistakes(folder)
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a run has written it. A folder made in advance, or a link to one on another disk, is empty."""
-    if path.name == "checkpoints":
-        return any(path.glob("*step_*"))
-    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
-
-
-def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Whether the run in a folder has certainly saved one: it was stopped at one, or its record goes past two saves, of
-    which the second waited for the first."""
-    try:
-        if json.loads((folder / "status.json").read_text())["checkpoint"]:
-            return True
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
-    try:
-        lines = (folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
-        first, last = json.loads(lines[0])["step"], json.loads(lines[-1])["step"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    every = saved.get("save_every")
-    return isinstance(every, int) and last - first > 2 * every
-
-
-def _folder_mistakes(folder: Path) -> Iterator[str]:
-    own = [folder, *(folder / name for name in RUN_FILES), *folder.glob("checkpoints/step_*")]
-    for path in (*folder.absolute().parents, *own):
-        if path.is_symlink() and not path.exists():
-            yield f"output_dir={folder}: {path} is a link to {os.readlink(path)}, which is not there; mount or make it"
-    if any(len(os.fsencode(part)) > 255 for part in folder.parts):
-        yield f"output_dir={folder}: has a name of more than 255 bytes; choose another --run_name or --output_dir"
-        return
-    parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
-    if not parent.is_dir():
-        yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
-        return
-    for path in (parent, *(folder / name for name in RUN_FILES)):  # some may be another user's
-        try:
-            if path.is_dir():
-                tempfile.TemporaryFile(dir=path).close()
-            elif path.exists():
-                path.open("a").close()
-        except OSError as error:
-            where = f"in {path}" if path.is_dir() else path
-            yield f"output_dir={folder}: cannot write {where}, {error.strerror}; choose another --output_dir"
-
-
-def _hub_mistakes(repository: str) -> Iterator[str]:
+def _hub_errors(repository: str) -> Iterator[str]:
     from huggingface_hub import constants, get_token
 
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):

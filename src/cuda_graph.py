@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from src.batches import fetch
+from src.process import UserError
+from src.data.loading import fetch
 from src.config import Config
 from src.tasks.base import Examples
 
@@ -25,15 +26,15 @@ def capture(accelerator: Accelerator, config: Config, model: nn.Module, train_se
         ValueError: this run can have no graph.
     """
     if accelerator.device.type != "cuda" or accelerator.use_distributed or accelerator.is_fsdp2:
-        raise ValueError("cuda_graphs=true is for one process on one NVIDIA GPU: take single_gpu.yaml, or leave it out")
+        raise UserError("cuda_graphs=true is for one process on one NVIDIA GPU: take single_gpu.yaml, or leave it out")
     if config.activation_checkpointing or config.compile:
-        raise ValueError("cuda_graphs=true: leave out activation_checkpointing and compile")
+        raise UserError("cuda_graphs=true: leave out activation_checkpointing and compile")
     if config.accumulation(1) > 1:  # a graph writes each micro-batch's gradients to where the last one's are
-        raise ValueError("cuda_graphs=true cannot accumulate gradients: leave micro_batch_size out")
+        raise UserError("cuda_graphs=true cannot accumulate gradients: leave micro_batch_size out")
     batch = fetch(config.task, train_set, list(range(min(config.micro_batch(1), len(train_set)))))
     example = config.task.model_input(send_to_device(batch, accelerator.device))
     if example is None:
-        raise ValueError(f"cuda_graphs=true: the task {config.task.name} has no model_input, which says what to record")
+        raise UserError(f"cuda_graphs=true: the task {config.task.name} has no model_input, which says what to record")
     model.to(accelerator.device)
     usual = model.forward
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)

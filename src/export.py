@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.config import Config
-from src.exit_codes import FailureError
+from src.process import RunError
 
 
 def export(accelerator: Accelerator, config: Config, model: nn.Module, results: dict[str, float]) -> None:
@@ -38,7 +38,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of `folder` when it is complete, and is deleted if it never is.
 
     Raises:
-        FailureError: it cannot be written.
+        RunError: it cannot be written.
     """
     place = folder.resolve()  # where it is a link to another disk
     unfinished = place.with_name(f"tmp_{place.name}")
@@ -50,7 +50,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         unfinished.rename(place)
     except (OSError, SafetensorError) as error:
         says = " ".join(str(error).split())
-        raise FailureError(f"{folder} cannot be written, {says}: mend that, and give the same command again") from error
+        raise RunError(f"{folder} cannot be written, {says}: mend that, and give the same command again") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -32,6 +32,7 @@ from accelerate.utils import (
 from torch import nn
 from torch.optim import Optimizer
 
+from src.process import UserError
 from src.config import Config
 from src.malloc import keep_freed_memory
 from src.settings import nearest, repeated_keys
@@ -114,7 +115,7 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
     is_stand_in = on_cpu and not wants_cpu
     precision, note = _precision(launcher, wants_precision, is_stand_in)
     if mistakes:
-        raise ValueError("\n".join(mistakes))
+        raise UserError("\n".join(mistakes))
 
     if on_cpu:  # AdamW's averages for units that died become subnormal, which take ten times as long to compute with
         torch.set_flush_denormal(True)  # before there are threads: they inherit it
@@ -147,12 +148,12 @@ def build_accelerator(timeout: timedelta = timedelta(minutes=30)) -> tuple[Accel
         accelerator.native_amp = True
 
     if accelerator.num_processes != world_size:
-        raise ValueError(
+        raise UserError(
             f"{world_size} processes were started, but each sees {accelerator.num_processes}: "
             f"refusing to train separate models"
         )
     if wants_fsdp and not accelerator.is_fsdp2:
-        raise ValueError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
+        raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
     precision = {"no": "fp32"}.get(precision, precision)
     kind = "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO"
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
@@ -194,7 +195,7 @@ def command_to_go_on(config: Config) -> str:
 
 
 @contextlib.contextmanager
-def first_on_each_machine(accelerator: Accelerator) -> Iterator[None]:
+def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
     """As accelerator.local_main_process_first, but the others wait as long as it takes: collectives give up after some
     minutes, and to download and tokenise can take hours.
     """
@@ -229,13 +230,13 @@ def prepare(
             if block not in classes:
                 hint = nearest(block, sorted(classes))
                 where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
-                raise ValueError(f"{where} names {block}, which {type(model).__name__} has not{hint}")
+                raise UserError(f"{where} names {block}, which {type(model).__name__} has not{hint}")
     name = type(model).__name__
     # said, as Accelerate would find out by importing DTensor, which takes half a second
     placement = None if accelerator.is_fsdp2 else [True] * (1 + len(optimizers))
     model, *prepared = accelerator.prepare(model, *optimizers, device_placement=placement)
     if accelerator.is_fsdp2 and sharded_units(model) < 2:
-        raise ValueError(
+        raise UserError(
             f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
             f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
         )

@@ -92,12 +92,12 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
+def local_gradients(model: nn.Module) -> list[Tensor]:
     """This process's shards of them, or all of what is not sharded."""
-    return [local_part(p.grad) for p in parameters_of(model) if p.grad is not None]
+    return [to_local(p.grad) for p in parameters_of(model) if p.grad is not None]
 
 
-def scale_and_clip(gradients: list[Tensor], scale: float, norm: float, max_norm: float | None) -> float:
+def scale_and_clip_(gradients: list[Tensor], scale: float, norm: float, max_norm: float | None) -> float:
     """Multiplies the gradients by `scale`, and down to a global L2 norm of `max_norm` where one is given.
 
     Args:
@@ -115,7 +115,7 @@ def scale_and_clip(gradients: list[Tensor], scale: float, norm: float, max_norm:
     return norm
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This process's shard, or all of what is not sharded."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor

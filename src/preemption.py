@@ -17,14 +17,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from src.config import Config
-from src.exit_codes import GRACE_SECONDS
-from src.stop_signals import STOP_SIGNALS
+from src.process import GRACE_SECONDS
+from src.process import SIGNALS
 
 ASK_SECONDS = 0.5
 """How long the processes of an evaluation go on before they ask each other again whether to stop."""
 
 
-class StopRequest:
+class StopSignal:
     """As a context manager, turns the signals into a request that the loop answers at the next step boundary.
 
     The death of another process of the run on this machine ends this one, after a grace: if it is blocked in a
@@ -52,14 +52,14 @@ class StopRequest:
     @property
     def reason(self) -> str | None:
         """Why this process is to stop; None: nobody asked it to."""
-        return STOP_SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.time() > self._deadline else None)
+        return SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.time() > self._deadline else None)
 
     @property
     def is_made(self) -> bool:
         """Whether this process was asked to stop."""
         return self.reason is not None
 
-    def is_made_anywhere(self) -> bool:
+    def poll(self) -> bool:
         """Whether any process was asked to stop: the same answer on all, which call this equally often. They exchange
         it after twice as many calls each time, until that takes ASK_SECONDS."""
         if self._group is None:
@@ -75,8 +75,8 @@ class StopRequest:
         self._calls, self._asked = 0, time.monotonic()
         return asked > 0
 
-    def __enter__(self) -> StopRequest:
-        STOP_SIGNALS.answer_by(None)  # the loop does
+    def __enter__(self) -> StopSignal:
+        SIGNALS.answer_by(None)  # the loop does
         if self._others:
             threading.Thread(target=self._watch_others, daemon=True).start()
         return self

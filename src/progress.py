@@ -1,37 +1,62 @@
 """How far a run has come: what the loop counts, and what each checkpoint keeps of it."""
 
-from __future__ import annotations
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from src.config import Config, EarlyStopping
+from src.settings import nearest
 
-if TYPE_CHECKING:
-    from src.sums import Sums
+SMALLEST_LOSS_SCALE = 2.0**-24
+GROWTH_INTERVAL = 2000
+"""Finite steps in a row after which the loss scale is doubled."""
+LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
-class Step(NamedTuple):
+class StepStats(NamedTuple):
+    """Sums over the micro-batches of all processes in a step, on the host."""
+
+    loss_sum: float
+    num_targets: float
+    """What the loss counts: examples, tokens."""
+    tokens: float
+    """Without padding; 0 where the task is not text."""
+    padded_tokens: float
+    """With padding."""
+    stop_requests: float
+    """Processes that were asked to stop."""
+    grad_square_sum: float
+    """Of all gradients, as backward() left them."""
+
+
+class StepResult(NamedTuple):
     """What one optimizer step has to say."""
 
-    sums: Sums
+    stats: StepStats
     lr: float
     grad_norm: float | None
-    """Before it was clipped; None: it is not finite, and the step was not taken."""
+    """L2, before clipping; None: not finite, and the step was not taken."""
 
     @property
     def loss(self) -> float:
-        """The mean over what it counts."""
-        return self.sums.loss / max(self.sums.counted, 1)
+        """The mean over the targets."""
+        return self.stats.loss_sum / max(self.stats.num_targets, 1)
 
 
 @dataclass
 class Progress:
     """Saved as JSON, which gives each float back to the last bit.
 
-    An interval is what comes after a step that is a multiple of log_every, up to the next.
+    An interval begins after a step that is a multiple of log_every, and ends with the next one.
     """
 
     step: int = 0
-    """Optimizer steps done, the skipped ones among them. With the seed, it says which examples come next."""
+    """Optimizer steps done, skipped ones included. With the seed, it says which examples come next."""
     skipped: int = 0
     """Steps that were not taken, as a gradient was not finite."""
     skipped_in_a_row: int = 0
@@ -40,48 +65,119 @@ class Progress:
     finite_in_a_row: int = 0
     """Steps since the loss scale last changed."""
     interval: list[float] = field(default_factory=lambda: [0.0] * 4)
-    """Loss sum, count, tokens without and with padding, over all processes, in this interval."""
+    """Loss sum, targets, tokens without and with padding, over all processes, in this interval."""
     interval_seconds: float = 0.0
-    """Time since its beginning, without evaluations."""
+    """Time in this interval, evaluations excluded."""
     training_seconds: float = 0.0
-    """Time from the first step to its beginning, without evaluations."""
+    """Time before this interval, evaluations excluded."""
     seconds: float = 0.0
-    """Time since the first step, evaluations included, the time between two sessions of a run not."""
+    """Time since the first step, evaluations included, the time between two sessions of a run excluded."""
     tokens: float = 0.0
-    """Without padding, up to its beginning."""
+    """Without padding, before this interval."""
     train_loss: float | None = None
-    """Of the last training record; None: none of its steps had a finite one."""
-    evaluated: int = 0
-    """The step after which the last evaluation was; 0: none yet."""
-    evaluation: dict[str, float] = field(default_factory=dict)
-    """Its results, by name."""
+    """Of the last training record; None: no step in it had a finite one."""
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Results of each evaluation by name, by the step it came after."""
     best: float | None = None
-    """What early stopping compares with."""
+    """The score that early stopping compares with."""
     evaluations_without_gain: int = 0
+
+    def __post_init__(self) -> None:
+        self.evaluations = {int(step): results for step, results in self.evaluations.items()}  # JSON's keys are text
+        self._clock = time.perf_counter()
+
+    def saved(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return asdict(self)
 
     @property
     def updates(self) -> int:
         """Steps that were taken: what the learning rate's schedule counts."""
         return self.step - self.skipped
 
-    def count(self, sums: Sums) -> None:
-        """Adds a step to the interval."""
-        self.interval = [total + amount for total, amount in zip(self.interval, sums[:4], strict=True)]
+    @property
+    def last_evaluated(self) -> int:
+        """The step that the last evaluation came after; 0: none yet."""
+        return max(self.evaluations, default=0)
 
-    def metrics(self, examples: int, is_fp16: bool) -> dict[str, float | None]:
-        """The means over the interval, and what was skipped so far.
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """The results of the last evaluation; empty: none yet."""
+        return self.evaluations.get(self.last_evaluated, {})
+
+    # -------------------------------------------------------------------------------------------------------- time
+    def start_clock(self) -> None:
+        """Begin to count time, before the first step of a session."""
+        self._clock = time.perf_counter()
+
+    def tick(self, is_training: bool = True) -> None:
+        """Count the time since the last tick, as training or as evaluation."""
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self.interval_seconds += (now - self._clock) * is_training
+        self._clock = now
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Keep the time inside out of what is counted as training."""
+        self.tick()
+        yield
+        self.tick(is_training=False)
+
+    # ------------------------------------------------------------------------------------------------------- steps
+    def count_step(self, result: StepResult) -> None:
+        """Add a step to the interval, unless its loss is not finite."""
+        if math.isfinite(result.stats.loss_sum):
+            self.interval = [total + n for total, n in zip(self.interval, result.stats[:4], strict=True)]
+
+    def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> bool:
+        """Return whether to take the step: the norm over all parameters and processes decides, alike on all of them.
+
+        In fp16 the loss is multiplied by `loss_scale`, so that small gradients survive, and by less after each
+        overflow: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of
+        torch.amp.GradScaler, which is not used because it looks for overflows optimizer by optimizer and, where the
+        optimizer is fused, keeps from Accelerate that it skipped a step.
+        """
+        if math.isfinite(grad_norm):
+            self.skipped_in_a_row = 0
+            self.finite_in_a_row += 1
+            if is_fp16 and self.finite_in_a_row % GROWTH_INTERVAL == 0:
+                self.loss_scale *= 2
+            return True
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.finite_in_a_row = 0
+        if is_fp16 and self.loss_scale > SMALLEST_LOSS_SCALE:
+            self.loss_scale /= 2
+            self.skipped_in_a_row = 0  # in fp16 an overflow is no sign of trouble, while a smaller scale can help
+        return False
+
+    def explain_bad_steps(self, config: Config, is_fp16: bool, newest: Path | None) -> str:
+        """Return, for the user, why the run ends.
 
         Args:
-            examples: in the interval.
+            newest: the last checkpoint.
         """
-        loss_sum, count, tokens, padded = self.interval
+        advice = "use bf16" if is_fp16 else "lower optim.lr, set optim.max_grad_norm, or look for bad values in the data"
+        return (
+            f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped: {advice}; "
+            f"the last checkpoint is {newest or 'none'}"
+        )
+
+    def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
+        """Return the means over the interval, and what was skipped so far.
+
+        Args:
+            num_examples: in the interval, over all processes.
+        """
+        loss_sum, num_targets, tokens, padded_tokens = self.interval
         metrics = {
-            "train/loss": loss_sum / count if count else None,
-            "perf/samples_per_second": examples / self.interval_seconds,
+            "train/loss": loss_sum / num_targets if num_targets else None,
+            "perf/samples_per_second": num_examples / self.interval_seconds,
         }
         if tokens:
             metrics["perf/tokens_per_second"] = tokens / self.interval_seconds
-            metrics["perf/padding"] = 1 - tokens / padded
+            metrics["perf/padding"] = 1 - tokens / padded_tokens
         if is_fp16:
             metrics["train/loss_scale"] = self.loss_scale
         if self.skipped or is_fp16:
@@ -89,7 +185,49 @@ class Progress:
         return metrics
 
     def end_interval(self) -> None:
-        """Begins the next one."""
+        """Begin the next one."""
         self.training_seconds += self.interval_seconds
         self.tokens += self.interval[2]
         self.interval, self.interval_seconds = [0.0] * 4, 0.0
+
+    # -------------------------------------------------------------------------------------------------- evaluations
+    def count_evaluation(self, results: dict[str, float], settings: EarlyStopping) -> None:
+        """Keep the results of the evaluation after this step, and count it, with or without a gain."""
+        self.evaluations[self.step] = results
+        if settings.metric is None or settings.metric not in results:
+            return
+        now = score(results, settings.metric, settings.mode)
+        if self.best is None or now > self.best + settings.min_delta:
+            self.best = now
+            self.evaluations_without_gain = 0
+        else:
+            self.evaluations_without_gain += 1
+
+    def is_out_of_patience(self, settings: EarlyStopping) -> bool:
+        """Return whether to end the run: the same on all processes, and after a resume."""
+        return settings.metric is not None and self.evaluations_without_gain >= settings.patience
+
+
+def score(results: Mapping[str, float], metric: str, mode: Literal["min", "max"] | None) -> float:
+    """Return `metric` as a number of which more is better; NaN counts as the worst.
+
+    Args:
+        results: of an evaluation, by name.
+    """
+    value = results[metric]
+    if math.isnan(value):
+        return -sys.float_info.max
+    return -value if mode == "min" or (mode is None and metric.endswith(LESS_IS_BETTER)) else value
+
+
+def unknown_metric(results: Mapping[str, float], config: Config) -> str | None:
+    """Return, for the user, which metric the settings judge by and the evaluation lacks; None where it has all. A task
+    that names its metrics is asked before it is trained."""
+    judged = {"early_stopping": config.early_stopping.metric}
+    if config.checkpoint.num_best:
+        judged["checkpoint"] = config.checkpoint.metric
+    for setting, metric in judged.items():
+        if metric is not None and metric not in results:
+            near = nearest(metric, list(results))
+            return f"{setting}.metric={metric}: the evaluation has no such metric{near} ({', '.join(results)})"
+    return None

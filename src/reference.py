@@ -39,11 +39,11 @@ import torch.distributed as dist
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
-from src.batches import fetch
+from src.data.loading import fetch
 from src.config import Config, load_config
-from src.exit_codes import exit_codes
+from src.process import exit_codes
 from src.optim import build_optimizers, lr_at, set_lr
-from src.sums import precise
+from src.sums import float64_tensor
 from src.tasks.base import Examples, Task
 
 
@@ -74,7 +74,7 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
         The loss's sum and what it counts, float64, shape ().
     """
     device = next(model.parameters()).device
-    sums = precise([0.0, 0.0], device)
+    sums = float64_tensor([0.0, 0.0], device)
     for batch in batches:
         loss, count = task.loss(model, send_to_device(batch, device))
         loss.backward()

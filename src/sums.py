@@ -26,7 +26,7 @@ class Sums(NamedTuple):
     """Of the gradients."""
 
 
-def sum_over_processes(
+def reduce_step_stats(
     accelerator: Accelerator,
     amounts: Sequence[Sequence[Tensor | float]],
     gradients: list[Tensor],
@@ -42,7 +42,7 @@ def sum_over_processes(
     own = [*(sum(map(float, kind)) for kind in zip(*amounts, strict=True)), float(is_stopping), squares]
     if accelerator.num_processes == 1:
         return Sums(*own)
-    return Sums(*accelerator.reduce(precise(own, accelerator.device), "sum").tolist())
+    return Sums(*accelerator.reduce(float64_tensor(own, accelerator.device), "sum").tolist())
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
@@ -54,6 +54,6 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
 
 
-def precise(values: Sequence[float], device: torch.device) -> Tensor:
+def float64_tensor(values: Sequence[float], device: torch.device) -> Tensor:
     """As a vector to sum in: float64, but for MPS, which has none."""
     return torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import yaml
 from tqdm import tqdm
 
-from src.checkpoint.folders import write_json, write_text
+from src.checkpoint.format import write_json, write_text
 from src.checkpoint.resume import Found
-from src.config import Config, saved_settings
+from src.checkpoint.output_folder import saved_settings
+from src.config import Config
 from src.launch import Launch
 from src.wandb_logger import WandbRun
 
@@ -45,7 +46,7 @@ class Tracker:
         self._start = found.progress.step
         self._recorded = min(found.state["metrics_bytes"] if is_continued else 0, self._recorded_bytes())
         self._metrics.truncate(self._recorded + self._recorded_since())
-        origin = saved_settings(self.folder).get("resume") if is_continued else config.origin
+        origin = saved_settings(self.folder).get("resume") if is_continued else config.parent_checkpoint
         settings = config.model_dump(mode="json") | {"resume": str(origin or config.resume)}
         if "{run_name}" not in config.output_dir:
             del settings["output_dir"]  # fed back under another name, it would lead to this run

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from src.batches import MicroBatch
+from src.data.loading import MicroBatch
 from src.check.by_hand import by_hand, taken
 from src.check.errors import COMPRESSED, NOISE_FACTORS, REORDERED, Worst, off, relative_errors, verdict
 from src.check.findings import Finding

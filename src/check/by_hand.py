@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from src.batches import MicroBatch
+from src.data.loading import MicroBatch
 from src.check.errors import NOISE_FACTORS, relative_errors
 from src.check.subject import Reference, Subject, whole
 from src.reference import all_reduce, average_gradients, backward

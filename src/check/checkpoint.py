@@ -9,7 +9,7 @@ import torch
 from src.check.findings import Finding
 from src.check.subject import Subject, checksum
 from src.checkpoint.resume import find, restore
-from src.checkpoint.save import Saver
+from src.checkpoint.write import Saver
 from src.checkpoint.tensors import run_tensors
 from src.config import Checkpoint, Config
 from src.progress import Progress

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from src.batches import MicroBatch
+from src.data.loading import MicroBatch
 from src.check.findings import Finding
 from src.check.launch import blocks_to_wrap, largest_shard
 from src.check.subject import Reference, Subject

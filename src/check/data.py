@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils._pytree import tree_leaves
 
-from src.batches import MicroBatch, evaluation_batches, fetch, samples, training_windows
+from src.data.loading import MicroBatch, evaluation_batches, fetch, samples, training_steps
 from src.check.errors import Worst, off, verdict
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject, checksum
@@ -66,7 +66,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
     config = subject.config.model_copy(update={"task": ReadsPositions(subject)})
     positions = Positions(len(subject.train_set))
     steps = steps_per_epoch(subject)
-    windows = list(training_windows(subject.accelerator, config, positions, 0, 2 * steps))
+    windows = list(training_steps(subject.accelerator, config, positions, 0, 2 * steps))
     read = _together(subject, windows)
     epochs, expected = [read[:steps], read[steps:]], [list(_by_hand(subject, epoch)) for epoch in (0, 1)]
     for number, (found, wanted) in enumerate(zip(epochs, expected, strict=True), start=1):
@@ -114,7 +114,7 @@ def _resumed(subject: Subject, config: Config, expected: list[list[np.ndarray]])
     wanted, positions = [*expected[0], *expected[1]], Positions(len(subject.train_set))
     wrong = []
     for done in (1, len(expected[0]) - 1):
-        windows = training_windows(subject.accelerator, config, positions, done, min(done + 2, len(wanted)))
+        windows = training_steps(subject.accelerator, config, positions, done, min(done + 2, len(wanted)))
         found = _together(subject, list(windows))
         if not all(np.array_equal(a, b) for a, b in zip(found, wanted[done:], strict=False)):
             wrong.append(str(done))
@@ -136,7 +136,7 @@ def _drawn(subject: Subject) -> Finding:
     size = config.micro_batch(world_size)
     wrong = []
     for epoch in (0, 1):
-        (window,) = training_windows(subject.accelerator, config, subject.train_set, epoch * steps, epoch * steps + 1)
+        (window,) = training_steps(subject.accelerator, config, subject.train_set, epoch * steps, epoch * steps + 1)
         subject.seed_alike()
         augmented = task.augmented(subject.train_set, [config.seed, epoch, 1])
         own = next(iter(_by_hand(subject, epoch, rank, world_size)))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Subset
 
-from src.batches import evaluation_batches
+from src.data.loading import evaluation_batches
 from src.check.data import Positions, ReadsPositions
 from src.check.errors import EXACT
 from src.check.findings import Finding

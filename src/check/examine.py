@@ -14,7 +14,7 @@ import torch
 from src.check import accumulation, checkpoint, cost, data, evaluation, findings, launch, start, steps
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
-from src.exit_codes import has_lost_others
+from src.process import lost_peers
 from src.wandb_logger import WandbRun
 
 
@@ -49,11 +49,11 @@ def examine(subject: Subject) -> bool:
         try:
             rows = zip(*subject.gather(list(check())), strict=False)
         except Exception as error:  # in the parts of the run that are examined, too
-            if not has_lost_others(error):
+            if not lost_peers(error):
                 traceback.print_exc()
             if not is_main:
                 sys.exit(1)
-            says = "another process failed" if has_lost_others(error) else f"{type(error).__name__}: {error}"
+            says = "another process failed" if lost_peers(error) else f"{type(error).__name__}: {error}"
             found.append(Finding(name, "examined", says, "without an error", False, "see the traceback"))
             _report(subject, found, started)
             sys.exit(1)  # the others may be waiting in any collective

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject
 from src.launch import sharded_units
-from src.optim import local_part
+from src.optim import to_local
 
 
 def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
@@ -115,5 +115,5 @@ def blocks_to_wrap(subject: Subject, reference: Reference) -> list[str]:
 
 def _held_bytes(subject: Subject) -> int:
     """Of parameters, by the process that holds most."""
-    local = [local_part(p) for p in subject.model.parameters()]
+    local = [to_local(p) for p in subject.model.parameters()]
     return max(subject.gather(sum(tensor.numel() * tensor.element_size() for tensor in local)))

@@ -6,7 +6,7 @@ import torch
 
 from src.check.findings import Finding
 from src.check.subject import Reference, Subject, checksum, share_of, tensors
-from src.optim import local_part
+from src.optim import to_local
 
 
 def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
@@ -28,7 +28,7 @@ def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
         if name not in ours:
             continue
         found = ours[name].detach()
-        found, expected = local_part(found), local_part(share_of(expected, found))
+        found, expected = to_local(found), to_local(share_of(expected, found))
         count += 1
         if not torch.equal(found.to(expected.device), expected):
             differing.append(name)

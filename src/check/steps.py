@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from src.batches import MicroBatch
+from src.data.loading import MicroBatch
 from src.check.by_hand import by_hand, taken
 from src.check.data import steps_per_epoch
 from src.check.errors import COMPRESSED, EXACT, REORDERED, Worst, norm, off, relative_errors, verdict

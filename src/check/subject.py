@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from src.batches import MicroBatch, training_windows
+from src.data.loading import MicroBatch, training_steps
 from src.config import Config
 from src.launch import Launch
-from src.optim import Schedule, build_optimizers, local_part
-from src.preemption import StopRequest
+from src.optim import Schedule, build_optimizers, to_local
+from src.preemption import StopSignal
 from src.progress import Progress, Step
 from src.tasks.base import Examples, Task
 
@@ -45,7 +45,7 @@ class Subject:
     evaluate: Callable[..., Any]
 
     def __post_init__(self) -> None:
-        self.stop = StopRequest(self.accelerator, self.config.model_copy(update={"max_hours": None}))
+        self.stop = StopSignal(self.accelerator, self.config.model_copy(update={"max_hours": None}))
         self.random_numbers = checksum([torch.get_rng_state()])
         """Of the generator as train.py left it: equal where the same are drawn next."""
         self._loss_scale = Progress().loss_scale if self.launch.precision == "fp16" else 1.0
@@ -90,7 +90,7 @@ class Subject:
         """This process's micro-batches from step `first` on, without end."""
         size = {"micro_batch_size": micro_batch_size or self.config.micro_batch_size}
         config = self.config.model_copy(update=size)
-        return training_windows(self.accelerator, config, self.train_set, first, 10**12)
+        return training_steps(self.accelerator, config, self.train_set, first, 10**12)
 
     def step(self, window: list[MicroBatch], progress: Progress, max_grad_norm: float | None = None) -> Step:
         """The run's own; in fp16 again, with a smaller loss scale and random numbers from `seed`, where it overflows.
@@ -130,11 +130,11 @@ class Subject:
     @contextlib.contextmanager
     def holding(self, reference: Reference) -> Iterator[None]:
         """With the first process's reference's weights in place of its own. Collective."""
-        own = [local_part(p) for p in self.bare().parameters()]
+        own = [to_local(p) for p in self.bare().parameters()]
         kept = [p.detach().clone() for p in own]
         with torch.no_grad():
             for p, held, given in zip(own, self.bare().parameters(), reference.model.parameters(), strict=True):
-                p.copy_(local_part(share_of(broadcast(given.detach().clone()), held)))
+                p.copy_(to_local(share_of(broadcast(given.detach().clone()), held)))
         yield
         with torch.no_grad():
             for p, value in zip(own, kept, strict=True):
@@ -234,7 +234,7 @@ def checksum(found: list[Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in found:
         copied = (
-            local_part(tensor).detach().to("cpu", copy=True)
+            to_local(tensor).detach().to("cpu", copy=True)
         )  # FSDP can't free the memory of what has been a numpy array
         digest.update(copied.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
+from src.process import UserError
 from src.checkpoint import folders
-from src.checkpoint.random_state import absent_random_file
-from src.exit_codes import exit_codes
+from src.checkpoint.rng import absent_random_file
+from src.process import exit_codes
 from src.settings import flatten
 
 OF_ITS_OWN = ("seconds", "output_dir", "run_name", "wandb_id", "metrics_bytes")
@@ -36,9 +37,9 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if argv[0] not in commands:
-        raise ValueError(f"{argv[0]}: must be one of {', '.join(commands)}")
+        raise UserError(f"{argv[0]}: must be one of {', '.join(commands)}")
     if not argv[1:]:
-        raise ValueError(f"{argv[0]}: of which checkpoint or run?")
+        raise UserError(f"{argv[0]}: of which checkpoint or run?")
     return commands[argv[0]](argv[1:])
 
 
@@ -78,10 +79,10 @@ def export(paths: list[str]) -> int:
     source, *rest = paths
     path = next(_all([source]))
     if wrong := next(folders.problems(path), None):
-        raise ValueError(f"{path}: {wrong}")
+        raise UserError(f"{path}: {wrong}")
     folder = Path(rest[0]) if rest else path.parent.parent / f"model_{path.name}"
     if folder.exists():
-        raise ValueError(f"{folder}: is there already, name another folder")
+        raise UserError(f"{folder}: is there already, name another folder")
 
     from accelerate.utils import set_seed
 
@@ -92,7 +93,7 @@ def export(paths: list[str]) -> int:
 
     state = folders.read_state(path)
     config = config_from(state["config"])
-    config.task.recall(state["from_data"])
+    config.task.load_data_state(state["from_data"])
     set_seed(config.seed)
     model = config.task.build_model()
     require_same_frozen(path, state["frozen_norm"], frozen_norm(model))
@@ -106,11 +107,11 @@ def export(paths: list[str]) -> int:
 def diff(paths: list[str]) -> int:
     """Prints what differs; tensors are compared one by one, by the largest absolute difference of a value."""
     if len(paths) != 2:
-        raise ValueError("diff: takes two checkpoints")
+        raise UserError("diff: takes two checkpoints")
     first, second = (next(_all([path])) for path in paths)
     for path in (first, second):
         if wrong := next(folders.problems(path, contents=False), None):
-            raise ValueError(f"{path}: {wrong}")
+            raise UserError(f"{path}: {wrong}")
     lines = [*_differing_facts(first, second), *_differing_tensors(first, second)]
     print("\n".join(lines) or "the same")
     return 1 if lines else 0
@@ -147,7 +148,7 @@ def _all(paths: list[str]) -> Iterator[Path]:
     for path in map(Path, paths):
         found = folders.newest_first(path / "checkpoints") or folders.newest_first(path)
         if not found and not (path / folders.STATE).exists() and not (path / folders.MANIFEST).exists():
-            raise ValueError(f"{path}: neither a checkpoint nor a folder with any")
+            raise UserError(f"{path}: neither a checkpoint nor a folder with any")
         yield from found or [path]
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from src.process import UserError
+
 
 def frozen_norm(model: nn.Module) -> float:
     """The L2 norm over all frozen parameters, by which they are known again; 0 where there are none. Before FSDP."""
@@ -16,7 +18,7 @@ def frozen_norm(model: nn.Module) -> float:
 def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> None:
     """Raises: ValueError: the frozen parameters are not those that the checkpoint's were trained beside."""
     if not math.isclose(saved_norm, norm, rel_tol=1e-6):
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was trained beside other frozen weights: their norm was {saved_norm:.8g} and is {norm:.8g}; "
             f"task.model has changed since, give the one of then (task.revision)"
         )

@@ -18,14 +18,16 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 from torch.optim import Optimizer
 
+from src.process import UserError
 from src.checkpoint import folders
 from src.checkpoint.frozen import require_same_frozen
-from src.checkpoint.random_state import absent_random_file, random_file, restore_random_state
-from src.config import Config, output_mistakes, saved_settings, steps_of
+from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
+from src.checkpoint.output_folder import folder_errors, saved_settings
+from src.config import Config, steps_of
 from src.launch import Launch
 from src.progress import Progress
 from src.settings import flatten
-from src.stop_signals import STOP_SIGNALS
+from src.process import SIGNALS
 
 OF_THE_END = (
     "epochs", "max_steps", "early_stopping", "push_to_hub", "task.lora.merge", "checkpoint.export_best",
@@ -79,7 +81,7 @@ def about(config: Config, launch: Launch, examples: int, fingerprints: list[str]
     """
     return {
         "config": config.model_dump(mode="json"),
-        "from_data": config.task.from_data(),
+        "from_data": config.task.data_state(),
         "examples": examples,
         "data": fingerprints,
         "frozen_norm": frozen_norm,
@@ -102,12 +104,12 @@ def find(accelerator: Accelerator, config: Config) -> Found:
         _lock(config.folder)
         if own.is_symlink() and own.exists():
             _lock(own)  # two runs must not write into one
-        if mistakes := list(output_mistakes(config)):  # the one that held the lock may have changed what is there
-            raise ValueError("\n".join(mistakes))
+        if mistakes := list(folder_errors(config)):  # the one that held the lock may have changed what is there
+            raise UserError("\n".join(mistakes))
         folders.sweep(own)
     if config.resume == "never":
         return Found()
-    candidates = folders.newest_first(own) + ([config.origin] if config.origin else [])
+    candidates = folders.newest_first(own) + ([config.parent_checkpoint] if config.parent_checkpoint else [])
     checkpoint, damaged = _first_whole(accelerator, candidates)
     if checkpoint is None:
         if not damaged:
@@ -115,7 +117,7 @@ def find(accelerator: Accelerator, config: Config) -> Found:
             return Found(notes=[f"starting over: {config.folder} has no checkpoint yet"] if is_begun else [])
         lines = [f"{path}: {why}" for path, why in damaged.items()]
         advice = f"move {config.folder} away to start over" if own.exists() else "choose another --resume"
-        raise ValueError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
+        raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
     seen = [(folders.read_state(checkpoint), _has_ended(config))]
     broadcast_object_list(seen)  # by the main process: file systems tell machines news at different times
     state, has_ended = seen[0]
@@ -218,8 +220,8 @@ def _lock(folder: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if STOP_SIGNALS.name:  # status.json is the other one's
-                STOP_SIGNALS.die()
+            if SIGNALS.name:  # status.json is the other one's
+                SIGNALS.die()
             if second == 0:
                 print(f"{folder}: another process still writes this run, waiting for it to end", flush=True)
         except OSError:  # not on this file system
@@ -229,7 +231,7 @@ def _lock(folder: Path) -> None:
                 return  # else the other one, refused, deleted the folder that was locked
         os.close(descriptor)
         time.sleep(1)
-    raise ValueError(f"output_dir={folder}: another process writes this run; stop it, or choose another --run_name")
+    raise UserError(f"output_dir={folder}: another process writes this run; stop it, or choose another --run_name")
 
 
 def _has_ended(config: Config) -> bool:
@@ -252,7 +254,7 @@ def _require_whole_record(config: Config, found: Found) -> None:
     content, saved = record.read_bytes() if record.exists() else b"", found.state["metrics_bytes"]
     if saved and content[saved - 1 : saved] != b"\n" and not config.checkpoint.accept_changes:
         was = f"{len(content):,} bytes, and had {saved:,}" if len(content) < saved else "other lines than"
-        raise ValueError(
+        raise UserError(
             f"{record} has {was} when {found.checkpoint} was saved: bring it back, branch off with another --run_name "
             f"and --resume={found.checkpoint}, or continue all the same with --checkpoint.accept_changes=true"
         )
@@ -271,7 +273,7 @@ def _require_same_data(checkpoint: Path, then: dict[str, Any], now: dict[str, An
     if changed and not changes:
         changes.append(f"other text, images or labels {' and '.join(changed)}")
     if changes:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} is of a run with other data: {'; '.join(changes)}: bring them back, choose another "
             f"--run_name, or continue all the same with --checkpoint.accept_changes=true"
         )
@@ -293,7 +295,7 @@ def _check_changes(config: Config, found: Found) -> None:
         others |= extent
         changes += f" (the learning rate's schedule then spans {after} steps, not {before})"
     if others and not config.checkpoint.accept_changes:
-        raise ValueError(
+        raise UserError(
             f"{found.checkpoint} is of a run with other settings: {changes}; set them back, choose another --run_name, "
             f"or continue all the same with --checkpoint.accept_changes=true"
         )

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from src.checkpoint import folders
-from src.checkpoint.random_state import random_state
+from src.checkpoint.rng import random_state
 from src.config import Config
 from src.progress import Progress
 
@@ -57,7 +57,7 @@ class Saver:
         self._running: tuple[Path, Future[Any]] | None = None
         self._pause = 0.0
         self._calls = 0
-        self._importing = threading.Thread(target=import_module, args=("src.checkpoint.writer",), daemon=True)
+        self._importing = threading.Thread(target=import_module, args=("src.checkpoint.write",), daemon=True)
 
     def save(self, progress: Progress, about: dict[str, Any]) -> None:
         """Starts to write a checkpoint of the state as it is now; waits for the one before, and for the copy.
@@ -66,7 +66,7 @@ class Saver:
             about: what to keep in state.json besides `progress`.
         """
         from src.checkpoint.tensors import own_share, run_tensors
-        from src.checkpoint.writer import Writer, new_stager, start_writing
+        from src.checkpoint.write import Writer, new_stager, start_writing
 
         started = time.perf_counter()
         self.collect(wait=True)
@@ -94,7 +94,7 @@ class Saver:
             self._importing.start()  # training goes on meanwhile, where the first step, or the first save, would wait
         if self._running is None or not (wait or self._running[1].done()):
             return
-        from src.checkpoint.writer import failure_of
+        from src.checkpoint.write import failure_of
 
         checkpoint, future = self._running
         self._running = None

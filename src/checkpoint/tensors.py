@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from src.process import UserError
+
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in a single process, it is meant
 
 
@@ -124,7 +126,7 @@ def _require_same_model(
     differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     if differing:
         name, others = differing[0], len(differing) - 1
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} is of another model: {name.removeprefix('model.')} is {there.get(name, 'not there')} in it "
             f"and {here.get(name, 'not there')} in this one" + (f", and {others} more differ" if others else "")
         )

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
 from src.checkpoint import folders
-from src.checkpoint.random_state import random_file
+from src.checkpoint.rng import random_file
 
 
 def new_stager(device: torch.device) -> DefaultStager:

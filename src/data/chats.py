@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from src.process import UserError
+
 Chat = list[dict[str, Any]]
 Spans = list[tuple[int, int]]
 """Parts of a text, from one character up to another."""
@@ -123,19 +125,19 @@ def written(
         text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=begins_answer)
     except Exception as error:  # it is a program
         reason = " ".join(str(error).split())
-        raise ValueError(f"the tokenizer's chat template refuses {_named(chat)}: {reason}") from error
+        raise UserError(f"the tokenizer's chat template refuses {_named(chat)}: {reason}") from error
     assert isinstance(text, str)
     return text
 
 
 def require_tools(chat: Chat, tools: Tools | None, text: str) -> None:
-    """Raises: ValueError: the template left them, or the calls of them, out of the text."""
+    """Raises: UserError: the template left them, or the calls of them, out of the text."""
     calls = [call for message in chat for call in message.get("tool_calls", ())]
     descriptions: list[Any] = [*(tools or ())]
     for what, parts in (("the tool calls", calls), ("the tools", descriptions)):
         names = [part.get("function", part).get("name", "") for part in parts]
         if any(str(name) not in text for name in names):
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer's chat template leaves out {what} in {_named(chat)}: set another --task.chat_template"
             )
 
@@ -170,7 +172,7 @@ def assistant_turns(chat: Chat, text: str, render: Render, eos: str) -> tuple[Sp
         turn = turn.removesuffix(eos) if ends else turn
         kept = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
         if kept is None or not goes_on:
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer's chat template writes earlier turns otherwise once a chat goes on, so that the "
                 f"assistant's cannot be told apart in {_named(chat)}: set --task.learn_all=true, or another "
                 f"--task.chat_template"

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from src.process import UserError
+
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
@@ -113,7 +115,7 @@ def _download(data_dir: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
             MNIST(data_dir, download=True)
     except (RuntimeError, OSError) as error:
-        raise ValueError(
+        raise UserError(
             f"MNIST is not in task.data_dir={data_dir} and could not be downloaded "
             f"({str(error).strip().splitlines()[-1]}): set --task.data_dir=DIR to a folder with the four files "
             f"{', '.join(IDX_FILES)}, or use the bundled digits with --task.source=digits"
@@ -123,7 +125,7 @@ def _download(data_dir: str) -> None:
 def _read_digits(folder: Path, images_name: str, labels_name: str) -> Digits:
     images, labels = _read_idx(folder / images_name), _read_idx(folder / labels_name)
     if images.shape[1:] != (28, 28) or len(labels) != len(images) or len(labels) == 0 or labels.max() > 9:
-        raise ValueError(
+        raise UserError(
             f"{folder / images_name} and {labels_name} are not MNIST's: images {tuple(images.shape)}, "
             f"labels {tuple(labels.shape)}; delete them to download MNIST again, or set --task.data_dir"
         )
@@ -136,7 +138,7 @@ def _read_idx(path: Path) -> Tensor:
     rank = content[3] if content[:3] == b"\0\0\x08" and len(content) >= 4 else 0
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, 4 + 4 * rank, 4)]
     if rank != (3 if "images" in path.name else 1) or len(content) != 4 + 4 * rank + math.prod(shape):
-        raise ValueError(
+        raise UserError(
             f"{path}: truncated or not an IDX file of {'images' if 'images' in path.name else 'labels'} "
             f"({len(content)} bytes); delete it to download MNIST again, or set --task.data_dir"
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PrivateAttr
 
+from src.process import UserError
 from src.settings import Settings
 
 if TYPE_CHECKING:  # settings are checked, and --help answers, before datasets is imported
@@ -95,7 +96,7 @@ class TextSource(Settings):
         splits: Any = _files_by_split(path) if path.exists() else self._from_hub()
         for setting, split in (("train_split", self.train_split), ("eval_split", self.eval_split)):
             if split and split not in splits:
-                raise ValueError(f"task.{setting}={split}: {self.dataset} has {', '.join(splits)}")
+                raise UserError(f"task.{setting}={split}: {self.dataset} has {', '.join(splits)}")
         others = [name for name in EVALUATION if name in splits and name != self.train_split]
         eval_split = self.eval_split or next(iter(others), None)
         used = [splits[split] for split in (self.train_split, eval_split) if split]
@@ -116,7 +117,7 @@ class TextSource(Settings):
         where = "the data to train on" if part == "train" else "the data to evaluate on"
         missing = [name for name in columns if name not in rows.column_names]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"task.dataset={self.dataset}: no column {' nor '.join(missing)} in {where}; "
                 f"its columns are {', '.join(rows.column_names)}"
             )
@@ -125,18 +126,18 @@ class TextSource(Settings):
             try:
                 bad = {row: f"{name} {why}" for row, why in _bad_rows(rows, name, kind)} | bad
             except UnicodeError as error:
-                raise ValueError(f"task.dataset={self.dataset}: cannot be read, {error}") from error
+                raise UserError(f"task.dataset={self.dataset}: cannot be read, {error}") from error
         if bad and self.bad_rows == "refuse":
             first, *others = sorted(bad)
             named = ", ".join(str(row + 1) for row in (first, *others[:4])) + (", …" if len(others) > 4 else "")
-            raise ValueError(
+            raise UserError(
                 f"task.dataset={self.dataset}: {len(bad)} of {len(rows)} rows in {where} have no usable "
                 f"{' or '.join(columns)} (row {named}; the first is 1): in row {first + 1} {bad[first]}; mend them, or "
                 f"leave them out with --task.bad_rows=skip"
             )
         if len(bad) == len(rows):
             why = f": in row 1 {bad[0]}" if bad else ""
-            raise ValueError(f"task.dataset={self.dataset}: no usable row in {where}{why}")
+            raise UserError(f"task.dataset={self.dataset}: no usable row in {where}{why}")
         if bad:
             self._skipped_rows[part] = len(bad)
             rows = rows.select([row for row in range(len(rows)) if row not in bad])
@@ -150,7 +151,7 @@ class TextSource(Settings):
         """
         size = round(len(rows) * self.eval_fraction)
         if not 0 < size < len(rows):
-            raise ValueError(
+            raise UserError(
                 f"task.dataset={self.dataset}: {len(rows)} rows are too few to keep "
                 f"{self.eval_fraction:g} of them for evaluation (task.eval_fraction)"
             )
@@ -169,13 +170,13 @@ class TextSource(Settings):
 
         for file in files:
             if file.stat().st_size == 0:
-                raise ValueError(f"task.dataset={file}: the file is empty")
+                raise UserError(f"task.dataset={file}: the file is empty")
         options, names = self._options(files), [glob.escape(str(file)) for file in files]
         try:
             return load_dataset(LOADERS[_suffix(files[0])], data_files=names, split="train", **options)
         except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
             says = "no row in it" if "corresponds to no data" in str(error) else f"cannot be read, {_cause(error)}"
-            raise ValueError(f"task.dataset={self.dataset}: {says}") from error
+            raise UserError(f"task.dataset={self.dataset}: {says}") from error
 
     def _from_hub(self) -> DatasetDict:
         from datasets import load_dataset
@@ -192,7 +193,7 @@ class TextSource(Settings):
                 folder = snapshot_download(self.dataset, repo_type="dataset", local_files_only=True)
                 return load_dataset(folder, self.dataset_config)
         except (ConnectionError, DatasetNotFoundError, LocalEntryNotFoundError) as error:
-            raise ValueError(
+            raise UserError(
                 f"task.dataset={self.dataset}: no such file or folder here, and not to be had from the Hub "
                 f"({_cause(error)}); offline, download it before with `hf download --repo-type dataset {self.dataset}` "
                 f"and set HF_HUB_OFFLINE=1"
@@ -200,14 +201,14 @@ class TextSource(Settings):
         except Exception as error:  # of many kinds, as above
             is_config = "BuilderConfig" in str(error)
             where = f"task.dataset_config={self.dataset_config}" if is_config else f"task.dataset={self.dataset}"
-            raise ValueError(f"{where}: cannot be read, {_cause(error)}") from error
+            raise UserError(f"{where}: cannot be read, {_cause(error)}") from error
 
     def _options(self, files: list[Path]) -> dict[str, Any]:
         from datasets import Features, Value
 
         suffix = _suffix(files[0])
         if self.column_names and LOADERS[suffix] != "csv":
-            raise ValueError(f"task.column_names is for .csv and .tsv files, and {files[0]} is none")
+            raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is none")
         if suffix == ".txt":
             return {"sample_by": "document", "encoding": "utf-8-sig"}
         if suffix not in (".csv", ".tsv"):
@@ -217,7 +218,7 @@ class TextSource(Settings):
         first, *others = [self._columns(file, dialect) for file in files]
         for file, names in zip(files[1:], others, strict=True):
             if absent := [name for name in first if name not in names]:
-                raise ValueError(f"task.dataset={file}: has no column {absent[0]}, which {files[0]} has")
+                raise UserError(f"task.dataset={file}: has no column {absent[0]}, which {files[0]} has")
         if self.column_names:
             dialect["column_names"] = first
         text = Features({name: Value("string") for name in first})
@@ -236,23 +237,23 @@ class TextSource(Settings):
                 rows = (line for line in lines if line)  # as pandas, which skips empty lines
                 header, row = next(rows, []), next(rows, [])
         except UnicodeDecodeError as error:
-            raise ValueError(f"task.dataset={file}: cannot be read, it is not UTF-8") from error
+            raise UserError(f"task.dataset={file}: cannot be read, it is not UTF-8") from error
         except csv.Error as error:
-            raise ValueError(f"task.dataset={file}: cannot be read, {error}") from error
+            raise UserError(f"task.dataset={file}: cannot be read, {error}") from error
         names = self.column_names or [name or f"Unnamed: {i}" for i, name in enumerate(header)]  # as pandas calls it
         if len(names) != len(header):
-            raise ValueError(f"task.column_names has {len(names)} names, but {file} has {len(header)} columns")
+            raise UserError(f"task.column_names has {len(names)} names, but {file} has {len(header)} columns")
         if self.column_names == header:
-            raise ValueError(f"task.column_names: {file} has that header itself; leave them out")
+            raise UserError(f"task.column_names: {file} has that header itself; leave them out")
         if len(header) == 1 and not self.column_names and (other := re.search("[;\t|]", header[0])):
-            raise ValueError(
+            raise UserError(
                 f"task.dataset={file}: its only column would be {header[0]!r}: fields of a {_suffix(file)} file are "
                 f"separated by {'tabs' if _suffix(file) == '.tsv' else 'commas'}, not by {other[0]!r}"
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"task.dataset={file}: the column {twice[0]} is there twice")
+            raise UserError(f"task.dataset={file}: the column {twice[0]} is there twice")
         if len(row) > len(names):  # pandas would take the first field for the row's name
-            raise ValueError(
+            raise UserError(
                 f"task.dataset={file}: row 1 has {len(row)} fields, and the header {len(names)}: mend such rows; where "
                 f"a text has the separator in it, it needs quotes around it"
             )
@@ -336,21 +337,21 @@ def _requirement(kind: Kind) -> Callable[[Any], object]:
 
 def _require_text(value: Any) -> None:
     if value is None or (isinstance(value, str) and not value.strip()):
-        raise ValueError("is empty")
+        raise UserError("is empty")
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-        raise ValueError(
+        raise UserError(
             "is a list of messages, not text: put each chat into one column, named by --task.messages_column"
         )
     if not isinstance(value, str):
-        raise ValueError(f"is {type(value).__name__}, not text")
+        raise UserError(f"is {type(value).__name__}, not text")
 
 
 def _require_label(value: Any) -> None:
     if isinstance(value, float | Decimal):
         if value != value:  # NaN, with which pandas marks what is missing
-            raise ValueError("is empty")
+            raise UserError("is empty")
         if value != value // 1:
-            raise ValueError(f"is {value}, neither a name nor a whole number")
+            raise UserError(f"is {value}, neither a name nor a whole number")
     elif not isinstance(value, int):  # bool is one
         _require_text(value)
 

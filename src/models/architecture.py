@@ -6,6 +6,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from src.process import UserError
 from src.settings import nearest
 
 
@@ -21,7 +22,7 @@ def new_config(
     fields = dict(architecture)
     kind = fields.pop("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
-        raise ValueError(
+        raise UserError(
             f"task.architecture.model_type={kind}: transformers has no such causal language model"
             f"{nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))}"
         )
@@ -29,7 +30,7 @@ def new_config(
     known = [name for name in {**default.to_dict(), **default.attribute_map} if not name.startswith("_")]
     if unknown := [name for name in fields if name not in known]:
         lines = [f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}" for name in unknown]
-        raise ValueError("\n".join(lines))
+        raise UserError("\n".join(lines))
     fields.setdefault("vocab_size", len(tokenizer))
     positions = default.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # n_positions in GPT-2
     if positions in known and "max_position_embeddings" not in fields:
@@ -39,7 +40,7 @@ def new_config(
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # transformers checks fields with errors of several kinds
-        raise ValueError(f"task.architecture: {kind} refuses it, {' '.join(str(error).split())}") from error
+        raise UserError(f"task.architecture: {kind} refuses it, {' '.join(str(error).split())}") from error
 
 
 def new_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
@@ -49,6 +50,6 @@ def new_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         return auto_class.from_config(config, dtype=torch.float32)
     except Exception as error:  # of many kinds, too
-        raise ValueError(
+        raise UserError(
             f"task.architecture: {config.model_type} refuses it, {' '.join(str(error).split())}"
         ) from error

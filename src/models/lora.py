@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from src.process import UserError
 from src.settings import Settings
 
 if TYPE_CHECKING:  # settings are checked, and --help answers, before peft is imported
@@ -30,7 +31,7 @@ class Lora(Settings):
     merge: bool = False
     """Also export the model with the adapters added to its weights, into model/merged. A classifier always is."""
 
-    def mistakes(self) -> Iterator[str]:
+    def validation_errors(self) -> Iterator[str]:
         """Settings without effect."""
         if not self.r and self != Lora():
             yield "task.lora.r is not set, without which the other settings of task.lora do nothing"
@@ -52,7 +53,7 @@ class Lora(Settings):
         layers = [name for name, _ in model.named_modules()]
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
         if absent:
-            raise ValueError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
+            raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
         settings = LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
@@ -65,7 +66,7 @@ class Lora(Settings):
                 warnings.simplefilter("ignore", FutureWarning)
                 return get_peft_model(model, settings, revision=revision)
         except ValueError as error:
-            raise ValueError(f"task.lora.target_modules: {' '.join(str(error).split())}") from error
+            raise UserError(f"task.lora.target_modules: {' '.join(str(error).split())}") from error
 
     def save_merged(
         self, load_model: Callable[[Any, PreTrainedConfig], PreTrainedModel], config: PreTrainedConfig, folder: Path

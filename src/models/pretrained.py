@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from src.process import UserError
 from src.settings import Settings
 
 if TYPE_CHECKING:  # settings are checked, and --help answers, before transformers is imported
@@ -86,7 +87,7 @@ class ModelSource(Settings):
             )
         absent = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
         if refused := [name for name in absent if not re.search(may_lack, name)]:
-            raise ValueError(
+            raise UserError(
                 f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {len(refused)} of its weights "
                 f"are missing or of another shape ({', '.join(refused[:3])}{', …' if len(refused) > 3 else ''})"
             )
@@ -105,12 +106,12 @@ class ModelSource(Settings):
                 name or self.model, revision=None if name else self.revision, trust_remote_code=False
             )
         if not tokenizer.is_fast:
-            raise ValueError(
+            raise UserError(
                 f"{name or self.model}: {type(tokenizer).__name__} does not say where in a text its tokens are; "
                 f"take a model with a tokenizer of the tokenizers library (tokenizer.json)"
             )
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
-            raise ValueError(f"task.{'tokenizer' if name else 'model'}={name or self.model}: it has no tokenizer")
+            raise UserError(f"task.{'tokenizer' if name else 'model'}={name or self.model}: it has no tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
     def check_fit(self, sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -121,9 +122,9 @@ class ModelSource(Settings):
         positions = getattr(config, "max_position_embeddings", None) or 0
         limit = min(positions, tokenizer.model_max_length) if positions > 0 else tokenizer.model_max_length
         if sequence_length > limit:
-            raise ValueError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
+            raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
         if len(tokenizer) > config.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer has {len(tokenizer)} tokens, but the model knows {config.vocab_size} "
                 f"(task.tokenizer, task.architecture.vocab_size)"
             )
@@ -152,7 +153,7 @@ class ModelSource(Settings):
                 )
             else:
                 reason = f"no such folder here, and not to be had from the Hub ({says})"
-            raise ValueError(f"task.{setting}={name}: {reason}") from error
+            raise UserError(f"task.{setting}={name}: {reason}") from error
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tensor], folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import yaml
 from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr, field_validator
 
+from src.process import UserError
 from src.data.text import TextSource, table_checksum
 from src.models.lora import Lora
 from src.models.pretrained import ModelSource, save
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from src.data.documents import Format
     from src.data.packing import Sequences
-    from src.models.language_model import LanguageModel
+    from src.models.causal_lm import LanguageModel
 
 
 ROUTERS_LOSS = re.compile("output_router_logits|(aux|z)_loss|moe_loss")
@@ -81,7 +82,7 @@ class CausalLM(TextSource, ModelSource, Task):
     def _with_types(cls, fields: Any) -> Any:
         return _typed(fields) if isinstance(fields, dict) else fields
 
-    def mistakes(self) -> Iterator[str]:
+    def validation_errors(self) -> Iterator[str]:
         yield from self.source_mistakes()
         yield from self.model_mistakes()
         if bool(self.model) == bool(self.architecture):
@@ -91,7 +92,7 @@ class CausalLM(TextSource, ModelSource, Task):
         for name, value in flatten(self.architecture):
             if value and ROUTERS_LOSS.search(name):
                 yield f"task.architecture.{name}={value}: {NO_ROUTERS_LOSS}; leave it out to train without"
-        yield from self.lora.mistakes()
+        yield from self.lora.validation_errors()
         if self.lora.r and not self.model:
             yield "task.lora adapts a model that there is: set task.model, not task.architecture"
         if (self.prompt_column is None) != (self.completion_column is None):
@@ -114,7 +115,7 @@ class CausalLM(TextSource, ModelSource, Task):
         from transformers import AutoModelForCausalLM
 
         from src.models.architecture import new_model
-        from src.models.language_model import LanguageModel
+        from src.models.causal_lm import LanguageModel
 
         if self.model:
             lm: Any = self.load_model(AutoModelForCausalLM, self._config)
@@ -124,9 +125,9 @@ class CausalLM(TextSource, ModelSource, Task):
             lm = self.lora.adapted(lm, "CAUSAL_LM", self.revision)
         model = LanguageModel(lm, has_adapter=bool(self.lora.r))
         if not model.is_causal:
-            raise ValueError(f"{self._config.model_type} sees the tokens that it has to predict: it is no decoder")
+            raise UserError(f"{self._config.model_type} sees the tokens that it has to predict: it is no decoder")
         if self.packing and not model.keeps_documents_apart:
-            raise ValueError(
+            raise UserError(
                 f"{self._config.model_type} lets packed documents see each other: set --task.packing=false"
             )
         return model
@@ -140,7 +141,7 @@ class CausalLM(TextSource, ModelSource, Task):
         else:
             config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
         if getattr(config.get_text_config(), "output_router_logits", False):
-            raise ValueError(
+            raise UserError(
                 f"task.model={self.model}: its config asks for it by output_router_logits, but {NO_ROUTERS_LOSS}; "
                 f"set that to false in its config.json to train without"
             )
@@ -170,7 +171,7 @@ class CausalLM(TextSource, ModelSource, Task):
         else:
             train, evaluation = self.split(train)
         if form.messages and not self._tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template: set --task.chat_template to a Jinja file with one")
+            raise UserError("the tokenizer has no chat template: set --task.chat_template to a Jinja file with one")
         _ = self._config  # sequence_length is checked before the work begins
         return self._sequences(train, form, "training data"), self._sequences(evaluation, form, "evaluation data")
 
@@ -191,7 +192,7 @@ class CausalLM(TextSource, ModelSource, Task):
             return Format(prompt="prompt", completion="completion")
         if "text" in names or len(names) == 1:
             return Format(text="text" if "text" in names else names[0])
-        raise ValueError(
+        raise UserError(
             f"task.dataset={self.dataset}: which of its columns {', '.join(names)} to learn? Set "
             f"--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
         )
@@ -202,7 +203,7 @@ class CausalLM(TextSource, ModelSource, Task):
         length = len(rows[0][column])
         cut = round(length * (1 - self.eval_fraction))
         if not 0 < cut < length:
-            raise ValueError(f"task.dataset={self.dataset}: too short to keep a part of it for evaluation")
+            raise UserError(f"task.dataset={self.dataset}: too short to keep a part of it for evaluation")
         return cut_out(rows, column, 0, cut), cut_out(rows, column, cut, length)
 
     def _sequences(self, rows: Dataset, form: Format, what: str) -> Sequences:
@@ -211,7 +212,7 @@ class CausalLM(TextSource, ModelSource, Task):
 
         table = pieces(rows, form, self._tokenizer, self.sequence_length, self.learn_all, what)
         if not table.with_format("numpy")["targets"][:].any():
-            raise ValueError(
+            raise UserError(
                 f"task.dataset={self.dataset}: the {what} has nothing to predict: no row has a completion, or a turn "
                 f"of the assistant, within sequence_length={self.sequence_length}"
             )
@@ -252,7 +253,7 @@ class CausalLM(TextSource, ModelSource, Task):
     def documents(self, sample: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         return [[piece] for piece in sample]
 
-    def tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
+    def count_tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
         return batch["tokens"], batch["input_ids"].numel()
 
     # ---------------------------------------------------------------------------------------------- loss and scores

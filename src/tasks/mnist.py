@@ -51,7 +51,7 @@ class Mnist(Task):
     def augmented(self, train: Any, seed: list[int]) -> Any:
         return train.moved(self.rotation, self.shift, seed) if self.rotation or self.shift else train
 
-    def on_device(self, dataset: Any, device: torch.device) -> Any:
+    def to_device(self, dataset: Any, device: torch.device) -> Any:
         return dataset.to(device)
 
     def model_input(self, batch: Any) -> Tensor:
@@ -75,6 +75,6 @@ class Mnist(Task):
         return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        from src.metrics import Accuracy
+        from src.tasks.metrics import Accuracy
 
         return Accuracy().compute(**outputs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, PrivateAttr
 
+from src.process import UserError
 from src.data.text import Kind, TextSource, table_checksum
 from src.models.lora import Lora
 from src.models.pretrained import ModelSource, fsdp_blocks, save
@@ -48,10 +49,10 @@ class TextClassification(TextSource, ModelSource, Task):
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
     _labels: list[str] = PrivateAttr(default_factory=list)
 
-    def mistakes(self) -> Iterator[str]:
+    def validation_errors(self) -> Iterator[str]:
         yield from self.source_mistakes()
         yield from self.model_mistakes()
-        yield from self.lora.mistakes()
+        yield from self.lora.validation_errors()
         if not self.model:
             yield "task.model is not set: name a model on the Hub or a local folder"
         if self.text_pair_column == self.text_column:
@@ -71,7 +72,7 @@ class TextClassification(TextSource, ModelSource, Task):
 
         import numpy as np
 
-        from src.data.labelled import tokenised
+        from src.data.classification import tokenised
 
         tokenizer, length = self._tokenizer, self.sequence_length
         train = tokenised(train.select_columns(texts), train_ids, tokenizer, length, "training data")
@@ -81,7 +82,7 @@ class TextClassification(TextSource, ModelSource, Task):
 
     def _label_ids(self, train: Dataset, evaluation: Dataset) -> tuple[list[str], list[int], list[int]]:
         """The names of the labels, and the labels of both parts as positions in that list."""
-        from src.data.labelled import in_order, label_names
+        from src.data.classification import in_order, label_names
 
         labels = label_names([train, evaluation], self.label_column)
         names = in_order(labels[0])
@@ -90,9 +91,9 @@ class TextClassification(TextSource, ModelSource, Task):
             names = sorted(names, key=known.__getitem__)
         where = f"task.label_column={self.label_column}"
         if len(names) < 2:
-            raise ValueError(f"{where}: all rows to train on have the same label, {names[0]}")
+            raise UserError(f"{where}: all rows to train on have the same label, {names[0]}")
         if unseen := sorted(set(labels[1]) - set(names)):
-            raise ValueError(
+            raise UserError(
                 f"{where}: {', '.join(unseen)} is in the data to evaluate on, but not in the data to train on "
                 f"({', '.join(names)})"
             )
@@ -100,10 +101,10 @@ class TextClassification(TextSource, ModelSource, Task):
         train_ids, eval_ids = ([position[label] for label in part] for part in labels)
         return names, train_ids, eval_ids
 
-    def from_data(self) -> dict[str, Any]:
+    def data_state(self) -> dict[str, Any]:
         return {"labels": self._labels}
 
-    def recall(self, from_data: dict[str, Any]) -> None:
+    def load_data_state(self, from_data: dict[str, Any]) -> None:
         self._labels = from_data["labels"]
 
     def fingerprint(self, dataset: Dataset) -> str:
@@ -121,7 +122,7 @@ class TextClassification(TextSource, ModelSource, Task):
         }
 
     def order(self, train: Dataset, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
-        from src.data.labelled import length_grouped
+        from src.data.classification import length_grouped
 
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
@@ -137,7 +138,7 @@ class TextClassification(TextSource, ModelSource, Task):
         labels = torch.tensor([sample["label"] for sample in samples])
         return {"inputs": inputs, "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
 
-    def tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
+    def count_tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
         return batch["tokens"], batch["inputs"]["input_ids"].numel()
 
     # ------------------------------------------------------------------------------------------------------- model
@@ -155,7 +156,7 @@ class TextClassification(TextSource, ModelSource, Task):
         config.pad_token_id = self._tokenizer.pad_token_id
         classes = AutoModelForSequenceClassification._model_mapping
         if type(config) not in classes:
-            raise ValueError(
+            raise UserError(
                 f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}"
             )
         model_class: Any = classes[type(config)]
@@ -177,12 +178,12 @@ class TextClassification(TextSource, ModelSource, Task):
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = self.load_tokenizer()
         if self.pad_token and self.pad_token not in tokenizer.get_vocab():
-            raise ValueError(f"task.pad_token={self.pad_token}: the tokenizer has no such token")
+            raise UserError(f"task.pad_token={self.pad_token}: the tokenizer has no such token")
         if self.pad_token:
             tokenizer.pad_token = self.pad_token
         if tokenizer.pad_token_id is None:
             hint = f"such as --task.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else "one of its tokens"
-            raise ValueError(f"task.model={self.model}: its tokenizer has no pad token; set task.pad_token, {hint}")
+            raise UserError(f"task.model={self.model}: its tokenizer has no pad token; set task.pad_token, {hint}")
         return tokenizer
 
     # --------------------------------------------------------------------------------------------- loss and scores
@@ -200,7 +201,7 @@ class TextClassification(TextSource, ModelSource, Task):
         return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        from src.metrics import F1, Accuracy, Matthews
+        from src.tasks.metrics import F1, Accuracy, Matthews
 
         f1 = F1().compute(**outputs, labels=len(self._labels))
         return {**Accuracy().compute(**outputs), **f1, **Matthews().compute(**outputs)}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from src.config import Config
-from src.orphans import outlive_signals
+from src.process import ignore_signals_in_worker
 from src.tasks.base import Examples, Task
 
 
@@ -71,7 +71,7 @@ class Shares:
                 yield share.tolist() or self.order[:1].tolist()
 
 
-def training_windows(
+def training_steps(
     accelerator: Accelerator, config: Config, dataset: Examples, done: int, total_steps: int
 ) -> Iterator[list[MicroBatch]]:
     """For each optimizer step this process's micro-batches, from the one after `done` steps on: nothing is replayed."""
@@ -146,7 +146,7 @@ def _load(
             collate_fn=config.task.collate,
             num_workers=config.num_workers,
             pin_memory=accelerator.device.type == "cuda",
-            worker_init_fn=outlive_signals,
+            worker_init_fn=ignore_signals_in_worker,
             generator=torch.Generator().manual_seed(seed),  # torch's own is the one that dropout draws from
         )
         batches = _naming_the_killed(loader)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from src.process import UserError
 from src.models.pretrained import fsdp_blocks
 
 CHUNK, CHUNK_ON_GPU = 2**24, 2**27
@@ -39,7 +40,7 @@ class LanguageModel(nn.Module):
             self.is_causal, self.keeps_documents_apart, self._has_known_head = self._probe()
         except (RuntimeError, ValueError, IndexError, TypeError) as error:  # its config builds, but does not run
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{type(self.hf).__name__} fails on eight tokens: {reason}") from error
+            raise UserError(f"{type(self.hf).__name__} fails on eight tokens: {reason}") from error
         self._freeze_what_text_does_not_pass()
         self.train()
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.config import Config, published
-from src.early_stopping import score
+from src.checkpoint.output_folder import published
+from src.config import Config
+from src.process import UserError
+from src.progress import score
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -104,7 +106,7 @@ def rotate(checkpoints: Path, config: Config) -> None:
     """Deletes checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay."""
     whole = [path for path in newest_first(checkpoints) if not any(problems(path, contents=False))]
     newest = whole[: config.checkpoint.keep_last]
-    best = best_first(whole, config)[: config.checkpoint.wants_best] if config.checkpoint.wants_best else []
+    best = best_first(whole, config)[: config.checkpoint.num_best] if config.checkpoint.num_best else []
     for path in whole:
         if path not in newest and path not in best:
             delete(path)
@@ -148,7 +150,7 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
     try:
         yield from _problems(checkpoint, contents, share)
     except PermissionError as error:
-        raise ValueError(f"{error.filename} cannot be read, {error.strerror}: have it made readable for you") from error
+        raise UserError(f"{error.filename} cannot be read, {error.strerror}: have it made readable for you") from error
     except OSError as error:
         yield f"{error.filename} cannot be read, {error.strerror}"
 

@@ -1,0 +1,148 @@
+"""The process: its exit codes (0 done, 1 failed, 2 the user erred), the signals that stop it, its launcher's death."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+GRACE_SECONDS = 5.0
+"""How long a process that may fail only because another one did keeps quiet: the launcher ends it meanwhile."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
+"""Environment variables that accelerate's and torch's launchers always set, and nobody else does."""
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+
+
+class UserError(ValueError):
+    """A mistake of the user's, one per line of the message: printed without a traceback, exit code 2.
+
+    Raise it for settings and data. Any other exception keeps its traceback.
+    """
+
+
+class RunError(Exception):
+    """A failure from outside (disk, network): printed in one line without a traceback, exit code 1."""
+
+
+class Signals:
+    """The signals that ask this process to stop, noted from `catch` on. A second SIGINT ends it at once."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        """Name of the last signal; None: none came."""
+        self._answer: Callable[[str], None] | None = None
+        self._interrupted = 0.0
+        self._process = 0
+
+    def catch(self) -> None:
+        """Note the signals from now on, in place of their default action."""
+        self._process = os.getpid()
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def release(self) -> None:
+        """Let the signals end the process again."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    def answer_by(self, answer: Callable[[str], None] | None) -> None:
+        """Call `answer` with the name of each signal when it comes, and of one that has come already."""
+        self._answer = answer
+        if answer and self.name:
+            answer(self.name)
+
+    def die(self) -> None:
+        """End the process as the signal itself does, without a message."""
+        self.release()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.Signals[str(self.name)])
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        if number == signal.SIGINT and self._interrupted and time.monotonic() > self._interrupted + 1:
+            self.die()
+        if number == signal.SIGINT and not self._interrupted:  # within a second: the same one, forwarded by the launcher
+            self._interrupted = time.monotonic()
+        if self._answer and os.getpid() == self._process:  # not in a data loading worker
+            self._answer(self.name)
+
+
+SIGNALS = Signals()
+
+
+def lost_peers(error: BaseException | None) -> bool:
+    """Return whether the error says no more than that another process failed."""
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
+
+
+@contextlib.contextmanager
+def exit_codes(program: str = "train.py") -> Iterator[None]:
+    """Turn a UserError into its message and exit code 2, a RunError into exit code 1; all else keeps its traceback.
+
+    Of a machine's processes the first one speaks, and another only where the mistake is its alone. A process that
+    merely lost its peers leaves the word to the one that failed.
+    """
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    try:
+        try:
+            yield
+        except BaseException:
+            SIGNALS.release()  # nobody is left to answer them
+            raise
+    except UserError as error:
+        if local_rank > 0:
+            if SIGNALS.name:  # the first process has spoken, and the launcher told this one to end
+                SIGNALS.die()
+            time.sleep(GRACE_SECONDS)
+        for line in str(error).splitlines():
+            print(f"{program}: {line}" + (f" [process {rank}]" if rank else ""), file=sys.stderr, flush=True)
+        sys.exit(2)
+    except RunError as error:
+        sys.exit(f"{program}: {error}")
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        where = error.filename or "a file"
+        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: make room, and the same command goes on")
+    except FloatingPointError as error:
+        sys.exit(f"{program}: {error}" if rank == 0 else 1)  # it is the same on all processes
+    except RuntimeError as error:
+        if lost_peers(error):
+            if SIGNALS.name:  # as the others were told
+                SIGNALS.die()
+            time.sleep(GRACE_SECONDS)
+            if "timed out" in str(error).lower():
+                message = f"process {rank} waited for another one, which hangs, until timeout_minutes had passed"
+                print(f"{program}: {message}", file=sys.stderr, flush=True)
+        raise
+
+
+def exit_with_launcher() -> None:
+    """Send this process SIGTERM when its launcher is gone; without a launcher, do nothing.
+
+    Launchers die without ending their processes on SIGKILL and on SIGUSR1; accelerate's, for a single process, on any.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if any(name in os.environ for name in LAUNCHER_VARIABLES):
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def ignore_signals_in_worker(_worker: int) -> None:
+    """Keep a DataLoader worker alive when launcher or terminal signal the process group: the training process, which
+    saves before it ends, still needs it. It ends with that process."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # elsewhere torch notices, after 5 seconds
