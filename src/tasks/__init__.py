@@ -6,8 +6,8 @@ from typing import Any
 from src.tasks.base import Task
 
 TASKS = {
-    "mnist": "src.tasks.mnist.Mnist",
     "causal_lm": "src.tasks.causal_lm.CausalLM",
+    "mnist": "src.tasks.mnist.Mnist",
     "text_classification": "src.tasks.text_classification.TextClassification",
 }
 
