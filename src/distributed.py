@@ -215,7 +215,10 @@ def sharded_units(model: nn.Module) -> int:
 
 
 def reduce_step_stats(
-    accelerator: Accelerator, micro_batches: Sequence[Sequence[float]], gradients: list[Tensor], wants_stop: bool
+    accelerator: Accelerator,
+    micro_batches: Sequence[Sequence[Tensor | float]],
+    gradients: list[Tensor],
+    wants_stop: bool,
 ) -> StepStats:
     """Return a step's sums over all processes. Collective; waits for the device.
 
