@@ -96,7 +96,9 @@ def read_state(checkpoint: Path) -> RunState:
     known = {f.name for f in fields(RunState)} | {f"progress.{f.name}" for f in fields(Progress)}
     found = {*content, *(f"progress.{name}" for name in content.get("progress", {}))}
     if version != FORMAT_VERSION or found != known:
-        differing = f", but not with these fields: {', '.join(sorted(found ^ known))}" if version == FORMAT_VERSION else ""
+        differing = (
+            f", but not with these fields: {', '.join(sorted(found ^ known))}" if version == FORMAT_VERSION else ""
+        )
         raise UserError(
             f"{checkpoint} has format version {version}, and this code reads version {FORMAT_VERSION}{differing}; "
             f"use the code that saved it, or begin a new run"

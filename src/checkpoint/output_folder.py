@@ -45,7 +45,7 @@ def folder_errors(config: "Config") -> Iterator[str]:
     try:
         if not config.check:
             yield from _run_errors(config)
-        yield from _write_errors(folder)
+        yield from writable_errors(folder)
     except OSError as error:
         yield f"output_dir={folder}: cannot look at {error.filename}, {error.strerror}; {ELSEWHERE}"
 
@@ -104,7 +104,7 @@ def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
     return False
 
 
-def _write_errors(folder: Path) -> Iterator[str]:
+def writable_errors(folder: Path) -> Iterator[str]:
     """Yield where nothing can be written."""
     own = [folder, *(folder / name for name in RUN_FILES), *folder.glob("checkpoints/step_*")]
     for path in (*folder.absolute().parents, *own):

@@ -15,7 +15,16 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
-from src.checkpoint.format import ResumePoint, RunState, best_first, problems, quarantine, read_state, remove_incomplete
+from src.checkpoint.format import (
+    ResumePoint,
+    RunState,
+    best_first,
+    problems,
+    quarantine,
+    read_state,
+    remove_incomplete,
+    step_of,
+)
 from src.checkpoint.output_folder import folder_errors, list_checkpoints, saved_settings
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
 from src.checkpoint.tensors import load_tensors, require_same_frozen
@@ -61,6 +70,8 @@ def checkpoint_metadata(
 def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     """Return the newest valid checkpoint of the output folder, or else the one that it is to branch off from; raise a
     UserError where none is valid, or continuing from it would make another run of it. All processes look together."""
+    if config.check:  # it examines a beginning
+        return ResumePoint()
     own = config.folder / "checkpoints"
     if accelerator.is_main_process:
         _lock(config.folder)
@@ -107,7 +118,7 @@ def load_checkpoint(run: Run) -> None:
     if not run.config.checkpoint.accept_changes:
         _require_same_data(checkpoint, vars(saved), now)
     then, here = saved.versions | {"precision": saved.precision}, now["versions"] | {"precision": now["precision"]}
-    if changes := ", ".join(f"{name} {then[name]} -> {here[name]}" for name in here if then[name] != here[name]):
+    if changes := _arrows({name: (then[name], here[name]) for name in here}):
         run.resume.notes.append(f"changed since: {changes}: what follows differs by rounding")
     load_tensors(checkpoint, run.model, run.optimizers)
     set_seed((run.config.seed + saved.progress.step + run.rank) % 2**32)
@@ -144,6 +155,13 @@ def first_valid(accelerator: Accelerator, candidates: list[Path]) -> tuple[Path 
             return checkpoint, damaged
         damaged[checkpoint] = found[0]
     return None, damaged
+
+
+def _arrows(pairs: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return what differs of (then, now) by name, in a line; empty: nothing does."""
+    return ", ".join(
+        f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in pairs.items() if old != new
+    )
 
 
 def _lock(folder: Path) -> None:
@@ -204,7 +222,7 @@ def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[s
         then, now: of `checkpoint_metadata`.
     """
     facts = [{"examples to train on": of["examples"], **of["data_state"]} for of in (then, now)]
-    changes = _differing({name: (facts[0].get(name, value), value) for name, value in facts[1].items()})
+    changes = _arrows({name: (facts[0].get(name, value), value) for name, value in facts[1].items()})
     parts = zip(("to train on", "to evaluate on"), then["data"], now["data"], strict=False)
     changed = [part for part, before, after in parts if before != after]
     if changed and not changes:
@@ -226,8 +244,7 @@ def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
     extent, others = config.changes_since(saved)
     _, before = steps_of(saved["max_steps"], saved["epochs"], -(-examples // saved["global_batch_size"]))
     _, after = config.steps(-(-examples // config.global_batch_size))
-    pairs = {**extent, **others}.items()
-    changes = ", ".join(f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in pairs)
+    changes = _arrows({**extent, **others})
     if extent and after < before:
         others |= extent
         changes += f" (the learning rate's schedule then spans {after} steps, not {before})"
