@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.check import run_checks
+from src.checkpoint.format import ResumePoint
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
 from src.checkpoint.tensors import frozen_norm
 from src.config import Config, load_config
@@ -67,7 +68,7 @@ def build(config: Config) -> Run | None:
     """
     accelerator, launch = build_accelerator(config)
     command, task = resume_command(config), config.task
-    resume = find_checkpoint(accelerator, config)
+    resume = ResumePoint() if config.check else find_checkpoint(accelerator, config)
     if resume.is_finished:
         accelerator.print(
             f"{config.folder} holds this run, finished: nothing to do; more --epochs or --max_steps go on"
