@@ -50,18 +50,15 @@ def verify(paths: list[str]) -> int:
     """Read all of each checkpoint."""
     is_whole = True
     for path in _checkpoints(paths):
-        wrong = list(problems(path))
+        wrong = "; ".join(problems(path))
         is_whole = is_whole and not wrong
         absent = "" if wrong else absent_random_file(path, read_state(path).num_processes)
-        print(f"{path}  {'; '.join(wrong) or 'whole'}" + (f", but {absent}" if absent else ""))
+        print(f"{path}  {wrong or 'whole'}" + (f", but {absent}" if absent else ""))
     return 0 if is_whole else 1
 
 
 def export(paths: list[str]) -> int:
-    """Write the model, having checked the checkpoint.
-
-    Memory: the model, as the task builds it; its tensors are then read into place.
-    """
+    """Write the model, having checked the checkpoint. Memory: the model, whose tensors are read into place."""
     path = _whole(paths[0], contents=True)
     folder = Path(paths[1]) if paths[1:] else path.parent.parent / f"model_{path.name}"
     if folder.exists():
@@ -99,13 +96,11 @@ def _differing_state(first: Path, second: Path) -> Iterator[str]:
 def _differing_tensors(first: Path, second: Path) -> Iterator[str]:
     facts = [saved_tensors(path) for path in (first, second)]
     for name in {**facts[0], **facts[1]}:
-        if absent := [path for path, there in zip((first, second), facts, strict=True) if name not in there]:
-            yield f"{name}  not in {absent[0]}"
+        kinds = [(tuple(of[name].size), of[name].properties.dtype) if name in of else "not there" for of in facts]
+        if kinds[0] != kinds[1]:
+            yield f"{name}  {kinds[0]} -> {kinds[1]}"
             continue
-        a, b = (torch.empty(there[name].size, dtype=there[name].properties.dtype) for there in facts)
-        if a.shape != b.shape or a.dtype != b.dtype:
-            yield f"{name}  {tuple(a.shape)} {a.dtype} -> {tuple(b.shape)} {b.dtype}"
-            continue
+        a, b = (torch.empty(of[name].size, dtype=of[name].properties.dtype) for of in facts)
         read(first, {name: a})
         read(second, {name: b})
         if not torch.equal(a, b):
@@ -131,20 +126,17 @@ COMMANDS = {"list": list_, "verify": verify, "export": export, "diff": diff}
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code.
-
-    Raises:
-        UserError: what was asked for makes no sense, or is not this user's.
-    """
+    """Return the exit code; raise a UserError where what was asked for makes no sense, or is not this user's."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0
-    if argv[0] not in COMMANDS:
-        raise UserError(f"{argv[0]}: must be one of {', '.join(COMMANDS)}")
-    if not argv[1:]:
-        raise UserError(f"{argv[0]}: of which checkpoint or run?")
+    command, *paths = argv
+    if command not in COMMANDS:
+        raise UserError(f"{command}: must be one of {', '.join(COMMANDS)}")
+    if not paths:
+        raise UserError(f"{command}: of which checkpoint or run?")
     try:
-        return COMMANDS[argv[0]](argv[1:])
+        return COMMANDS[command](paths)
     except PermissionError as error:
         raise UserError(f"{error.filename}: {error.strerror}") from error
 

@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: what it says about its run, how it is published, whether it is whole, which ones to keep."""
+"""A checkpoint on the disk: what it says about its run, how it is published, whether it is whole, which are kept."""
 
 import copy
 import hashlib
@@ -33,33 +33,29 @@ class RunState:
     format_version: int = FORMAT_VERSION
     progress: Progress
     config: dict[str, Any]
-    """The settings."""
     data_state: dict[str, Any]
-    """Of Task.data_state."""
     examples: int
     """To train on."""
     data: list[str]
     """Fingerprints of the examples to train on and to evaluate on."""
     frozen_norm: float
-    """L2, over the parameters that are not trained; 0: there are none."""
+    """L2, over the parameters that are not trained."""
     strategy: str
     precision: str
     num_processes: int
     versions: dict[str, str]
-    """Of the libraries, by name."""
     metrics_bytes: int = 0
-    """Length of metrics.jsonl when the checkpoint was saved."""
+    """Length of metrics.jsonl."""
     wandb_id: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class ResumePoint:
     """What a run continues from."""
 
     checkpoint: Path | None = None
     """None: the run starts at its beginning."""
     state: RunState | None = None
-    """Of the checkpoint."""
     notes: list[str] = field(default_factory=list)
     """What the user should know about the choice, a line each."""
     is_finished: bool = False
@@ -94,13 +90,11 @@ def read_state(checkpoint: Path) -> RunState:
     content = json.loads((checkpoint / STATE).read_text())
     version = content.get("format_version", "none")
     known = {f.name for f in fields(RunState)} | {f"progress.{f.name}" for f in fields(Progress)}
-    found = {*content, *(f"progress.{name}" for name in content.get("progress", {}))}
-    if version != FORMAT_VERSION or found != known:
-        differing = (
-            f", but not with these fields: {', '.join(sorted(found ^ known))}" if version == FORMAT_VERSION else ""
-        )
+    differing = sorted(known ^ {*content, *(f"progress.{name}" for name in content.get("progress", {}))})
+    if version != FORMAT_VERSION or differing:
+        fault = f" with other fields ({', '.join(differing)})" if version == FORMAT_VERSION else ""
         raise UserError(
-            f"{checkpoint} has format version {version}, and this code reads version {FORMAT_VERSION}{differing}; "
+            f"{checkpoint} has format version {version}{fault}, and this code reads version {FORMAT_VERSION}: "
             f"use the code that saved it, or begin a new run"
         )
     return RunState(**content | {"progress": Progress(**content["progress"])})
@@ -120,8 +114,8 @@ def file_facts(file: Path) -> dict[str, Any]:
     """Return its entry in the manifest: size in bytes and SHA-256."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while piece := stream.read(2**20):
-            digest.update(piece)
+        while chunk := stream.read(2**20):
+            digest.update(chunk)
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
@@ -132,12 +126,12 @@ def write_json(file: Path, content: Any) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """Write the file whole or not at all, whenever the process or the machine stops."""
-    unfinished = file.with_name(f"{INCOMPLETE}{file.name}")
-    with unfinished.open("w") as stream:
+    incomplete = file.with_name(f"{INCOMPLETE}{file.name}")
+    with incomplete.open("w") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-    unfinished.replace(file)
+    incomplete.replace(file)
 
 
 def publish(incomplete: Path, files: dict[str, Any], checkpoint: Path) -> None:
@@ -182,31 +176,25 @@ def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evalu
 
 
 def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """Yield what is wrong with it, in a few words each; nothing: it is whole. A missing rng_*.json is no problem.
+    """Yield what is wrong with it, in a few words each; nothing: it is whole. A missing rng_*.json is no problem. Raise
+    a UserError where it may be whole, but is not this user's to read.
 
     Args:
         contents: whether to compare checksums too, which reads all of it.
         share: (r, n): to look at every n-th file only, from the r-th on.
-
-    Raises:
-        UserError: it may be whole, but is not this user's to read.
     """
     try:
-        there = {path.name for path in checkpoint.iterdir()}
-        if MANIFEST not in there:
-            yield f"{MANIFEST} is missing"
-            return
         try:
             files = json.loads((checkpoint / MANIFEST).read_text())["files"]
-            entries = [(str(name), int(facts["bytes"]), str(facts["sha256"])) for name, facts in files.items()]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            yield f"{MANIFEST} is damaged"
+            entries = [(name, int(facts["bytes"]), str(facts["sha256"])) for name, facts in files.items()]
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+            yield f"{MANIFEST} is {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
             return
-        for name in sorted(there - files.keys() - {MANIFEST}):
-            yield f"{name} does not belong to it"
+        there = {path.name for path in checkpoint.iterdir()}
+        yield from (f"{name} does not belong to it" for name in sorted(there - files.keys() - {MANIFEST}))
         if STATE not in files:
             yield f"{STATE} is not in the manifest"
-        elif STATE in there and _is_damaged(checkpoint / STATE):
+        elif STATE in there and not _is_json_object(checkpoint / STATE):
             yield f"{STATE} is damaged"
         first, every = share
         for name, size, checksum in entries[first::every]:
@@ -226,11 +214,11 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
         yield f"{error.filename} cannot be read, {error.strerror}"
 
 
-def _is_damaged(state: Path) -> bool:
+def _is_json_object(file: Path) -> bool:
     try:
-        return not isinstance(json.loads(state.read_text()), dict)
+        return isinstance(json.loads(file.read_text()), dict)
     except ValueError:
-        return True
+        return False
 
 
 def _sync(folder: Path) -> None:

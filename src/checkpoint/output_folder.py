@@ -39,13 +39,13 @@ def saved_settings(folder: Path) -> dict[str, Any]:
 def folder_errors(config: "Config") -> Iterator[str]:
     """Yield why the run, or its check, must not write into its folder as it is now, a line each."""
     folder = config.folder
-    if any(len(os.fsencode(part)) > 255 for part in folder.parts):
-        yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
-        return
     try:
-        if not config.check:
-            yield from _run_errors(config)
-        yield from writable_errors(folder)
+        if any(len(os.fsencode(part)) > 255 for part in folder.parts):
+            yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
+        elif config.check:
+            yield from _write_errors(folder)
+        else:
+            yield from (*_run_errors(config), *_write_errors(folder))
     except OSError as error:
         yield f"output_dir={folder}: cannot look at {error.filename}, {error.strerror}; {ELSEWHERE}"
 
@@ -55,33 +55,29 @@ def _run_errors(config: "Config") -> Iterator[str]:
     folder = config.folder
     held = [name for name in RUN_FILES if _is_held(folder / name)]
     checkpoints, saved = list_checkpoints(folder / "checkpoints"), saved_settings(folder)
-    elsewhere = f"{ELSEWHERE}, or move that folder away"
-    says = f"output_dir={folder}: holds a run"
-    lost = (
-        f"output_dir={folder}: its run has saved checkpoints, and none is there: bring {folder / 'checkpoints'} back; "
-        f"or {elsewhere}"
-    )
+    holds, elsewhere = f"output_dir={folder}: holds", f"{ELSEWHERE}, or move that folder away"
+    lost = f"output_dir={folder}: its run has saved checkpoints, and none is there: bring {folder / 'checkpoints'} back"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
         is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
         if is_branch and checkpoints:
             pass  # it goes on from its own
         elif is_branch and _had_checkpoints(folder, saved):
-            yield lost
+            yield f"{lost}; or {elsewhere}"
         elif not (source / "manifest.json").is_file():
             there = [str(path) for path in (*source.glob("step_*"), *source.glob("checkpoints/step_*"))]
             yield f"resume={source}: not a checkpoint{nearest(str(source), there)}; auto, never, or a folder step_…"
         elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
-            yield f"{says} whose newest checkpoint is not resume={source}; {elsewhere}"
+            yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}"
     elif held and config.resume == "never":
-        yield f"{says} already ({', '.join(held)}); {elsewhere}"
+        yield f"{holds} a run already ({', '.join(held)}); {elsewhere}"
     elif held and not checkpoints:
         if "summary.json" in held or "model" in held or not saved:
-            yield f"{says} already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
+            yield f"{holds} a run already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
         elif config.changes_since(saved)[1]:
-            yield f"output_dir={folder}: holds the beginning of a run with other settings; {elsewhere}"
+            yield f"{holds} the beginning of a run with other settings; {elsewhere}"
         elif _had_checkpoints(folder, saved):
-            yield lost
+            yield f"{lost}; or {elsewhere}"
 
 
 def _is_held(path: Path) -> bool:
@@ -104,7 +100,7 @@ def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
     return False
 
 
-def writable_errors(folder: Path) -> Iterator[str]:
+def _write_errors(folder: Path) -> Iterator[str]:
     """Yield where nothing can be written."""
     own = [folder, *(folder / name for name in RUN_FILES), *folder.glob("checkpoints/step_*")]
     for path in (*folder.absolute().parents, *own):

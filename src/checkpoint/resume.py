@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import dataclasses
 import fcntl
 import importlib.metadata
 import json
@@ -15,16 +14,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
-from src.checkpoint.format import (
-    ResumePoint,
-    RunState,
-    best_first,
-    problems,
-    quarantine,
-    read_state,
-    remove_incomplete,
-    step_of,
-)
+from src.checkpoint import format
+from src.checkpoint.format import ResumePoint, RunState
 from src.checkpoint.output_folder import folder_errors, list_checkpoints, saved_settings
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
 from src.checkpoint.tensors import load_tensors, require_same_frozen
@@ -47,13 +38,8 @@ ALL_THE_SAME = "or continue all the same with --checkpoint.accept_changes=true"
 def checkpoint_metadata(
     config: Config, launch: Launch, num_examples: int, fingerprints: list[str], frozen_norm: float
 ) -> dict[str, Any]:
-    """Return the fields of RunState that don't change in the course of a run.
-
-    Args:
-        num_examples: to train on.
-        fingerprints: of the data to train and to evaluate on, where this process writes it and compares it.
-        frozen_norm: of the model before it was prepared.
-    """
+    """Return the fields of RunState that stay the same in the course of a run. The fingerprints, of the data to train
+    and to evaluate on, are the main process's; the norm is of the model before it was prepared."""
     return {
         "config": config.model_dump(mode="json"),
         "data_state": config.task.data_state(),
@@ -70,20 +56,18 @@ def checkpoint_metadata(
 def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     """Return the newest valid checkpoint of the output folder, or else the one that it is to branch off from; raise a
     UserError where none is valid, or continuing from it would make another run of it. All processes look together."""
-    if config.check:  # it examines a beginning
-        return ResumePoint()
     own = config.folder / "checkpoints"
     if accelerator.is_main_process:
         _lock(config.folder)
         if own.is_symlink() and own.exists():
             _lock(own)  # two runs must not write into one
-        if mistakes := list(folder_errors(config)):  # the one that held the lock may have changed what is there
-            raise UserError("\n".join(mistakes))
-        remove_incomplete(own)
+        if errors := list(folder_errors(config)):  # the one that held the lock may have changed what is there
+            raise UserError("\n".join(errors))
+        format.remove_incomplete(own)
     if config.resume == "never":
         return ResumePoint()
-    candidates = list_checkpoints(own) + ([config.parent_checkpoint] if config.parent_checkpoint else [])
-    checkpoint, damaged = first_valid(accelerator, candidates)
+    parent = config.parent_checkpoint
+    checkpoint, damaged = first_valid(accelerator, [*list_checkpoints(own), *([parent] if parent else [])])
     if checkpoint is None and damaged:
         lines = [f"{path}: {why}" for path, why in damaged.items()]
         advice = f"move {config.folder} away to start over" if own.exists() else "choose another --resume"
@@ -91,21 +75,21 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if checkpoint is None:
         is_begun = (config.folder / "metrics.jsonl").exists()
         return ResumePoint(notes=[f"starting over: {config.folder} has no checkpoint yet"] if is_begun else [])
-    seen = [(read_state(checkpoint), _has_ended(config))]
-    broadcast_object_list(seen)  # by the main process: file systems tell machines news at different times
-    state, has_ended = seen[0]
+    # as the main process sees them: file systems tell machines news at different times
+    state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
     notes = [f"passed over and set aside: {path}, {why}" for path, why in damaged.items()]
     point = ResumePoint(checkpoint, state, notes)
+    point.is_finished = has_ended and point.is_own(config)
     if accelerator.is_main_process and point.is_own(config):
         _require_whole_record(config, checkpoint, state)
-    notes.extend(_changes(config, checkpoint, state))
+    notes.extend(_changed_settings(config, checkpoint, state))
     watched, watches = state.config["early_stopping"], config.early_stopping
     if (watched["metric"], watched["mode"]) != (watches.metric, watches.mode):
         state.progress.best, state.progress.evaluations_without_gain = None, 0
     if accelerator.is_main_process:
         for path in damaged:  # of this run: the one to branch off from is the last candidate
-            quarantine(path)
-    return dataclasses.replace(point, is_finished=has_ended and point.is_own(config))
+            format.quarantine(path)
+    return point
 
 
 def load_checkpoint(run: Run) -> None:
@@ -117,8 +101,8 @@ def load_checkpoint(run: Run) -> None:
     require_same_frozen(checkpoint, saved.frozen_norm, now["frozen_norm"])
     if not run.config.checkpoint.accept_changes:
         _require_same_data(checkpoint, vars(saved), now)
-    then, here = saved.versions | {"precision": saved.precision}, now["versions"] | {"precision": now["precision"]}
-    if changes := _arrows({name: (then[name], here[name]) for name in here}):
+    then, here = ({**of["versions"], "precision": of["precision"]} for of in (vars(saved), now))
+    if changes := _differences({name: (then.get(name), value) for name, value in here.items()}):
         run.resume.notes.append(f"changed since: {changes}: what follows differs by rounding")
     load_tensors(checkpoint, run.model, run.optimizers)
     set_seed((run.config.seed + saved.progress.step + run.rank) % 2**32)
@@ -134,7 +118,7 @@ def load_best(run: Run, say: Callable[[str], None]) -> dict[str, float] | None:
     """Put the weights of the best checkpoint into the model, say so, and return its evaluation; None where no
     checkpoint was evaluated, or could be saved. Collective."""
     own, evaluations = list_checkpoints(run.config.folder / "checkpoints"), run.progress.evaluations
-    best, damaged = first_valid(run.accelerator, best_first(own, run.config.checkpoint, evaluations))
+    best, damaged = first_valid(run.accelerator, format.best_first(own, run.config.checkpoint, evaluations))
     for path, why in damaged.items():
         say(f"WARNING: {path}: {why}")
     if best is None:
@@ -142,26 +126,19 @@ def load_best(run: Run, say: Callable[[str], None]) -> dict[str, float] | None:
         return None
     say(f"exporting the best of the checkpoints, {best}")
     load_tensors(best, run.model)
-    return evaluations[step_of(best)]
+    return evaluations[format.step_of(best)]
 
 
 def first_valid(accelerator: Accelerator, candidates: list[Path]) -> tuple[Path | None, dict[Path, str]]:
     """Return the first that is whole of those that the main process sees, and what is wrong with the ones before.
     Collective: each process reads its share of the files."""
     damaged: dict[Path, str] = {}
+    share = accelerator.process_index, accelerator.num_processes
     for checkpoint in gather_object([candidates])[0]:
-        share = accelerator.process_index, accelerator.num_processes
-        if not (found := gather_object(list(problems(checkpoint, share=share)))):
+        if not (problems := gather_object(list(format.problems(checkpoint, share=share)))):
             return checkpoint, damaged
-        damaged[checkpoint] = found[0]
+        damaged[checkpoint] = problems[0]
     return None, damaged
-
-
-def _arrows(pairs: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return what differs of (then, now) by name, in a line; empty: nothing does."""
-    return ", ".join(
-        f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in pairs.items() if old != new
-    )
 
 
 def _lock(folder: Path) -> None:
@@ -203,6 +180,11 @@ def _has_ended(config: Config) -> bool:
     return is_there and all(then.get(n) == now.get(n) for n in {*then, *now} if f"{n}.".startswith(prefixes))
 
 
+def _differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return those of (then, now) by name, in a line; empty: there is none."""
+    return ", ".join(f"{name} {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in pairs.items() if a != b)
+
+
 def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> None:
     """Raise a UserError where metrics.jsonl, which the run would go on writing, is not the one that it wrote."""
     record, saved = config.folder / "metrics.jsonl", state.metrics_bytes
@@ -216,35 +198,27 @@ def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> 
 
 
 def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a UserError where the data are not those that the checkpoint was trained on.
-
-    Args:
-        then, now: of `checkpoint_metadata`.
-    """
-    facts = [{"examples to train on": of["examples"], **of["data_state"]} for of in (then, now)]
-    changes = _arrows({name: (facts[0].get(name, value), value) for name, value in facts[1].items()})
+    """Raise a UserError where the data are not those that the checkpoint was trained on. `then` and `now` are of
+    `checkpoint_metadata`."""
+    known, facts = ({"examples to train on": of["examples"], **of["data_state"]} for of in (then, now))
+    changes = _differences({name: (known.get(name, value), value) for name, value in facts.items()})
     parts = zip(("to train on", "to evaluate on"), then["data"], now["data"], strict=False)
-    changed = [part for part, before, after in parts if before != after]
-    if changed and not changes:
-        changes = f"other text, images or labels {' and '.join(changed)}"
-    if changes:
+    changed = " and ".join(part for part, before, after in parts if before != after)
+    if changes or changed:
         raise UserError(
-            f"{checkpoint} is of a run with other data: {changes}: bring them back, choose another "
-            f"--run_name, {ALL_THE_SAME}"
+            f"{checkpoint} is of a run with other data: {changes or f'other text, images or labels {changed}'}: bring "
+            f"them back, choose another --run_name, {ALL_THE_SAME}"
         )
 
 
-def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
-    """Return a line that names the settings that changed; none: none did.
-
-    Raises:
-        UserError: some would make another run of it, and nobody asked for that.
-    """
+def _changed_settings(config: Config, checkpoint: Path, state: RunState) -> list[str]:
+    """Return a line that names them, or none; raise a UserError where some would make another run of it, and nobody
+    asked for that."""
     saved, examples = state.config, state.examples
     extent, others = config.changes_since(saved)
     _, before = steps_of(saved["max_steps"], saved["epochs"], -(-examples // saved["global_batch_size"]))
     _, after = config.steps(-(-examples // config.global_batch_size))
-    changes = _arrows({**extent, **others})
+    changes = _differences({**extent, **others})
     if extent and after < before:
         others |= extent
         changes += f" (the learning rate's schedule then spans {after} steps, not {before})"

@@ -31,11 +31,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(file: Path, device: torch.device) -> None:
-    """Take over what `random_state` returned.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Take over what `random_state` returned."""
     state = json.loads(file.read_text())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,9 +21,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in a singl
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return, as `model.<name>`, parameters, tied ones once, and persistent buffers; under FSDP this process's shards.
-
-    Frozen parameters are not among them: `build_model` makes them as they were, and next to adapters they are large.
-    """
+    Not the frozen parameters: `build_model` makes them as they were, and next to adapters they are large."""
     by_identity: dict[int, tuple[str, Tensor]] = {}
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
     for name, tensor in unwrapped.state_dict(keep_vars=True).items():
@@ -47,8 +44,7 @@ def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, 
 
 def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
     """Return what process `rank` saves: its shards, and of what all processes have, such as the whole model under DDP,
-    every world_size-th tensor by size. Buffers, which may differ, are the first process's, as DDP goes on with those.
-    """
+    every world_size-th tensor by size. Buffers, which may differ, are the first process's: DDP goes on with those."""
     replicated = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
     buffers = {n for n in replicated if n.startswith("model.") and not isinstance(tensors[n], nn.Parameter)}
     dealt = sorted(set(replicated) - buffers, key=lambda name: (-tensors[name].numel(), name))
@@ -57,45 +53,24 @@ def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> d
 
 
 def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
-    """Read the weights, and the state of `optimizers`, in place, whatever strategy and number of processes wrote them.
-    Collective where there are processes.
-
-    Raises:
-        UserError: the checkpoint is of another model.
-    """
+    """Read the weights, and the state of `optimizers`, in place, whatever strategy and number of processes wrote them;
+    raise a UserError where the checkpoint is of another model. Collective where there are processes."""
     saved = saved_tensors(checkpoint)
-    tensors = model_tensors(model)
     there = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
-    here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    here = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
     if differing := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
         name, others = differing[0], len(differing) - 1
         raise UserError(
             f"{checkpoint} is of another model: {name.removeprefix('model.')} is {there.get(name, 'not there')} in it "
             f"and {here.get(name, 'not there')} in this one" + (f", and {others} more differ" if others else "")
         )
-    names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
-    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-    keys_of = defaultdict(list)
-    for full_name in saved:
-        owner, _, key = full_name.rpartition(".")
-        keys_of[owner].append(key)
-    state_dicts = []
-    for optimizer in optimizers:
-        states: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            owner = f"optimizer.{names[id(parameter)]}"
-            for key in keys_of[owner]:
-                size, dtype = saved[f"{owner}.{key}"].size, saved[f"{owner}.{key}"].properties.dtype
-                # what has the parameter's shape is sharded as it is; the rest, such as a count, is on all processes
-                states[number][key] = tensors[f"{owner}.{key}"] = (
-                    torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                    if size == parameter.shape and size
-                    else torch.zeros(size, dtype=dtype)
-                )
-        state_dicts.append({"state": dict(states), "param_groups": optimizer.state_dict()["param_groups"]})
-    read(checkpoint, tensors)
-    for optimizer, state_dict in zip(optimizers, state_dicts, strict=True):
-        optimizer.load_state_dict(state_dict)  # puts each on the right device
+    for optimizer in optimizers if len(saved) > len(there) else ():  # else it had taken no step
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # makes its state, which is then read as the weights are, over what this did to them
+        optimizer.zero_grad()
+    tensors = run_tensors(model, optimizers)
+    read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved})
 
 
 def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -105,7 +80,7 @@ def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in it, by name, from the heads of its files."""
+    """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in it by name, from its files' heads."""
     found = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
     return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
 

@@ -29,9 +29,7 @@ class CheckpointWriter:
     """Publishes checkpoints of a run, one after the other. All processes make the same calls."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        """Args:
-        say: tells the user, on the main process.
-        """
+        """`say` tells the user, on the main process."""
         self.newest = run.resume.checkpoint
         """None: there is none yet."""
         self.pause_seconds = 0.0
@@ -49,11 +47,8 @@ class CheckpointWriter:
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
 
     def save(self, tracker_state: dict[str, Any]) -> None:
-        """Start to write a checkpoint of the run as it is now; wait for the one before, and for the copy.
-
-        Args:
-            tracker_state: metrics_bytes and wandb_id of RunState, on the main process.
-        """
+        """Start to write a checkpoint of the run as it is now; wait for the one before, and for the copy. The main
+        process's `tracker_state` gives metrics_bytes and wandb_id of RunState."""
         started = time.perf_counter()
         self.poll(wait=True)
         run = self._run
@@ -61,14 +56,11 @@ class CheckpointWriter:
         if checkpoint == self.newest:
             return
         state = RunState(progress=copy.deepcopy(run.progress), **run.metadata, **tracker_state)
-        writer = StorageWriter(checkpoint, state, random_state(run.device), run)
+        writer = StorageWriter(checkpoint, state, run)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
+        group = self._group
         future = dcp.async_save(
-            tensors,
-            storage_writer=writer,
-            async_stager=self._stager,
-            process_group=self._group,
-            no_dist=self._group is None,
+            tensors, storage_writer=writer, async_stager=self._stager, process_group=group, no_dist=group is None
         )
         assert isinstance(future, Future)
         pause = time.perf_counter() - started
@@ -76,11 +68,8 @@ class CheckpointWriter:
         self.pause_seconds += pause
 
     def poll(self, wait: bool = False) -> None:
-        """Say what became of the checkpoint that is being written, if it is done; a failure doesn't end the run.
-
-        Raises:
-            Exception: a broken exchange between the processes, which would fail again and again.
-        """
+        """Say what became of the checkpoint that is being written, if it is done. A failure ends the run only where
+        the exchange between the processes is broken: it would fail again and again."""
         if self._pending is None or not (wait or self._pending[1].done()):
             return
         writer, future, pause = self._pending
@@ -107,12 +96,12 @@ class CheckpointWriter:
 class StorageWriter(HuggingFaceStorageWriter):
     """DCP's writer of safetensors, into a folder that the coordinator publishes when all processes have written."""
 
-    def __init__(self, checkpoint: Path, state: RunState, random: dict[str, Any], run: Run) -> None:
+    def __init__(self, checkpoint: Path, state: RunState, run: Run) -> None:
         self.checkpoint, self.state = checkpoint, state
         self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}")
         super().__init__(str(self.folder), save_distributed=True)
         self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no stream of a GPU is needed
-        self._random, self._random_file = random, random_file(run.rank)
+        self._random, self._random_file = random_state(run.device), random_file(run.rank)
         self._settings = run.config.checkpoint
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
