@@ -1,7 +1,4 @@
-"""The settings of a run and where they come from: the defaults in this file < yaml files < the command line.
-
-Nothing here imports torch: a mistake or `--help` is answered before anything heavy is loaded.
-"""
+"""The settings of a run and where they come from: the defaults in this file < yaml files < the command line."""
 
 import os
 import re
@@ -10,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
+from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
 from src.checkpoint.output_folder import folder_errors, saved_settings, writable_errors
@@ -18,6 +15,7 @@ from src.process import UserError
 from src.settings import Settings, describe, fields, nearest, read_arguments, validate
 from src.tasks import TASKS, load_task
 from src.tasks.base import Task
+from src.wandb_logger import Wandb
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
@@ -35,7 +33,6 @@ RESUME_SAFE_SETTINGS = (
 )  # fmt: skip
 """Settings, and groups of them, that leave the weights which a run arrives at as they are, but for rounding."""
 
-_ABSENT = object()
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -99,19 +96,6 @@ class EarlyStopping(Settings):
     """Evaluations in a row without a gain after which to stop."""
     min_delta: NonNegativeFloat = 0.0
     """What the metric must change by to be a gain."""
-
-
-class Wandb(Settings):
-    """Weights & Biases. Its own WANDB_* environment variables work too."""
-
-    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: WANDB_MODE, else online where there are credentials, else offline."""
-    project: str | None = None
-    """Project that the run is filed under; null: WANDB_PROJECT, else accelerate-template."""
-    entity: str | None = None
-    """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
-    tags: list[str] = []
-    """Labels to find the run by."""
 
 
 class Config(Settings):
@@ -181,7 +165,7 @@ class Config(Settings):
         return Path(self.output_dir.replace("{run_name}", self.run_name + trial))
 
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
-        """Optimizer steps to take, and those that the learning rate's schedule spans."""
+        """Return the optimizer steps to take, and those that the learning rate's schedule spans."""
         return steps_of(self.max_steps, self.epochs, steps_per_epoch)
 
     @property
@@ -191,20 +175,23 @@ class Config(Settings):
         return Path(str(resume)) if resume not in ("auto", "never", None) else None
 
     def changes_since(self, saved: dict[str, Any]) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-        """The settings that differ from those that a checkpoint was saved with, as (then, now) by name: those that say
-        how long the run is, and those that make it another run."""
-        then, now = (_by_setting(type(self), values) for values in (saved, self.model_dump(mode="json")))
-        free = tuple(f"{name}." for name in RESUME_SAFE_SETTINGS)
-        names = [name for name in then if name in now and then[name] != now[name] and not f"{name}.".startswith(free)]
-        changed = {name: (then[name], now[name]) for name in names}
-        return {name: changed.pop(name) for name in names if name in ("max_steps", "epochs")}, changed
+        """Return the settings that differ from those that a checkpoint was saved with, as (then, now) by name: those that
+        say how long the run is, and those that make it another run."""
+        then, now = (_by_name(type(self), values) for values in (saved, self.model_dump(mode="json")))
+        safe = tuple(f"{name}." for name in RESUME_SAFE_SETTINGS)
+        changed = {
+            name: (value, now[name])
+            for name, value in then.items()
+            if name in now and value != now[name] and not f"{name}.".startswith(safe)
+        }
+        return {name: changed.pop(name) for name in ("max_steps", "epochs") if name in changed}, changed
 
     def micro_batch(self, world_size: int) -> int:
-        """Examples per forward pass of one of `world_size` processes."""
+        """Return the examples per forward pass of one of `world_size` processes."""
         return self.micro_batch_size or self.global_batch_size // world_size
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches per optimizer step on each of `world_size` processes."""
+        """Return the micro-batches per optimizer step on each of `world_size` processes."""
         return self.global_batch_size // (self.micro_batch(world_size) * world_size)
 
 
@@ -216,10 +203,10 @@ def steps_of(max_steps: int | None, epochs: int | None, steps_per_epoch: int) ->
 
 
 def load_config(argv: list[str]) -> Config:
-    """Reads the settings; prints them and exits with 0 where `argv` asks for --help.
+    """Read the settings; where `argv` asks for --help, print them and exit with 0.
 
     Raises:
-        ValueError: with all mistakes, one per line.
+        UserError: with all mistakes, one per line.
     """
     wants_help = "--help" in argv or "-h" in argv
     mistakes: list[str] = []
@@ -235,7 +222,7 @@ def load_config(argv: list[str]) -> Config:
         print(USAGE.format(tasks=" | ".join(TASKS)), describe(config_class), sep="\n")
         sys.exit(0)
 
-    config, bad = validate(config_class, values, written, mistakes)
+    config, bad = validate(config_class, values, written, mistakes, RENAMED)
     assert isinstance(config, Config)
     if not bad & {"global_batch_size", "micro_batch_size"}:
         mistakes.extend(_batch_errors(config, int(os.environ.get("WORLD_SIZE", "1"))))
@@ -258,10 +245,10 @@ def load_config(argv: list[str]) -> Config:
 
 
 def config_from(saved: dict[str, Any]) -> Config:
-    """The settings that a checkpoint or config.yaml holds.
+    """Return the settings that a checkpoint or config.yaml holds.
 
     Raises:
-        ValueError: they are none, or of another version.
+        UserError: they are none, or of another version.
     """
     try:
         return _config_class(saved["task"]["name"]).model_validate(saved)
@@ -302,21 +289,20 @@ def _metric_errors(config: Config) -> Iterator[str]:
         yield f"early_stopping is off, as early_stopping.metric is null: name what to watch, such as {known[0]}"
 
 
-def _by_setting(config_class: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
-    """The settings among nested values, by their dotted name."""
+def _by_name(config_class: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings among nested values by their dotted name; those of another version of the code are left out."""
     found = {}
     for name, _ in fields(config_class):
-        value: Any = values
-        for part in name.split("."):
-            value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
-        if value is not _ABSENT:  # else they are from another version of the code
-            found[name] = value
+        *groups, last = name.split(".")
+        group: Any = values
+        for part in groups:
+            group = group.get(part) if isinstance(group, dict) else None
+        if isinstance(group, dict) and last in group:
+            found[name] = group[last]
     return found
 
 
 def _hub_errors(repository: str) -> Iterator[str]:
-    from huggingface_hub import constants, get_token
-
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         yield f"push_to_hub={repository}: must be USER/NAME"
     elif constants.HF_HUB_OFFLINE:

@@ -1,7 +1,5 @@
 """What a run leaves for others: the model as others load it, and a card that says how it came about."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sys
@@ -9,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from accelerate import Accelerator
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -17,25 +14,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.config import Config
 from src.process import RunError
+from src.run import Run
 
 
-def export(accelerator: Accelerator, config: Config, model: nn.Module, results: dict[str, float]) -> None:
-    """Writes the folder `model`, in place of one of a shorter run, when it is complete.
-
-    Every process takes part: under FSDP each has a shard of the weights.
+def export_model(run: Run, metrics: dict[str, float]) -> None:
+    """Write the folder `model`, in place of one of a shorter run, when it is complete. Collective: under FSDP each
+    process has a shard of the weights.
 
     Args:
-        results: of the last evaluation, for the card.
+        metrics: of the evaluation of these weights, for the card.
     """
-    weights = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        with replacing(config.folder / "model") as unfinished:
-            export_weights(config, accelerator.unwrap_model(model), weights, results, unfinished)
+    weights = run.accelerator.get_state_dict(run.model)
+    if run.is_main:
+        with replacing(run.config.folder / "model") as unfinished:
+            export_weights(run.config, run.accelerator.unwrap_model(run.model), weights, metrics, unfinished)
 
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `folder` when it is complete, and is deleted if it never is.
+    """Yield a folder to write into, which takes the place of `folder` when it is complete, and is deleted if it never is.
 
     Raises:
         RunError: it cannot be written.
@@ -56,20 +53,20 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def export_weights(
-    config: Config, model: nn.Module, weights: dict[str, Tensor], results: dict[str, float], folder: Path
+    config: Config, model: nn.Module, weights: dict[str, Tensor], metrics: dict[str, float], folder: Path
 ) -> None:
-    """Writes the task's export and its card.
+    """Write the task's export and its card.
 
     Args:
         model, weights: as for Task.export.
-        results: of the evaluation of these weights.
+        metrics: of the evaluation of these weights.
     """
-    config.task.export(model, {name: _alone(weight.cpu()) for name, weight in weights.items()}, folder)
-    _card(config, results).save(folder / "README.md")
+    config.task.export(model, {name: _unwrapped(weight.cpu()) for name, weight in weights.items()}, folder)
+    _card(config, metrics).save(folder / "README.md")
 
 
-def push(config: Config) -> None:
-    """Uploads the exported folder to config.push_to_hub; exit code 1 where that fails, all else being saved."""
+def push_to_hub(config: Config) -> None:
+    """Upload the exported folder to config.push_to_hub; exit code 1 where that fails, all else being saved."""
     folder = config.folder / "model"
     assert config.push_to_hub
     try:
@@ -85,19 +82,19 @@ def push(config: Config) -> None:
     print(f"  Hub        {config.push_to_hub}", flush=True)
 
 
-def _alone(weight: Tensor) -> Tensor:
-    """Out of what safetensors refuses to save: the wrapper that torchao has around a weight for fp8, and the larger
-    buffer that FSDP gathers an uneven weight into."""
+def _unwrapped(weight: Tensor) -> Tensor:
+    """Return it without what safetensors refuses to save: torchao's wrapper around an fp8 weight, and the larger buffer
+    that FSDP gathers an uneven weight into."""
     if is_traceable_wrapper_subclass(weight):
         weight = getattr(weight, weight.__tensor_flatten__()[0][0])
     return weight.clone() if weight.nbytes < weight.untyped_storage().nbytes() else weight
 
 
-def _card(config: Config, results: dict[str, float]) -> ModelCard:
+def _card(config: Config, metrics: dict[str, float]) -> ModelCard:
     task = config.task
     metadata = ModelCardData(**{"tags": [task.name], **task.card()}).to_yaml()
     settings = yaml.safe_dump(config.model_dump(mode="json", exclude={"wandb", "output_dir"}), sort_keys=False)
-    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in results.items() if isinstance(value, int | float))
+    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in metrics.items() if isinstance(value, int | float))
     return ModelCard(
         f"---\n{metadata}\n---\n\n# {config.run_name}\n\nTrained by `train.py` as `{task.name}`.\n\n"
         f"## Results\n\nOn the evaluation data, at the end:\n\n| metric | value |\n|---|---|\n{rows}\n\n"

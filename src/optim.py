@@ -1,53 +1,42 @@
 """Optimizers by name, the learning rate as a function of the step, and the scaling of gradients."""
 
-import functools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adadelta, AdamW, Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adadelta, AdamW, Muon, Optimizer
 
 from src.config import Optim
 
 
 class Schedule(NamedTuple):
-    """What the learning rate goes by, besides its settings."""
+    """What the learning rate depends on, besides its settings."""
 
     steps: int
-    """That it spans."""
+    """Optimizer steps that it spans."""
     steps_per_epoch: int
 
 
 def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) -> list[Optimizer]:
-    """One optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer, and leaves
-    the rest, where there is one, to adamw.
+    """Return one optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer, and
+    leaves the rest, where there is one, to adamw.
 
     Args:
         is_sharded: the model will be, by FSDP.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    hidden: set[nn.Parameter] = set()
     if config.name == "muon":
         ends = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         ends.update([m.weight for m in model.modules() if isinstance(m, nn.Linear)][-1:])
-        hidden = [p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and p not in ends]
-        is_hidden = set(hidden)
-        rest = _decay_groups(config, [p for p in parameters if p not in is_hidden])
-        optimizers: list[Optimizer] = []
-        if hidden:
-            muon = torch.optim.Muon(
-                hidden,
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=config.momentum,
-                adjust_lr_fn="match_rms_adamw",  # updates of adamw's size, so that both share one learning rate
-            )
-            optimizers.append(muon)
-        if rest:
-            optimizers.append(AdamW(rest, lr=config.lr, betas=config.betas, fused=True))
-        return optimizers
-    groups = _decay_groups(config, parameters)
+        hidden = {p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and p not in ends}
+    rest = [p for p in parameters if p not in hidden]
+    matrices = {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay}
+    vectors = {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
     match config.name:
         case "adamw":
             return [AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
@@ -55,10 +44,24 @@ def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) 
             return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
             return [Adadelta(groups, lr=config.lr)]
+        case "muon":
+            optimizers: list[Optimizer] = []
+            if hidden:
+                muon = Muon(
+                    [p for p in parameters if p in hidden],
+                    lr=config.lr,
+                    weight_decay=config.weight_decay,
+                    momentum=config.momentum,
+                    adjust_lr_fn="match_rms_adamw",  # updates of adamw's size, so that both share one learning rate
+                )
+                optimizers.append(muon)
+            if groups:
+                optimizers.append(AdamW(groups, lr=config.lr, betas=config.betas, fused=True))
+            return optimizers
 
 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
     constant; linear and cosine: from the peak to final_lr_ratio of it; step: times decay_factor each decay_epochs
     epochs (torch's StepLR); one_cycle: cosine up from a 25th of the peak, cosine down (Smith & Topin 2018,
@@ -86,26 +89,20 @@ def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
             group["lr"] = lr
 
 
-@functools.lru_cache(maxsize=1)
-def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """Those of a prepared model. Kept, as to walk through the modules takes longer than a small model's update."""
-    return list(model.parameters())
-
-
-def local_gradients(model: nn.Module) -> list[Tensor]:
-    """This process's shards of them, or all of what is not sharded."""
-    return [to_local(p.grad) for p in parameters_of(model) if p.grad is not None]
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return this process's shards of the gradients, or all of what is not sharded."""
+    return [to_local(p.grad) for p in parameters if p.grad is not None]
 
 
 def scale_and_clip_(gradients: list[Tensor], scale: float, norm: float, max_norm: float | None) -> float:
-    """Multiplies the gradients by `scale`, and down to a global L2 norm of `max_norm` where one is given.
+    """Multiply the gradients by `scale`, in place, and down to a global L2 norm of `max_norm` where one is given.
 
     Args:
         gradients: this process's part of them.
         norm: of them all as they are, over all processes.
 
     Returns:
-        The norm before clipping, after scaling.
+        The norm after scaling, before clipping.
     """
     norm *= scale
     if max_norm is not None:
@@ -116,19 +113,8 @@ def scale_and_clip_(gradients: list[Tensor], scale: float, norm: float, max_norm
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This process's shard, or all of what is not sharded."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor
-    from torch.distributed.tensor import DTensor  # half a second, where nothing is sharded for nothing
-
+    """Return this process's shard, or all of what is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _decay_groups(config: Optim, parameters: list[nn.Parameter]) -> list[dict]:
-    matrices = [p for p in parameters if p.ndim >= 2]
-    vectors = [p for p in parameters if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def _cosine(start: float, end: float, progress: float) -> float:

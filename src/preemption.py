@@ -1,7 +1,5 @@
 """A run that is told to end saves first: SIGTERM, SIGINT, SIGUSR1, or the end of its time."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket
@@ -17,15 +15,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from src.config import Config
-from src.process import GRACE_SECONDS
-from src.process import SIGNALS
+from src.process import GRACE_SECONDS, SIGNALS
 
 ASK_SECONDS = 0.5
-"""How long the processes of an evaluation go on before they ask each other again whether to stop."""
+"""How long an evaluation goes on before its processes ask each other again whether to stop."""
 
 
 class StopSignal:
-    """As a context manager, turns the signals into a request that the loop answers at the next step boundary.
+    """As a context manager, turns signals and max_hours into a request, which the loop answers between two steps.
 
     The death of another process of the run on this machine ends this one, after a grace: if it is blocked in a
     collective, it would notice neither that nor a signal.
@@ -55,28 +52,28 @@ class StopSignal:
         return SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.time() > self._deadline else None)
 
     @property
-    def is_made(self) -> bool:
+    def requested(self) -> bool:
         """Whether this process was asked to stop."""
         return self.reason is not None
 
     def poll(self) -> bool:
-        """Whether any process was asked to stop: the same answer on all, which call this equally often. They exchange
-        it after twice as many calls each time, until that takes ASK_SECONDS."""
+        """Return whether any process was asked to stop: the same answer on all, which call this equally often. They
+        exchange it after twice as many calls each time, until that takes ASK_SECONDS. Collective."""
         if self._group is None:
-            return self.is_made
+            return self.requested
         self._calls += 1
         if self._calls < self._calls_between:
             return False
-        told = torch.tensor([float(self.is_made), time.monotonic() - self._asked])
-        torch.distributed.all_reduce(told, group=self._group)
-        asked, seconds = told.tolist()
+        votes = torch.tensor([float(self.requested), time.monotonic() - self._asked])
+        torch.distributed.all_reduce(votes, group=self._group)
+        asked, seconds = votes.tolist()
         calls = self._calls * ASK_SECONDS * (self._world_size / max(seconds, 1e-6))
         self._calls_between = max(1, int(min(2 * self._calls_between, calls)))
         self._calls, self._asked = 0, time.monotonic()
         return asked > 0
 
-    def __enter__(self) -> StopSignal:
-        SIGNALS.answer_by(None)  # the loop does
+    def __enter__(self) -> "StopSignal":
+        SIGNALS.answer_by(None)  # the loop does, from now on
         if self._others:
             threading.Thread(target=self._watch_others, daemon=True).start()
         return self

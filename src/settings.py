@@ -51,7 +51,7 @@ Yaml.add_constructor(INT, lambda loader, node: int(node.value))
 
 
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merges the files that `--config` names, in order, and then the other arguments.
+    """Merge the files that `--config` names, in order, and then the other arguments.
 
     Returns:
         The values by their dotted name, and, for messages, how the user wrote each.
@@ -87,9 +87,17 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
 
 
 def validate(
-    model: type[Settings], values: Mapping[str, Any], written: Mapping[str, str], mistakes: list[str]
+    model: type[Settings],
+    values: Mapping[str, Any],
+    written: Mapping[str, str],
+    mistakes: list[str],
+    renamed: Mapping[str, str],
 ) -> tuple[Settings, set[str]]:
-    """Builds `model` from dotted names; appends a line to `mistakes` for each name or value that it refuses.
+    """Build `model` from dotted names; append a line to `mistakes` for each name or value that it refuses.
+
+    Args:
+        written: how the user wrote each value, for messages.
+        renamed: settings of earlier versions, and what they are called now.
 
     Returns:
         The settings with every refused value replaced by its default, and the names of the refused.
@@ -104,7 +112,8 @@ def validate(
             if values[name] is not None or written[name].startswith("--"):  # in a yaml it may have been emptied
                 mistakes.append(f"{written[name]}: {name} is a group, write for example --{example}=…")
         elif not any(name == setting or name.startswith(f"{setting}.") for setting in known):
-            mistakes.append(f"{written[name]}: unknown setting{nearest(name, list(known))}")
+            hint = f", it is now {renamed[name]}" if name in renamed else nearest(name, list(known))
+            mistakes.append(f"{written[name]}: unknown setting{hint}")
         else:
             is_text = name in known and known[name].annotation in (str, str | None)
             if is_text and isinstance(values[name], list | dict) and written[name].startswith("--"):
@@ -129,7 +138,7 @@ def validate(
 
 
 def fields(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted names of all settings in `model` and its groups, with their pydantic fields."""
+    """Yield the dotted names of all settings in `model` and its groups, with their pydantic fields."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
             yield from fields(field.annotation, f"{prefix}{name}.")
@@ -138,7 +147,7 @@ def fields(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def describe(model: type[Settings]) -> str:
-    """The settings as `--help` shows them: name, default, choices and documentation."""
+    """Return the settings as `--help` shows them: name, default, choices and documentation."""
     lines = []
     for name, field in fields(model):
         default = yaml.safe_dump(field.get_default(call_default_factory=True), default_flow_style=True)
@@ -149,7 +158,7 @@ def describe(model: type[Settings]) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """`, did you mean …?` with the closest of `names`, in whole or in its last part; empty where none is close."""
+    """Return `, did you mean …?` with the closest of `names`, in whole or in its last part; empty where none is close."""
     last_parts = {re.split("[./]", candidate)[-1]: candidate for candidate in reversed(names)}
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     close = close or [last_parts[p] for p in difflib.get_close_matches(re.split("[./]", name)[-1], last_parts, n=1)]
@@ -179,7 +188,7 @@ def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
 
 
 def repeated_keys(text: str) -> Iterator[str]:
-    """What YAML text says twice, a line each; whoever loads it sees the last one alone.
+    """Yield what YAML text says twice, a line each; whoever loads it sees the last one alone.
 
     Raises:
         yaml.YAMLError: it is none.
@@ -200,7 +209,7 @@ def repeated_keys(text: str) -> Iterator[str]:
 
 
 def _parse(text: str) -> Any:
-    """Text stays text, for the field's type to read; only `null`, lists and mappings are YAML."""
+    """Leave text as it is, for the field's type to read; only `null`, lists and mappings are YAML."""
     try:
         value = yaml.load(text, Loader=Yaml)  # it is a safe one
     except yaml.YAMLError:
@@ -209,7 +218,7 @@ def _parse(text: str) -> Any:
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings with their dotted names."""
+    """Yield the values of nested mappings with their dotted names."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{name}.")

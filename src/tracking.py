@@ -1,13 +1,11 @@
-"""The run's record: metrics.jsonl, Weights & Biases and the terminal, all written by the main process alone."""
-
-from __future__ import annotations
+"""The run's record: metrics.jsonl, the terminal and Weights & Biases, all written by the main process alone."""
 
 import contextlib
 import json
 import os
-import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,219 +13,255 @@ from typing import Any, NoReturn
 import yaml
 from tqdm import tqdm
 
-from src.checkpoint.format import write_json, write_text
-from src.checkpoint.resume import Found
+from src.checkpoint.format import ResumePoint, write_json, write_text
 from src.checkpoint.output_folder import saved_settings
 from src.config import Config
-from src.launch import Launch
-from src.wandb_logger import WandbRun
+from src.data.loading import examples_seen
+from src.distributed import Launch, peak_memory
+from src.progress import StepResult
+from src.run import Evaluation, Run, startup_summary
+from src.wandb_logger import WandbLogger
+
+
+def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **arguments: Any) -> list[Any]:
+    """Return what records the run besides metrics.jsonl.
+
+    Args:
+        say: tells the user, once, that one failed.
+        arguments: the W&B run's: dir, id, resume, job_type.
+    """
+    arguments |= {"name": config.run_name, "config": config.model_dump(mode="json") | {"launch": launch.as_dict()}}
+    return [WandbLogger(config.wandb, say, **arguments)]
 
 
 class Tracker:
-    """Opens the run's record and its W&B run; as a context manager, ends a run that raises as crashed."""
+    """Opens the run's record; as a context manager, ends a run that raises as crashed."""
 
-    def __init__(
-        self, config: Config, launch: Launch, facts: dict[str, Any], total_steps: int, is_main: bool, found: Found
-    ) -> None:
-        """Args:
-        facts: what the start-up summary says besides the launch, by title.
-        found: what the run continues from.
-        """
-        self.folder = config.folder
-        self.is_main = is_main
-        self.total_steps = total_steps
-        self._started = time.perf_counter()
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._summary: dict[str, Any] | None = None
         self._is_stopped = False
-        if not is_main:
+        self._started = time.perf_counter()
+        self.folder = run.config.folder
+        if not run.is_main:
             return
-        is_continued = found.is_own(config)
+        config, resume = run.config, run.resume
+        is_continued = resume.is_own(config)
+        saved = resume.state if is_continued else None
         self._metrics = (self.folder / "metrics.jsonl").open("a")
-        self._start = found.progress.step
-        self._recorded = min(found.state["metrics_bytes"] if is_continued else 0, self._recorded_bytes())
+        self._first = run.progress.step
+        self._recorded = min(saved.metrics_bytes if saved else 0, self._recorded_bytes())
         self._metrics.truncate(self._recorded + self._recorded_since())
-        origin = saved_settings(self.folder).get("resume") if is_continued else config.parent_checkpoint
-        settings = config.model_dump(mode="json") | {"resume": str(origin or config.resume)}
+        parent = saved_settings(self.folder).get("resume") if is_continued else config.parent_checkpoint
+        settings = config.model_dump(mode="json") | {"resume": str(parent or config.resume)}
         if "{run_name}" not in config.output_dir:
             del settings["output_dir"]  # fed back under another name, it would lead to this run
         write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         for of_an_earlier_end in ("status.json", "summary.json"):
             (self.folder / of_an_earlier_end).unlink(missing_ok=True)
-        self.wandb_id = found.state.get("wandb_id") if is_continued else None
-        resume = "allow" if self.wandb_id else None
-        self._wandb = WandbRun(config, launch.as_dict(), self.say, id=self.wandb_id, resume=resume, dir=self.folder)
-        if self._wandb.run:
-            self.wandb_id = self._wandb.run.id
-            self._wandb.tell(lambda run: (self.folder / "wandb" / "run_id").write_text(run.id))
-        asked = f"asked for by {launch.config_file}" if launch.config_file else "not started by an accelerate yaml"
-        processes = f"{launch.num_processes} process" + ("es" if launch.num_processes > 1 else "")
-        backend = f" on {launch.backend}" if launch.backend else ""
-        backend += f" (gradients: {launch.comm_hook})" if launch.comm_hook else ""
-        if launch.note:
-            print(launch.note)
-        print(f"{config.run_name}: {config.task.name}")
-        strategy = f"{launch.strategy} ({asked}), {processes}{backend}, {launch.device}, {launch.precision}"
-        rows = {"strategy": strategy, **facts, "output": str(self.folder), "W&B": self._wandb.where}
-        rows["resume"] = found.summary
-        for title, text in rows.items():
-            if text:
-                print(f"  {title:<10} {text}")
-        for note in found.notes:
-            print(f"  {note}")
-        sys.stdout.flush()
+        run_id = saved.wandb_id if saved else None
+        identity = {"id": run_id, "resume": "allow" if run_id else None}
+        self._loggers = start_loggers(config, run.launch, self.say, dir=self.folder, **identity)
+        self._print_summary()
         self._bar = tqdm(
-            initial=self._start,
-            total=total_steps,
+            initial=self._first,
+            total=run.total_steps,
             unit="step",
             dynamic_ncols=True,
             disable=not sys.stderr.isatty(),
             smoothing=0.05,
         )
 
-    def log(
-        self, step: int, metrics: dict[str, float | None], tables: dict[str, list[dict[str, str]]] | None = None
-    ) -> None:
-        """Records metrics named train/…, eval/… or perf/…, after optimizer step `step` (counted from 1).
+    def _print_summary(self) -> None:
+        launch, config, resume = self._run.launch, self._run.config, self._run.resume
+        asked = f"asked for by {launch.config_file}" if launch.config_file else "not started by an accelerate yaml"
+        processes = f"{launch.num_processes} process" + ("es" if launch.num_processes > 1 else "")
+        backend = f" on {launch.backend}" if launch.backend else ""
+        backend += f" (gradients: {launch.comm_hook})" if launch.comm_hook else ""
+        rows = {
+            "strategy": f"{launch.strategy} ({asked}), {processes}{backend}, {launch.device}, {launch.precision}",
+            **startup_summary(self._run),
+            "output": str(self.folder),
+            **{"W&B": logger.where for logger in self._loggers},
+            "resume": resume.summary,
+        }
+        if launch.note:
+            print(launch.note)
+        print(f"{config.run_name}: {config.task.name}")
+        for title, text in rows.items():
+            if text:
+                print(f"  {title:<10} {text}")
+        for note in resume.notes:
+            print(f"  {note}")
+        sys.stdout.flush()
 
-        Args:
-            tables: of text, by a name of the same kind; rows with the same keys.
-        """
-        if not self.is_main:
+    def advance(self) -> None:
+        """Move the progress bar by one step."""
+        if self._run.is_main:
+            self._bar.update()
+
+    def log_training(self, result: StepResult) -> None:
+        """Record the means over the interval that this step ends, or that the run ends in."""
+        run, progress = self._run, self._run.progress
+        progress.tick()
+        every = run.config.log_every
+        first = (progress.step - 1) // every * every
+        num_examples = examples_seen(run, progress.step) - examples_seen(run, first)
+        metrics = {"epoch": progress.step / run.steps_per_epoch, "train/lr": result.lr}
+        metrics |= {"train/grad_norm": result.grad_norm, **progress.training_metrics(num_examples, run.is_fp16)}
+        progress.train_loss = metrics["train/loss"]
+        if run.is_log_due():  # else a longer run than this one would not stop counting here
+            progress.end_interval()
+        if not run.is_main:
             return
-        record = {"step": step, **metrics}
-        tables = tables or {}
+        self._record(metrics, {})
+        unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
+        speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
+        loss = "not finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
+        text = f"loss {loss}  lr {metrics['train/lr']:.2e}  {speed}"
+        if self._bar.disable:
+            seconds_per_step = (time.perf_counter() - self._started) / (progress.step - self._first)
+            left = seconds_per_step * (run.total_steps - progress.step)
+            self._print(f"step {progress.step:>6}/{run.total_steps}  {text}  eta {tqdm.format_interval(left)}")
+        else:
+            self._bar.set_postfix_str(text, refresh=False)
+
+    def log_evaluation(self, evaluation: Evaluation) -> None:
+        """Record an evaluation after the step that was taken last."""
+        run, step = self._run, self._run.progress.step
+        if not run.is_main:
+            return
+        self._record({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, evaluation.tables)
+        self.say(f"step {step:>6}/{run.total_steps}  {_in_one_line(evaluation.metrics)}")
+        for rows in evaluation.tables.values():
+            for row in rows:
+                self.say("  " + _printable(" | ".join(row.values())))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, so that the record goes on from there."""
+        if not self._run.is_main:
+            return {}
+        os.fsync(self._metrics.fileno())
+        return {
+            "metrics_bytes": self._recorded_bytes(),
+            "wandb_id": next((logger.id for logger in self._loggers), None),
+        }
+
+    def write_stopped(self, reason: str, checkpoint: Path | None) -> None:
+        """Write status.json: the run was told to end, and how to go on."""
+        if not self._run.is_main:
+            return
+        step, command = self._run.progress.step, self._run.resume_command
+        _write_stopped(self.folder, reason, step, checkpoint, command)
+        self._bar.close()
+        for logger in self._loggers:
+            logger.mark_stopped()
+        self._is_stopped = True
+        print(f"stopped after step {step} by {reason}; to go on: {command}", flush=True)
+
+    def write_summary(self, evaluation: dict[str, float], save_pause_seconds: float) -> None:
+        """Write summary.json and print the closing block. Collective."""
+        run, progress, peaks = self._run, self._run.progress, peak_memory(self._run.accelerator)
+        if not run.is_main:
+            return
+        progress.tick()
+        training_seconds, tokens = progress.training_seconds + progress.interval_seconds, progress.tokens
+        tokens += progress.interval[2]
+        self._summary = {
+            "step": progress.step,
+            "epoch": progress.step / run.steps_per_epoch,
+            "train/loss": progress.train_loss,
+            **evaluation,
+            "seconds": progress.seconds,
+            "samples_per_second": examples_seen(run, progress.step) / training_seconds,
+            **({"tokens_per_second": tokens / training_seconds} if tokens else {}),
+            "skipped_steps": progress.skipped,
+            "save_pause_seconds": save_pause_seconds,
+            **run.facts,
+            "peak_memory_bytes": peaks,
+            **run.launch.as_dict(),
+        }
+        write_json(self.folder / "status.json", {"status": "done", "step": progress.step})
+        write_json(self.folder / "summary.json", self._summary)
+        for logger in self._loggers:
+            logger.summarize(self._summary)
+        self._bar.close()
+        print(f"done in {tqdm.format_interval(progress.seconds)}: {_in_one_line(evaluation)}")
+        print(f"  model      {self.folder / 'model'}")
+        print(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml")
+        for logger in self._loggers:
+            if line := logger.closing_line():
+                print(line)
+        sys.stdout.flush()
+
+    def say(self, line: str) -> None:
+        """Print a line, on the main process."""
+        if self._run.is_main:
+            self._print(line) if self._bar.disable else self._bar.write(line)
+
+    def _record(self, metrics: dict[str, Any], tables: dict[str, list[dict[str, str]]]) -> None:
+        """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it to the loggers."""
+        record = {"step": self._run.progress.step, **metrics}
         try:
-            if step == self._start:  # in place of what there was of it
+            if record["step"] == self._first:  # in place of what there was of it
                 self._metrics.truncate(self._recorded)
             self._metrics.write(json.dumps(record | tables) + "\n")
             self._metrics.flush()
         except OSError as error:
             error.filename = str(self.folder / "metrics.jsonl")
             raise
-        self._wandb.log(record, tables)
-        if "train/loss" in metrics:
-            unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
-            speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
-            loss = "not finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
-            says = f"loss {loss}  lr {metrics['train/lr']:.2e}  {speed}"
-            if self._bar.disable:
-                left = (time.perf_counter() - self._started) / (step - self._start) * (self.total_steps - step)
-                print(f"step {step:>6}/{self.total_steps}  {says}  eta {tqdm.format_interval(left)}", flush=True)
-            else:
-                self._bar.set_postfix_str(says, refresh=False)
-        else:
-            self.say(f"step {step:>6}/{self.total_steps}  {_evaluation(metrics)}")
-            for row in (row for rows in tables.values() for row in rows):
-                self.say("  " + _one_line(" | ".join(row.values())))
+        for logger in self._loggers:
+            logger.log(record, tables)
 
     def _recorded_since(self) -> int:
-        """Bytes of an evaluation that came after the last step, but not into its checkpoint: whoever asked for an end
-        before it, and then for more steps, would lose it."""
+        """Return the bytes of an evaluation that came after the last step, but not into its checkpoint: whoever asked
+        for an end before it, and then for more steps, would lose it."""
         with (self.folder / "metrics.jsonl").open("rb") as record:
             record.seek(self._recorded)
             line = record.readline()
         is_whole = line.endswith(b"\n")
-        return len(line) if is_whole and line.startswith(f'{{"step": {self._start}, '.encode()) else 0
-
-    def advance(self) -> None:
-        """Moves the progress bar by one step."""
-        if self.is_main:
-            self._bar.update()
-
-    def position(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that the record goes on from there."""
-        if not self.is_main:
-            return {}
-        os.fsync(self._metrics.fileno())
-        return {"metrics_bytes": self._recorded_bytes(), "wandb_id": self.wandb_id}
-
-    def stop(self, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
-        """Writes status.json: the run was told to end, and how to go on."""
-        if not self.is_main:
-            return
-        write_stopped(self.folder, reason, step, checkpoint, command)
-        self._bar.close()
-        self._wandb.tell(lambda run: run.mark_preempting())
-        self._is_stopped = True
-        print(f"stopped after step {step} by {reason}; to go on: {command}", flush=True)
-
-    def summarize(self, summary: dict[str, Any]) -> None:
-        """Writes summary.json and the closing block."""
-        if not self.is_main:
-            return
-        write_json(self.folder / "status.json", {"status": "done", "step": summary["step"]})
-        write_json(self.folder / "summary.json", summary)
-        self._summary = summary
-        self._wandb.tell(lambda run: run.summary.update(summary))
-        self._bar.close()
-        print(f"done in {tqdm.format_interval(summary['seconds'])}: {_evaluation(summary)}")
-        print(f"  model      {self.folder / 'model'}")
-        print(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml")
-        run = None if self._wandb.failure else self._wandb.run
-        if run and run.offline:
-            print(f"  upload     wandb sync {shlex.quote(str(Path(run.settings.sync_dir)))}")
-        elif run:
-            print(f"  W&B        {run.url}")
-        sys.stdout.flush()
-
-    def say(self, line: str) -> None:
-        """Prints a line, on the main process."""
-        if not self.is_main:
-            return
-        if self._bar.disable:
-            print(line, flush=True)
-        else:
-            self._bar.write(line)
+        return len(line) if is_whole and line.startswith(f'{{"step": {self._first}, '.encode()) else 0
 
     def _recorded_bytes(self) -> int:
         return os.fstat(self._metrics.fileno()).st_size
 
-    def __enter__(self) -> Tracker:
+    def _print(self, line: str) -> None:
+        print(line, flush=True)
+
+    def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self.is_main:
-            self._bar.close()
-            with contextlib.suppress(OSError):  # what it could not write has been told
-                self._metrics.close()
-            self._wandb.finish(exit_code=1 if kind or self._is_stopped else 0)
-            if self._summary and self._wandb.failure:
-                write_json(self.folder / "summary.json", self._summary | {"wandb_failure": self._wandb.failure})
+        if not self._run.is_main:
+            return
+        self._bar.close()
+        with contextlib.suppress(OSError):  # what it could not write has been told
+            self._metrics.close()
+        for logger in self._loggers:
+            logger.finish(exit_code=1 if kind or self._is_stopped else 0)
+            if self._summary and logger.failure:
+                write_json(self.folder / "summary.json", self._summary | {"wandb_failure": logger.failure})
 
 
-def write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
-    """Writes status.json for a run that was told to end."""
-    status = {
-        "status": "preempted",
-        "reason": reason,
-        "step": step,
-        "checkpoint": str(checkpoint) if checkpoint else None,
-        "command": command,
-    }
-    write_json(folder / "status.json", status)
-
-
-def stop_at_start(config: Config, found: Found, command: str, reason: str) -> NoReturn:
-    """Ends a process that was told to before the first step: there is nothing to save."""
-    write_stopped(config.folder, reason, found.progress.step, found.checkpoint, command)
+def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:
+    """End a process that was told to before the first step: there is nothing to save."""
+    _write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, command)
     print(f"stopped before the first step by {reason}; to go on: {command}", flush=True)
     os._exit(0)  # whatever it is in the middle of
 
 
-def figures(values: dict[str, float]) -> str:
-    """Counts and, as floats, shares, by name, in one line."""
-    return ", ".join(
-        f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
-        for name, value in values.items()
-    )
+def _write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
+    newest = str(checkpoint) if checkpoint else None
+    status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
+    write_json(folder / "status.json", status)
 
 
-def _one_line(text: str, width: int = 110) -> str:
+def _printable(text: str, width: int = 110) -> str:
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _evaluation(metrics: dict[str, Any]) -> str:
+def _in_one_line(metrics: dict[str, Any]) -> str:
     found = {name: value for name, value in metrics.items() if name.startswith("eval/")}
     return "  ".join(
         f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in found.items()

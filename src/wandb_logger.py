@@ -1,20 +1,21 @@
 """A run in Weights & Biases that neither ends nor delays the training, whatever happens to it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
 import queue
+import shlex
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import psutil
+import wandb
 
-from src.config import Config
+from src.settings import Settings
 
 FINISH_SECONDS = 120.0
 """For which the end of a run waits for what is still to be uploaded; `wandb sync` uploads the rest."""
@@ -24,16 +25,28 @@ PROBE_BYTES = 2**16
 """Written, to see that there is room: the service loses records on a full disk, and does not say so."""
 
 
-class WandbRun:
+class Wandb(Settings):
+    """Weights & Biases. Its own WANDB_* environment variables work too."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: WANDB_MODE, else online where there are credentials, else offline."""
+    project: str | None = None
+    """Project that the run is filed under; null: WANDB_PROJECT, else accelerate-template."""
+    entity: str | None = None
+    """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
+    tags: list[str] = []
+    """Labels to find the run by."""
+
+
+class WandbLogger:
     """Hands what it is told on to W&B in a thread of its own, one after the other; after a failure, to nobody."""
 
-    def __init__(self, config: Config, launch: dict[str, Any], say: Callable[[str], None], **arguments: Any) -> None:
-        """Starts the run; goes offline where it can't go online.
+    def __init__(self, settings: Wandb, say: Callable[[str], None], **arguments: Any) -> None:
+        """Start the run; go offline where it can't go online.
 
         Args:
-            launch: what runs, for the run's config.
             say: tells the user, once, that it failed.
-            arguments: of wandb.init, besides what the settings say.
+            arguments: of wandb.init, besides what the settings say; `dir` is the run's output folder.
         """
         self.failure: str | None = None
         """Why it is not recorded, or not to its end."""
@@ -41,45 +54,66 @@ class WandbRun:
         """The W&B run, to read from alone; None where there is none."""
         self._say = say
         self._is_said = False
-        self._told: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
         self.where = "disabled"
         """In a few words, where it is recorded."""
-        if config.wandb.mode == "disabled":
+        if settings.mode == "disabled":
             return
-        logging.getLogger("asyncio").addFilter(_tells_more_than_a_lost_connection)
+        logging.getLogger("asyncio").addFilter(_is_not_about_a_lost_connection)
         try:
-            self.run, self.where = _start(config, launch, arguments)
+            self.run, self.where = _start(settings, arguments)
         except Exception as error:  # of W&B, of the file system: none of them is a reason not to train
             self._fail(error)
             self.where, self._is_said = f"not recorded: {self.failure}", True
         self._thread.start()
+        if "dir" in arguments:
+            self.tell(lambda run: Path(arguments["dir"], "wandb", "run_id").write_text(run.id))
+
+    @property
+    def id(self) -> str | None:
+        """By which a later session continues the run."""
+        return self.run.id if self.run else None
 
     def tell(self, do: Callable[[Any], object]) -> None:
-        """Calls `do` with the W&B run, soon."""
+        """Call `do` with the W&B run, soon."""
         if self._busy_since is not None and time.monotonic() - self._busy_since > HANG_SECONDS:
             self._fail(TimeoutError(f"its service has not answered for {HANG_SECONDS:.0f} seconds"))
         self._say_failure()
         if self.run is not None and self.failure is None:
-            self._told.put(do)
+            self._queue.put(do)
 
-    def log(self, record: dict[str, Any], tables: dict[str, list[dict[str, str]]]) -> None:
-        """Records numbers, and tables of text."""
+    def log(self, record: dict[str, Any], tables: dict[str, list[dict[str, Any]]]) -> None:
+        """Record numbers, and tables as rows of equal keys."""
         self.tell(lambda run: run.log(record | {name: _table(rows) for name, rows in tables.items()}))
 
+    def summarize(self, summary: dict[str, Any]) -> None:
+        self.tell(lambda run: run.summary.update(summary))
+
+    def mark_stopped(self) -> None:
+        self.tell(lambda run: run.mark_preempting())
+
     def finish(self, exit_code: int) -> None:
-        """Waits until all is written and, online, uploaded."""
+        """Wait until all is written and, online, uploaded."""
         self.tell(lambda run: run.finish(exit_code=exit_code))
-        self._told.put(None)
+        self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join(FINISH_SECONDS + HANG_SECONDS)
         if self._thread.is_alive():
             self._fail(TimeoutError(f"its service has not answered for {FINISH_SECONDS + HANG_SECONDS:.0f} seconds"))
         self._say_failure()
 
+    def closing_line(self) -> str | None:
+        """Return where the run is to be seen, or how to upload it."""
+        if self.run is None or self.failure:
+            return None
+        if self.run.offline:
+            return f"  upload     wandb sync {shlex.quote(str(Path(self.run.settings.sync_dir)))}"
+        return f"  W&B        {self.run.url}"
+
     def _work(self) -> None:
-        while self.failure is None and (do := self._told.get()) is not None:
+        while self.failure is None and (do := self._queue.get()) is not None:
             self._busy_since = time.monotonic()
             try:
                 _require_room(os.path.dirname(self.run.settings.sync_dir))
@@ -101,10 +135,7 @@ class WandbRun:
             self._say(f"WARNING: W&B failed ({self.failure}): the run goes on, recorded in metrics.jsonl alone")
 
 
-def _start(config: Config, launch: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, str]:
-    import wandb
-
-    settings = config.wandb
+def _start(settings: Wandb, arguments: dict[str, Any]) -> tuple[Any, str]:
     mode: Any = settings.mode
     why = "as asked"
     if mode == "auto" and "WANDB_MODE" in os.environ:
@@ -114,14 +145,12 @@ def _start(config: Config, launch: dict[str, Any], arguments: dict[str, Any]) ->
     elif mode == "auto":
         mode = "online"
     if "dir" in arguments:
-        folder = os.path.join(arguments["dir"], "wandb")
-        _require_room(folder if os.path.exists(folder) else arguments["dir"])
+        folder = Path(arguments["dir"], "wandb")
+        _require_room(folder if folder.exists() else folder.parent)
     arguments |= {
         "project": settings.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
         "entity": settings.entity,
         "tags": settings.tags,
-        "name": config.run_name,
-        "config": config.model_dump(mode="json") | {"launch": launch},
         "settings": wandb.Settings(silent=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True),
     }
     try:
@@ -136,21 +165,19 @@ def _start(config: Config, launch: dict[str, Any], arguments: dict[str, Any]) ->
     return run, f"offline ({why})" if run.offline else str(run.url)
 
 
-def _require_room(folder: str) -> None:
+def _require_room(folder: str | Path) -> None:
     """Raises: OSError: nothing more can be written there."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(PROBE_BYTES))
 
 
-def _tells_more_than_a_lost_connection(record: logging.LogRecord) -> bool:
-    """Return whether asyncio says more than, record by record, that W&B's service is gone: that is told once, here."""
+def _is_not_about_a_lost_connection(record: logging.LogRecord) -> bool:
+    """Keep asyncio from saying, record by record, that W&B's service is gone: that is told once, here."""
     return record.msg != "socket.send() raised exception."
 
 
 def _abandon() -> None:
-    """Ends W&B's service, however it is: the end of this process would wait for one that hangs."""
-    import wandb
-
+    """End W&B's service, however it is: the end of this process would wait for one that hangs."""
     for child in psutil.Process().children():
         if child.name().startswith("wandb-core"):
             for process in (*child.children(recursive=True), child):
@@ -160,7 +187,5 @@ def _abandon() -> None:
         wandb.teardown()
 
 
-def _table(rows: list[dict[str, str]]) -> Any:
-    import wandb
-
+def _table(rows: list[dict[str, Any]]) -> Any:
     return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])

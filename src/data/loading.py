@@ -2,7 +2,7 @@
 
 The order of the data is a function of the seed and the epoch alone, and a global batch holds the same examples
 however many processes share it. Nothing is padded, repeated or dropped: the last batches are smaller, and a process
-that has no example left computes on a stand-in of weight 0, because FSDP's forward and backward are collective.
+that has no example left computes on a dummy batch of weight 0, because FSDP's forward and backward are collective.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from src.config import Config
 from src.process import ignore_signals_in_worker
+from src.run import Run
 from src.tasks.base import Examples, Task
 
 
@@ -27,135 +27,135 @@ class MicroBatch:
     """What one process passes through the model at once."""
 
     data: Any
-    """Of the task's `collate`, where the dataset is: on the CPU, but for Task.on_device."""
-    examples: int
-    """How many examples it has; 0: it is a stand-in."""
+    """Of the task's `collate`, where the dataset is: on the CPU, but for Task.to_device."""
+    num_examples: int
+    """0: it is a dummy."""
 
     def to(self, device: torch.device) -> Any:
-        """The data on the device."""
+        """Return the data on the device."""
         if device.type == "cpu":
             return self.data
         return send_to_device(self.data, device, non_blocking=True)
 
     @property
     def weight(self) -> float:
-        """1.0; 0.0 for a stand-in."""
-        return float(self.examples > 0)
+        """1.0; 0.0 for a dummy."""
+        return float(self.num_examples > 0)
 
 
 @dataclass(frozen=True)
-class Shares:
+class ShardedBatchSampler:
     """One process's part of each chunk of micro_batch_size x world_size examples: every world_size-th.
 
-    A batch sampler: iterating yields lists of indices, one per micro-batch.
+    Iterating yields lists of indices, one per micro-batch.
     """
 
     order: np.ndarray
     """Indices into the dataset in the order of a single process; shape (examples,), int64."""
-    window: int
-    """Examples per optimizer step, over all processes and micro-batches."""
+    global_batch_size: int
+    """Examples per step, over all processes and micro-batches."""
     micro_batch_size: int
     rank: int
     world_size: int
 
-    def windows(self) -> Iterator[list[np.ndarray]]:
-        """For each window this process's indices, an array per micro-batch: the same number on all processes."""
+    def steps(self) -> Iterator[list[np.ndarray]]:
+        """Yield this process's indices for each step, an array per micro-batch: as many on all processes."""
         chunk = self.micro_batch_size * self.world_size
-        for start in range(0, len(self.order), self.window):
-            window = self.order[start : start + self.window]
-            yield [window[i : i + chunk][self.rank :: self.world_size] for i in range(0, len(window), chunk)]
+        for start in range(0, len(self.order), self.global_batch_size):
+            batch = self.order[start : start + self.global_batch_size]
+            yield [batch[i : i + chunk][self.rank :: self.world_size] for i in range(0, len(batch), chunk)]
 
     def __iter__(self) -> Iterator[list[int]]:
-        for window in self.windows():
-            for share in window:
-                yield share.tolist() or self.order[:1].tolist()
+        for step in self.steps():
+            for indices in step:
+                yield indices.tolist() or self.order[:1].tolist()
 
 
-def training_steps(
-    accelerator: Accelerator, config: Config, dataset: Examples, done: int, total_steps: int
-) -> Iterator[list[MicroBatch]]:
-    """For each optimizer step this process's micro-batches, from the one after `done` steps on: nothing is replayed."""
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    step = done
-    while step < total_steps:
-        epoch, done_in_epoch = divmod(step, -(-len(dataset) // config.global_batch_size))
-        random = np.random.default_rng([config.seed, epoch])
-        order = config.task.order(dataset, random, config.global_batch_size)
+def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[list[MicroBatch]]:
+    """Yield this process's micro-batches of each optimizer step after `first` steps: nothing is replayed.
+
+    Args:
+        last: steps that are done at the end; None: all of the run's.
+    """
+    config, dataset, step = run.config, run.train_set, first
+    last = run.total_steps if last is None else last
+    while step < last:
+        epoch, done_in_epoch = divmod(step, run.steps_per_epoch)
+        order = config.task.order(dataset, np.random.default_rng([config.seed, epoch]), config.global_batch_size)
         order = order[done_in_epoch * config.global_batch_size :]
-        shares = Shares(order, config.global_batch_size, config.micro_batch(world_size), rank, world_size)
-        epoch_set = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: other randomness than the order's
-        for window in islice(_load(accelerator, config, epoch_set, shares, epoch), total_steps - step):
+        augmented = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: other randomness than the order's
+        for micro_batches in islice(_load(run, augmented, order, config.global_batch_size, epoch), last - step):
             step += 1
-            yield window
+            yield micro_batches
 
 
-def evaluation_batches(accelerator: Accelerator, config: Config, dataset: Examples) -> Iterator[MicroBatch]:
-    """This process's part of the dataset, in order."""
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    micro_batch_size = config.micro_batch(world_size)
-    order = np.arange(len(dataset))
-    shares = Shares(order, micro_batch_size * world_size, micro_batch_size, rank, world_size)
-    for (micro_batch,) in _load(accelerator, config, dataset, shares):
+def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
+    """Yield this process's part of the evaluation set, in order."""
+    global_batch_size = run.config.micro_batch(run.world_size) * run.world_size
+    for (micro_batch,) in _load(run, run.eval_set, np.arange(len(run.eval_set)), global_batch_size):
         yield micro_batch
 
 
-def gather_in_order(accelerator: Accelerator, outputs: Tensor, examples: int) -> Tensor:
-    """Per-example outputs of all processes in the order of the dataset, on the CPU.
+def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int) -> Tensor:
+    """Return per-example outputs of all processes in the order of the dataset, on the CPU. Collective.
 
     Args:
         outputs: those of this process's `evaluation_batches`, shape (share, ...).
-        examples: how many there are over all processes.
+        num_examples: over all processes.
     """
     world_size = accelerator.num_processes
-    missing = -(-examples // world_size) - len(outputs)  # 0 or 1, as shares are every world_size-th example
+    missing = -(-num_examples // world_size) - len(outputs)  # 0 or 1, as shares are every world_size-th example
     padded = torch.cat([outputs, outputs.new_zeros(missing, *outputs.shape[1:])])
     gathered = accelerator.gather(padded).view(world_size, *padded.shape)
-    return gathered.transpose(0, 1).flatten(0, 1)[:examples].cpu()
+    return gathered.transpose(0, 1).flatten(0, 1)[:num_examples].cpu()
 
 
-def examples_seen(step: int, config: Config, dataset: Examples) -> int:
-    """Training examples in the first `step` optimizer steps, over all processes."""
-    steps_per_epoch = -(-len(dataset) // config.global_batch_size)
-    epochs, steps = divmod(step, steps_per_epoch)
-    return epochs * len(dataset) + steps * config.global_batch_size
+def examples_seen(run: Run, step: int) -> int:
+    """Return the training examples in the first `step` optimizer steps, over all processes."""
+    epochs, steps = divmod(step, run.steps_per_epoch)
+    return epochs * len(run.train_set) + steps * run.config.global_batch_size
 
 
 def fetch(task: Task, dataset: Any, indices: list[int]) -> Any:
-    """A batch of these examples."""
+    """Return a batch of these examples."""
     return task.collate(samples(dataset, indices))
 
 
 def samples(dataset: Any, indices: list[int]) -> Any:
     """Return these examples as the dataset has them, for Task.collate."""
-    whole = getattr(dataset, "__getitems__", None)
-    return whole(indices) if whole else [dataset[i] for i in indices]
+    fetch_batch = getattr(dataset, "__getitems__", None)
+    return fetch_batch(indices) if fetch_batch else [dataset[i] for i in indices]
 
 
 def _load(
-    accelerator: Accelerator, config: Config, dataset: Examples, shares: Shares, epoch: int = 0
+    run: Run, dataset: Examples, order: np.ndarray, global_batch_size: int, epoch: int = 0
 ) -> Iterator[list[MicroBatch]]:
+    config = run.config
+    sampler = ShardedBatchSampler(
+        order, global_batch_size, config.micro_batch(run.world_size), run.rank, run.world_size
+    )
     batches: Iterator[Any]
     if config.num_workers == 0:  # a DataLoader would take as long as a small model's step
-        batches = (fetch(config.task, dataset, indices) for indices in shares)
+        batches = (fetch(config.task, dataset, indices) for indices in sampler)
     else:
-        # of what examples draw themselves: each process and epoch its own
-        seed = int(np.random.default_rng([config.seed, epoch, shares.rank]).integers(2**63))
+        # for what examples draw themselves: each process and epoch its own
+        seed = int(np.random.default_rng([config.seed, epoch, run.rank]).integers(2**63))
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]  # torch's Dataset need not have a length
-            batch_sampler=shares,
+            batch_sampler=sampler,
             collate_fn=config.task.collate,
             num_workers=config.num_workers,
-            pin_memory=accelerator.device.type == "cuda",
+            pin_memory=run.device.type == "cuda",
             worker_init_fn=ignore_signals_in_worker,
             generator=torch.Generator().manual_seed(seed),  # torch's own is the one that dropout draws from
         )
-        batches = _naming_the_killed(loader)
-    for window in shares.windows():
-        yield [MicroBatch(next(batches), len(share)) for share in window]
+        batches = _name_dead_workers(loader)
+    for step in sampler.steps():
+        yield [MicroBatch(next(batches), len(indices)) for indices in step]
 
 
-def _naming_the_killed(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Its batches. torch says so where one of its processes died, unless it did while it handed over a batch.
+def _name_dead_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield its batches. torch tells of a worker's death, unless it died while it handed over a batch.
 
     Raises:
         RuntimeError: it did.

@@ -1,7 +1,5 @@
 """Images of digits as one uint8 tensor, fetched a whole batch at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -14,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.datasets import MNIST
 
 from src.process import UserError
 
@@ -35,17 +34,17 @@ class Digits:
         return {"images": self.images[index], "labels": self.labels[index]}
 
     def checksum(self) -> str:
-        """Of images and labels, on the CPU."""
+        """Return the SHA-256 of images and labels, which are on the CPU."""
         return hashlib.sha256(self.images.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
-    def to(self, device: torch.device) -> Digits:
-        """In the memory of `device`: 47 MB for MNIST's training set."""
+    def to(self, device: torch.device) -> "Digits":
+        """Return it in the memory of `device`: 47 MB for MNIST's training set."""
         moved = self.images.to(device), self.labels.to(device)
         return self if moved[0] is self.images else Digits(*moved)
 
-    def moved(self, rotation: float, shift: int, seed: list[int]) -> MovedDigits:
-        """Each image turned by up to `rotation` degrees and moved by up to `shift` whole pixels along both axes, drawn
-        uniformly from `seed`."""
+    def moved(self, rotation: float, shift: int, seed: list[int]) -> "MovedDigits":
+        """Return each image rotated by up to `rotation` degrees and shifted by up to `shift` whole pixels along both
+        axes, drawn uniformly from `seed`."""
         random = np.random.default_rng(seed)
         angles = torch.from_numpy(np.radians(random.uniform(-rotation, rotation, len(self)))).float()
         offsets = torch.from_numpy(random.integers(-shift, shift + 1, (len(self), 2, 1)) * (2 / 28)).float()
@@ -75,10 +74,10 @@ class MovedDigits:
 
 
 def mnist(data_dir: str) -> tuple[Digits, Digits]:
-    """MNIST's training and test set; torchvision downloads what is not in `data_dir`.
+    """Return MNIST's training and test set; torchvision downloads what is not in `data_dir`.
 
     Raises:
-        ValueError: the files can neither be found nor downloaded, or one is not what its name says.
+        UserError: the files can neither be found nor downloaded, or one is not what its name says.
     """
     folders = [Path(data_dir) / "MNIST" / "raw", Path(data_dir)]
     complete = [folder for folder in folders if all((folder / name).is_file() for name in IDX_FILES)]
@@ -90,7 +89,7 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
 
 
 def bundled_digits() -> tuple[Digits, Digits]:
-    """The 1,797 digits in scikit-learn, a fixed fifth of them for evaluation, enlarged to look like MNIST's.
+    """Return the 1,797 digits in scikit-learn, a fixed fifth of them for evaluation, enlarged to look like MNIST's.
 
     Source: https://archive.ics.uci.edu/dataset/80 (8 x 8 pixels, 17 shades).
     """
@@ -109,8 +108,6 @@ def bundled_digits() -> tuple[Digits, Digits]:
 
 
 def _download(data_dir: str) -> None:
-    from torchvision.datasets import MNIST  # takes seconds to import, and only a download needs it
-
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
             MNIST(data_dir, download=True)
@@ -133,7 +130,7 @@ def _read_digits(folder: Path, images_name: str, labels_name: str) -> Digits:
 
 
 def _read_idx(path: Path) -> Tensor:
-    """Reads the IDX format (http://yann.lecun.com/exdb/mnist): 0, 0, 8 for uint8, the rank, the sizes, the values."""
+    """Read the IDX format (http://yann.lecun.com/exdb/mnist): 0, 0, 8 for uint8, the rank, the sizes, the values."""
     content = path.read_bytes()
     rank = content[3] if content[:3] == b"\0\0\x08" and len(content) >= 4 else 0
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, 4 + 4 * rank, 4)]

@@ -4,8 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from src.models.dropout import Dropout
-
 
 class MnistCnn(nn.Module):
     """1,199,882 parameters. Source: https://github.com/pytorch/examples/blob/main/mnist/main.py"""
@@ -19,8 +17,8 @@ class MnistCnn(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
-        self.dropout1 = Dropout(0.25 * dropout)
-        self.dropout2 = Dropout(0.5 * dropout)
+        self.dropout1 = nn.Dropout(0.25 * dropout)
+        self.dropout2 = nn.Dropout(0.5 * dropout)
         self.fc1 = nn.Linear(9216, 128)
         self.fc2 = nn.Linear(128, 10)
 

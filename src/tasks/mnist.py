@@ -1,18 +1,16 @@
 """Handwritten digits with the CNN of pytorch/examples: `--task.name=mnist`."""
 
-from __future__ import annotations
+from typing import Annotated, Any, ClassVar, Literal
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-
+import torch
 from pydantic import Field, NonNegativeInt
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from src.data.mnist import Digits, bundled_digits, mnist
+from src.models.mnist_cnn import MnistCnn
+from src.tasks import load_metric
 from src.tasks.base import Task
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from src.data.mnist import Digits
 
 
 class Mnist(Task):
@@ -25,9 +23,9 @@ class Mnist(Task):
     data_dir: str = "data"
     """Folder with the four IDX files of MNIST, here or in MNIST/raw; they are downloaded where missing."""
     shift: Annotated[NonNegativeInt, Field(le=8)] = 2
-    """Each training image is moved by up to so many pixels along both axes, anew in each epoch."""
+    """Largest shift of a training image along each axis, in pixels, drawn anew in each epoch."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 10.0
-    """And turned by up to so many degrees."""
+    """Largest rotation of a training image, in degrees, drawn anew in each epoch."""
     dropout: Annotated[float, Field(ge=0, lt=2)] = 0.2
     """Scales the model's two dropout rates, 0.25 and 0.5; 0 switches them off."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -36,13 +34,9 @@ class Mnist(Task):
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     def build_model(self) -> nn.Module:
-        from src.models.mnist_cnn import MnistCnn
-
         return MnistCnn(dropout=self.dropout)
 
     def build_datasets(self) -> tuple[Digits, Digits]:
-        from src.data.mnist import bundled_digits, mnist
-
         return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
 
     def fingerprint(self, dataset: Digits) -> str:
@@ -54,27 +48,18 @@ class Mnist(Task):
     def to_device(self, dataset: Any, device: torch.device) -> Any:
         return dataset.to(device)
 
-    def model_input(self, batch: Any) -> Tensor:
-        return batch["images"]
-
     def collate(self, samples: Any) -> dict[str, Tensor]:
         return samples  # Digits.__getitems__ returns a whole batch
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        from torch.nn.functional import cross_entropy
-
         logits, labels = model(batch["images"]).float(), batch["labels"]
         smoothed = cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         return smoothed, len(labels)
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-        from torch.nn.functional import cross_entropy
-
         logits, labels = model(batch["images"]).float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels}
         return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        from src.tasks.metrics import Accuracy
-
-        return Accuracy().compute(**outputs)
+        return load_metric("Accuracy").compute(**outputs)

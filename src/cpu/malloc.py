@@ -1,4 +1,4 @@
-"""Memory that was freed stays with the process: for training on the CPU."""
+"""Memory that was freed stays with the process."""
 
 import ctypes
 import sys
@@ -8,8 +8,8 @@ TOP_PAD = 64 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """glibc takes each large block from the kernel and gives it back: every activation is then made of new pages, which
-    the kernel fills with zeros first. That was a third of a step of the MNIST CNN. PyTorch does likewise on GPUs.
+    """Keep glibc from giving large blocks back to the kernel: each activation is then made of new pages, which the
+    kernel fills with zeros first. That was a third of a step of the MNIST CNN. PyTorch does likewise on GPUs.
 
     Returns:
         Whether it could be set: it is glibc's.

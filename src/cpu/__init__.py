@@ -1,0 +1,34 @@
+"""What only training on a CPU gains from: on a GPU nothing here is used, and without it a CPU is merely slower."""
+
+from torch import nn
+
+from src.cpu import mkl
+from src.cpu.dropout import Dropout
+from src.cpu.malloc import keep_freed_memory
+
+
+def tune_for_cpu(model: nn.Module, precision: str) -> list[str]:
+    """Speed up this process and `model`, in place: its layers change their class, and keep names and weights.
+
+    Args:
+        precision: fp32, bf16, fp16 or fp8.
+
+    Returns:
+        What was done, for the start-up summary.
+    """
+    done = ["freed memory is kept"] if keep_freed_memory() else []
+    _change_class(model, nn.Dropout, Dropout)
+    if mkl.is_slow():
+        if precision == "fp32" and _change_class(model, nn.Linear, mkl.Linear):
+            done.append("oneDNN in place of MKL")
+        if precision == "bf16" and mkl.avoid_in_attention(model):
+            done.append("attention without MKL")
+    return done
+
+
+def _change_class(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> bool:
+    """Return whether any layer is of class `old` itself. As fully_shard does it: no hook or tied weight is lost."""
+    layers = [module for module in model.modules() if type(module) is old]
+    for layer in layers:
+        layer.__class__ = new
+    return bool(layers)

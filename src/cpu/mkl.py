@@ -1,0 +1,77 @@
+"""MKL leaves AVX-512 unused on AMD's CPUs: there oneDNN, which is part of torch as well, multiplies in its place.
+
+Sums are then added up in another order. docs/upstream.md has the figures.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+FEWEST = 2**22
+"""Multiplications of a layer; where there are fewer, what Python adds takes longer than is gained."""
+LONGEST = 512
+"""Tokens. Attention as products keeps each pair's probability for the backward pass: at this length 6 MiB for a sequence
+and 12 heads, in each layer."""
+
+
+def is_slow() -> bool:
+    """Return whether this CPU is one that MKL is slow on."""
+    cpu = torch.cpu.get_capabilities()
+    is_amd = "AMD" in cpu.get("cpu_name", "")
+    return is_amd and bool(cpu.get("avx512_bf16")) and torch.backends.mkldnn.is_available()
+
+
+def avoid_in_attention(model: nn.Module) -> bool:
+    """Have attention in bf16 computed as products, where the model's sequences are short: torch's fused kernel, which
+    asks MKL, takes twice (512 tokens) to five times (32) as long. Scores are then rounded to bf16.
+
+    Returns:
+        Whether it did: a setting of this process.
+    """
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if positions is None or positions > LONGEST:
+        return False
+    torch.backends.cuda.enable_flash_sdp(False)  # these two hold for the CPU as well
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    return True
+
+
+class Linear(nn.Linear):
+    """As nn.Linear, in fp32, in half the time where it is large."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.ndim < 2 or inputs.numel() * self.out_features < FEWEST:
+            return super().forward(inputs)
+        return _Linear.apply(inputs, self.weight, self.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return _mm(inputs, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = gradient.flatten(0, -2)
+        return (
+            _mm(gradient, weight.t()) if needs_inputs else None,
+            _mm(rows.t(), inputs.flatten(0, -2).t()) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+@torch.library.custom_op("cpu::mm", mutates_args=())  # torch's compiler would take `right` for a constant
+def _mm(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return left @ right.T + bias, fp32, by the only operator for ordinary tensors that asks oneDNN."""
+    return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+
+
+@_mm.register_fake
+def _(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    return left.new_empty(*left.shape[:-1], len(right))

@@ -1,0 +1,254 @@
+"""The processes of a run: the only place that builds an Accelerator, and what the processes tell each other.
+
+Without a GPU every yaml runs as its CPU stand-in: the same processes, on gloo, sharding for real.
+"""
+
+import contextlib
+import os
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from src.config import Config
+from src.launch_guard import choose_precision, find_launcher, launch_errors
+from src.process import UserError
+from src.progress import StepStats
+from src.settings import nearest
+
+HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What was asked for and what runs: printed, saved in summary.json and sent to W&B."""
+
+    config_file: str | None
+    """The accelerate yaml; None where another launcher than Accelerate's started the processes."""
+    requested: dict[str, Any]
+    """The yaml's (or command line's) distributed_type, num_processes and mixed_precision."""
+    strategy: str
+    """single, ddp, fsdp, fsdp_grad_op, fsdp_offload or fsdp_grad_op_offload."""
+    num_processes: int
+    device: str
+    precision: str
+    """fp32, bf16, fp16 or fp8; weights and optimizer are fp32 in all of them."""
+    backend: str | None
+    """Of the collectives: nccl, gloo, ...; None in a single process."""
+    comm_hook: str | None
+    """What DDP casts gradients to on their way to the other processes: bf16, fp16; None: nothing."""
+    note: str | None
+    """Where the machine makes it differ from the yaml: why."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
+    """Join the processes that the launcher started.
+
+    Raises:
+        UserError: what would run is not what was asked for; one line per reason.
+    """
+    launcher = find_launcher()
+    world_size, local_world_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    wants_cpu, wants_fsdp = (os.environ.get(f"ACCELERATE_USE_{x}", "").lower() == "true" for x in ("CPU", "FSDP"))
+    wants_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    has_gpu = torch.accelerator.is_available() and not (world_size > 1 and torch.backends.mps.is_available())
+    on_cpu = wants_cpu or not has_gpu
+    is_stand_in = on_cpu and not wants_cpu
+
+    errors = list(launch_errors(launcher, config, world_size, wants_fsdp))
+    gpus = torch.accelerator.device_count()
+    if not on_cpu and local_world_size > gpus:
+        fitting = gpus * (world_size // local_world_size)
+        errors.append(
+            f"{local_world_size} processes on this machine, but it has {gpus} GPU(s): add --num_processes={fitting}"
+        )
+    precision, note = choose_precision(launcher, wants_precision, is_stand_in)
+    if errors:
+        raise UserError("\n".join(errors))
+
+    if on_cpu:  # AdamW's averages for units that died become subnormal, which take ten times as long to compute with
+        torch.set_flush_denormal(True)  # before there are threads: they inherit it
+    if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
+    if precision != "fp8":
+        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model all the same
+    timeout = timedelta(minutes=config.timeout_minutes)
+    comm_hook = config.ddp_comm_hook if world_size > 1 else None
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=precision,
+        fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if wants_fsdp else None,
+        kwargs_handlers=[
+            GradScalerKwargs(enabled=False),  # Progress.update_loss_scale takes its place
+            InitProcessGroupKwargs(timeout=timeout),
+            # as views of the buckets, gradients are not copied out of what they were reduced in
+            DistributedDataParallelKwargs(
+                comm_hook=DDPCommunicationHookType(comm_hook or "no"), gradient_as_bucket_view=True
+            ),
+        ],
+    )
+    if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, and say fp16
+        accelerator.native_amp = True
+    if accelerator.num_processes != world_size:
+        raise UserError(
+            f"{world_size} processes were started, but each sees {accelerator.num_processes}: "
+            f"refusing to train separate models"
+        )
+    if wants_fsdp and not accelerator.is_fsdp2:
+        raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
+
+    config_file = launcher.config_file if launcher else None
+    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+    precision = {"no": "fp32"}.get(precision, precision)
+    if is_stand_in:
+        stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
+        processes = f"{world_size} process" + ("es" if world_size > 1 else "") + (f" on {backend}" if backend else "")
+        note = f"no GPU here: {stand_in}, {processes}{', sharding for real' if wants_fsdp else ''}, {precision}"
+    kind = "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO"
+    launch = Launch(
+        config_file=config_file,
+        requested={
+            "distributed_type": (launcher.config if launcher else {}).get("distributed_type", kind),
+            "num_processes": world_size,
+            "mixed_precision": wants_precision,
+        },
+        strategy=_strategy(accelerator),
+        num_processes=accelerator.num_processes,
+        device=accelerator.device.type,
+        precision=precision,
+        backend=backend,
+        comm_hook=comm_hook,
+        note=note,
+    )
+    return accelerator, launch
+
+
+def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:
+    if on_cpu:  # Accelerate shards only what it takes for a GPU job
+        PartialState(cpu=True, timeout=timeout)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin()
+    if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    if precision in HALF_PRECISION:  # Accelerate's default reduces gradients in half precision too
+        policy = MixedPrecisionPolicy(HALF_PRECISION[precision], reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = policy
+    return plugin
+
+
+def _strategy(accelerator: Accelerator) -> str:
+    if not accelerator.is_fsdp2:
+        return "ddp" if accelerator.use_distributed else "single"
+    plugin = accelerator.state.fsdp_plugin
+    grad_op = "" if plugin.reshard_after_forward else "_grad_op"
+    offload = "_offload" if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else ""
+    return f"fsdp{grad_op}{offload}"
+
+
+@contextlib.contextmanager
+def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
+    """As accelerator.local_main_process_first, but the others wait as long as it takes: collectives give up after some
+    minutes, and to download and tokenize can take hours.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    patient: Any = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
+    if not accelerator.is_local_main_process:
+        torch.distributed.barrier(patient)
+    yield
+    if accelerator.is_local_main_process:
+        torch.distributed.barrier(patient)
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer]
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Call `accelerator.prepare`, and under FSDP prove that blocks were wrapped and not only the whole model.
+
+    Returns:
+        The model, and the optimizers without Accelerate's wrapper: it knows about loss scales and accumulation, which
+        the loop sees to itself, and looks for a package on the whole of sys.path in each step (docs/upstream.md).
+
+    Raises:
+        UserError: FSDP found no blocks to wrap.
+    """
+    name = type(model).__name__
+    if accelerator.is_fsdp2:
+        from_yaml = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+        classes = {type(module).__name__ for module in model.modules()}
+        for block in from_yaml or getattr(model, "_no_split_modules", None) or []:
+            if block not in classes:
+                where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
+                raise UserError(f"{where} names {block}, which {name} has not{nearest(block, sorted(classes))}")
+    model, *prepared = accelerator.prepare(model, *optimizers)
+    if accelerator.is_fsdp2 and sharded_units(model) < 2:
+        raise UserError(
+            f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
+            f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
+        )
+    return model, [optimizer.optimizer for optimizer in prepared]
+
+
+def sharded_units(model: nn.Module) -> int:
+    """Return how many units FSDP gathers and frees one after the other, the root among them; 0 without FSDP."""
+    return sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reduce_step_stats(
+    accelerator: Accelerator, micro_batches: Sequence[Sequence[float]], gradients: list[Tensor], wants_stop: bool
+) -> StepStats:
+    """Return a step's sums over all processes. Collective; waits for the device.
+
+    Args:
+        micro_batches: of each of this process's, the loss sum, the targets, the tokens without and with padding; as
+            numbers or tensors of shape ().
+        gradients: this process's; where not sharded, the same on all.
+    """
+    squares = grad_square_sum(gradients).item() / (1 if accelerator.is_fsdp2 else accelerator.num_processes)
+    own = [*(sum(map(float, column)) for column in zip(*micro_batches, strict=True)), float(wants_stop), squares]
+    if accelerator.num_processes == 1:
+        return StepStats(*own)
+    return StepStats(*accelerator.reduce(float64_tensor(own, accelerator.device), "sum").tolist())
+
+
+def grad_square_sum(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of the squares of all values; shape (), float64, but on MPS."""
+    device = gradients[0].device
+    if device.type == "cpu":  # torch's norm of a million values is off by 5e-5 there, but its sum adds in pairs
+        return torch.stack([gradient.square().sum() for gradient in gradients]).double().sum()
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square().sum()
+
+
+def float64_tensor(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return a vector to sum in: float64, but for MPS, which has none."""
+    return torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+
+
+def peak_memory(accelerator: Accelerator) -> list[int]:
+    """Return the bytes at most held by each process: allocated on the GPU, or resident where it trains on the CPU."""
+    if accelerator.device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    else:
+        peak = torch.accelerator.max_memory_allocated()
+    return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()

@@ -1,0 +1,142 @@
+"""One run, as `build` in train.py has prepared it, and what the start-up summary says of it."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.optim import Optimizer
+
+from src.checkpoint.format import ResumePoint
+from src.config import Config
+from src.cpu import tune_for_cpu
+from src.distributed import Launch
+from src.optim import Schedule
+from src.progress import Progress
+from src.tasks.base import Examples, Task
+
+
+class Evaluation(NamedTuple):
+    """What one evaluation found."""
+
+    metrics: dict[str, float]
+    """By name, eval/…"""
+    tables: dict[str, list[dict[str, str]]]
+    """Of text, by name, eval/…; rows of equal keys."""
+
+
+@dataclass
+class Run:
+    """What fit, train_step, evaluate and the checks work on."""
+
+    config: Config
+    accelerator: Accelerator
+    launch: Launch
+    resume: ResumePoint
+    """What it continues from."""
+    resume_command: str
+    """By which the user continues it."""
+    train_set: Examples
+    eval_set: Examples
+    model: nn.Module
+    """As prepared: within DDP, or sharded."""
+    optimizers: list[Optimizer]
+    metadata: dict[str, Any]
+    """What each checkpoint says of the run."""
+    progress: Progress
+    facts: dict[str, Any]
+    """Of model and data, for summary.json and the start-up summary."""
+
+    @property
+    def task(self) -> Task:
+        return self.config.task
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def is_fp16(self) -> bool:
+        return self.launch.precision == "fp16"
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's. Kept, as to walk through the modules takes longer than a small model's update."""
+        return list(self.model.parameters())
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(len(self.train_set) / self.config.global_batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.steps(self.steps_per_epoch)[0]
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.config.steps(self.steps_per_epoch)[1], self.steps_per_epoch)
+
+    def is_evaluation_due(self) -> bool:
+        """Return whether this step is to be evaluated, and has not been."""
+        step, every = self.progress.step, self.config.eval_every or self.steps_per_epoch
+        return (step % every == 0 or step == self.total_steps) and step > self.progress.last_evaluated
+
+    def is_evaluated(self) -> bool:
+        """Return whether this step has been evaluated."""
+        return self.progress.step == self.progress.last_evaluated > 0
+
+    def is_save_due(self) -> bool:
+        """Return whether this step is to be saved, were it not the last one."""
+        is_candidate = self.config.checkpoint.num_best > 0 and self.is_evaluated()
+        return self.progress.step % self.config.save_every == 0 or is_candidate
+
+    def is_log_due(self) -> bool:
+        """Return whether an interval ends with this step."""
+        return self.progress.step % self.config.log_every == 0
+
+
+def new_model(config: Config, launch: Launch) -> tuple[nn.Module, list[str]]:
+    """Return the task's model, the same on all processes, and how it was made faster here."""
+    set_seed(config.seed)
+    model = config.task.build_model()
+    return model, tune_for_cpu(model, launch.precision) if launch.device == "cpu" else []
+
+
+def startup_summary(run: Run) -> dict[str, str]:
+    """Return what the start says of model, data and steps, by title."""
+    config, facts, world_size = run.config, run.facts, run.world_size
+    trained = f", {facts['trained_parameters']:,} of them trained"
+    return {
+        "model": f"{facts['parameters']:,} parameters"
+        + (trained if facts["trained_parameters"] < facts["parameters"] else ""),
+        "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
+        **{part: _in_one_line(figures) for part, figures in facts["data"].items() if figures},
+        "batch": f"{config.global_batch_size} = {config.micro_batch(world_size)} per micro-batch x {world_size} processes"
+        f" x {config.accumulation(world_size)} accumulated",
+        "tuned": ", ".join(facts["tuned"]),
+        "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
+    }
+
+
+def _in_one_line(figures: dict[str, float]) -> str:
+    """Counts and, as floats, shares, by name."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
+        for name, value in figures.items()
+    )
