@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
+from src.checkpoint.write import CheckpointWriter
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.check import run_checks
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
 from src.checkpoint.tensors import frozen_norm
-from src.checkpoint.write import CheckpointWriter
 from src.config import Config, load_config
 from src.data.loading import MicroBatch, evaluation_batches, gather_in_order, training_steps
 from src.distributed import build_accelerator, float64_tensor, local_main_process_first, prepare, reduce_step_stats
@@ -49,10 +49,7 @@ def run(config: Config) -> None:
     run = build(config)
     if run is None:  # it is finished already
         return
-    if config.check:
-        is_completed = run_checks(run, train_step, evaluate)
-    else:
-        is_completed = fit(run)
+    is_completed = run_checks(run, train_step, evaluate) if config.check else fit(run)
     SIGNALS.release()
     run.accelerator.wait_for_everyone()  # gloo sometimes aborts where one process leaves before the others are done
     if is_completed and config.push_to_hub and run.is_main and not config.check:

@@ -175,7 +175,7 @@ class Config(Settings):
         return Path(str(resume)) if resume not in ("auto", "never", None) else None
 
     def changes_since(self, saved: dict[str, Any]) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-        """Return the settings that differ from those that a checkpoint was saved with, as (then, now) by name: those that
+        """Return what differs from the settings that a checkpoint was saved with, as (then, now) by name: those that
         say how long the run is, and those that make it another run."""
         then, now = (_by_name(type(self), values) for values in (saved, self.model_dump(mode="json")))
         safe = tuple(f"{name}." for name in RESUME_SAFE_SETTINGS)
@@ -290,7 +290,7 @@ def _metric_errors(config: Config) -> Iterator[str]:
 
 
 def _by_name(config_class: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings among nested values by their dotted name; those of another version of the code are left out."""
+    """Return the settings among nested values by their dotted name, without those of another version of the code."""
     found = {}
     for name, _ in fields(config_class):
         *groups, last = name.split(".")

@@ -32,7 +32,7 @@ def export_model(run: Run, metrics: dict[str, float]) -> None:
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which takes the place of `folder` when it is complete, and is deleted if it never is.
+    """Yield a folder to write into. It takes the place of `folder` when it is complete, and is deleted if it never is.
 
     Raises:
         RunError: it cannot be written.

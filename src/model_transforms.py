@@ -34,7 +34,8 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
     if config.activation_checkpointing:
         if not blocks:
             raise UserError(
-                f"activation_checkpointing: name the repeating blocks of {type(model).__name__} in its _no_split_modules"
+                f"activation_checkpointing: name the repeating blocks of {type(model).__name__} in its "
+                f"_no_split_modules"
             )
         for block in blocks:  # dropout draws the same numbers both times, unlike with fsdp_activation_checkpointing
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -68,7 +68,7 @@ class Signals:
         self.name = signal.Signals(number).name
         if number == signal.SIGINT and self._interrupted and time.monotonic() > self._interrupted + 1:
             self.die()
-        if number == signal.SIGINT and not self._interrupted:  # within a second: the same one, forwarded by the launcher
+        if number == signal.SIGINT and not self._interrupted:  # within a second: the same, forwarded
             self._interrupted = time.monotonic()
         if self._answer and os.getpid() == self._process:  # not in a data loading worker
             self._answer(self.name)

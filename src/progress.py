@@ -158,7 +158,8 @@ class Progress:
         Args:
             newest: the last checkpoint.
         """
-        advice = "use bf16" if is_fp16 else "lower optim.lr, set optim.max_grad_norm, or look for bad values in the data"
+        advice = "lower optim.lr, set optim.max_grad_norm, or look for bad values in the data"
+        advice = "use bf16" if is_fp16 else advice
         return (
             f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped: {advice}; "
             f"the last checkpoint is {newest or 'none'}"

@@ -127,8 +127,8 @@ def startup_summary(run: Run) -> dict[str, str]:
         + (trained if facts["trained_parameters"] < facts["parameters"] else ""),
         "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
         **{part: _in_one_line(figures) for part, figures in facts["data"].items() if figures},
-        "batch": f"{config.global_batch_size} = {config.micro_batch(world_size)} per micro-batch x {world_size} processes"
-        f" x {config.accumulation(world_size)} accumulated",
+        "batch": f"{config.global_batch_size} = {config.micro_batch(world_size)} per micro-batch x "
+        f"{world_size} processes x {config.accumulation(world_size)} accumulated",
         "tuned": ", ".join(facts["tuned"]),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
     }

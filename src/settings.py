@@ -158,7 +158,7 @@ def describe(model: type[Settings]) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Return `, did you mean …?` with the closest of `names`, in whole or in its last part; empty where none is close."""
+    """Return `, did you mean …?` with the closest of `names`, in whole or in its last part; empty: none is close."""
     last_parts = {re.split("[./]", candidate)[-1]: candidate for candidate in reversed(names)}
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     close = close or [last_parts[p] for p in difflib.get_close_matches(re.split("[./]", name)[-1], last_parts, n=1)]

@@ -82,7 +82,7 @@ class Tracker:
             "strategy": f"{launch.strategy} ({asked}), {processes}{backend}, {launch.device}, {launch.precision}",
             **startup_summary(self._run),
             "output": str(self.folder),
-            **{"W&B": logger.where for logger in self._loggers},
+            **{logger.title: logger.where for logger in self._loggers},
             "resume": resume.summary,
         }
         if launch.note:

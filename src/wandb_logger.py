@@ -41,6 +41,8 @@ class Wandb(Settings):
 class WandbLogger:
     """Hands what it is told on to W&B in a thread of its own, one after the other; after a failure, to nobody."""
 
+    title = "W&B"
+
     def __init__(self, settings: Wandb, say: Callable[[str], None], **arguments: Any) -> None:
         """Start the run; go offline where it can't go online.
 

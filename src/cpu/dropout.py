@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """As nn.Dropout, which draws a float for each unit: that can take longer than the layers around it. Here a unit gets
-    8 random bits where the probability is a multiple of 1/256, and else 32: torch's floats have 24.
+    """As nn.Dropout, which draws a float for each unit and can take longer than the layers around it. Here a unit
+    gets 8 random bits where the probability is a multiple of 1/256, and else 32: torch's floats have 24.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 FEWEST = 2**22
 """Multiplications of a layer; where there are fewer, what Python adds takes longer than is gained."""
 LONGEST = 512
-"""Tokens. Attention as products keeps each pair's probability for the backward pass: at this length 6 MiB for a sequence
-and 12 heads, in each layer."""
+"""Tokens. Attention as products keeps each pair's probability for the backward pass: at this length 6 MiB for a
+sequence and 12 heads, in each layer."""
 
 
 def is_slow() -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import io
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.datasets import MNIST
+from torchvision.datasets.mnist import MNIST, read_image_file, read_label_file
 
 from src.process import UserError
 
@@ -120,23 +120,21 @@ def _download(data_dir: str) -> None:
 
 
 def _read_digits(folder: Path, images_name: str, labels_name: str) -> Digits:
-    images, labels = _read_idx(folder / images_name), _read_idx(folder / labels_name)
+    images = _read_idx(folder / images_name, read_image_file)
+    labels = _read_idx(folder / labels_name, read_label_file)
     if images.shape[1:] != (28, 28) or len(labels) != len(images) or len(labels) == 0 or labels.max() > 9:
         raise UserError(
             f"{folder / images_name} and {labels_name} are not MNIST's: images {tuple(images.shape)}, "
             f"labels {tuple(labels.shape)}; delete them to download MNIST again, or set --task.data_dir"
         )
-    return Digits(images, labels.long())
+    return Digits(images, labels)
 
 
-def _read_idx(path: Path) -> Tensor:
-    """Read the IDX format (http://yann.lecun.com/exdb/mnist): 0, 0, 8 for uint8, the rank, the sizes, the values."""
-    content = path.read_bytes()
-    rank = content[3] if content[:3] == b"\0\0\x08" and len(content) >= 4 else 0
-    shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, 4 + 4 * rank, 4)]
-    if rank != (3 if "images" in path.name else 1) or len(content) != 4 + 4 * rank + math.prod(shape):
+def _read_idx(path: Path, read: Callable[[str], Tensor]) -> Tensor:
+    try:
+        return read(str(path))
+    except Exception as error:  # torchvision asserts that a file is as it should be
         raise UserError(
             f"{path}: truncated or not an IDX file of {'images' if 'images' in path.name else 'labels'} "
-            f"({len(content)} bytes); delete it to download MNIST again, or set --task.data_dir"
-        )
-    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * rank).copy()).view(*shape)
+            f"({path.stat().st_size} bytes); delete it to download MNIST again, or set --task.data_dir"
+        ) from error

@@ -6,8 +6,8 @@ from typing import Any
 from src.tasks.base import Task
 
 TASKS = {
-    "mnist": "src.tasks.mnist.Mnist",
     "causal_lm": "src.tasks.causal_lm.CausalLM",
+    "mnist": "src.tasks.mnist.Mnist",
     "text_classification": "src.tasks.text_classification.TextClassification",
 }
 
@@ -18,8 +18,8 @@ def load_task(name: str) -> type[Task]:
 
 
 def load_metric(name: str) -> Any:
-    """Return a metric of src/tasks/metrics.py, new. To import `evaluate` takes up to 10 s: the first evaluation waits for
-    it, and no start does."""
+    """Return a new metric of src/tasks/metrics.py. To import `evaluate` takes seconds, which the first evaluation waits
+    for, and no start."""
     return _imported(f"src.tasks.metrics.{name}")()
 
 
