@@ -20,16 +20,16 @@ import torch
 from src.check.between_steps import check_checkpoint, check_evaluation
 from src.check.cost import check_cost
 from src.check.data import check_data
-from src.check.findings import Finding, gather, table
+from src.check.findings import Row, finding, gather, table
 from src.check.start import check_launch, check_start
 from src.check.steps import check_accumulation, check_steps
 from src.check.subject import Evaluate, Subject, TrainStep
 from src.checkpoint.format import write_json
 from src.process import lost_peers
 from src.run import Run
-from src.wandb_logger import WandbRun
+from src.tracking import start_loggers
 
-CHECKS: dict[str, Callable[[Subject], Iterator[Finding]]] = {
+CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "Launch": check_launch,
     "Data": check_data,
     "Same start": check_start,
@@ -53,45 +53,43 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
         Whether all is well: the same on all processes.
     """
     started = time.perf_counter()
-    is_main = os.environ.get("RANK", "0") == "0"  # also where each process believes to be alone
+    is_main = os.environ.get("RANK", "0") == "0"  # also where each believes to be alone
     if is_main:
         print(f"{run.config.run_name}: examining {run.launch.strategy} x {run.world_size}", flush=True)
     allows_tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False  # 10 bits hide small faults
     subject = Subject(run, train_step, evaluate)
-    found: list[Finding] = []
+    rows: list[Row] = []
     for name, check in CHECKS.items():
-        if found and not found[0].is_passed:
+        if rows and rows[0]["result"] == "fail":
             break  # each process would examine a run of its own
         if check is check_cost:
             torch.backends.cudnn.allow_tf32 = allows_tf32
         try:
-            rows = zip(*gather(list(check(subject))), strict=False)
+            everywhere = gather(list(check(subject)))
         except Exception as error:  # in the parts of the run that are examined, too
             if not lost_peers(error):
                 traceback.print_exc()
             if is_main:
                 measured = "another process failed" if lost_peers(error) else f"{type(error).__name__}: {error}"
-                found.append(Finding(name, "examined", measured, "without an error", False, "see the traceback"))
-                _report(run, found, time.perf_counter() - started)
+                rows.append(finding(name, "examined", measured, "without an error", False, "see the traceback"))
+                _report(run, rows, time.perf_counter() - started)
             sys.exit(1)  # the others may be waiting in any collective
-        found += [next((row for row in of_all if not row.is_passed), of_all[0]) for of_all in rows]
+        rows += [max(row, key=lambda row: row["result"] == "fail") for row in zip(*everywhere, strict=False)]
     if is_main:
-        _report(run, found, time.perf_counter() - started)
-    return all(finding.is_passed for finding in found)
+        _report(run, rows, time.perf_counter() - started)
+    return all(row["result"] != "fail" for row in rows)
 
 
-def _report(run: Run, found: list[Finding], seconds: float) -> None:
-    config, launch = run.config, run.launch.as_dict()
-    rows = [finding.as_dict() for finding in found]
-    failed = sorted({finding.check for finding in found if not finding.is_passed})
+def _report(run: Run, rows: list[Row], seconds: float) -> None:
+    config, file = run.config, run.config.folder / "check.json"
+    failed = sorted({row["check"] for row in rows if row["result"] == "fail"})
     print("\n".join(table(rows)), flush=True)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
-    about = {"seconds": seconds, "launch": launch, "versions": versions, "config": config.model_dump(mode="json")}
+    about = {"launch": run.launch.as_dict(), "versions": versions, "config": config.model_dump(mode="json")}
     config.folder.mkdir(parents=True, exist_ok=True)
-    file = config.folder / "check.json"
-    write_json(file, {"passed": not failed, "checks": rows, **about})
-    wandb_run = WandbRun(config, launch, print, job_type="check", id=uuid.uuid4().hex[:8])
-    wandb_run.log({"check/passed": not failed}, {"check": rows})
-    wandb_run.finish(exit_code=1 if failed else 0)
+    write_json(file, {"passed": not failed, "checks": rows, "seconds": seconds, **about})
+    for logger in start_loggers(config, run.launch, print, job_type="check", id=uuid.uuid4().hex[:8]):
+        logger.log({"check/passed": not failed}, {"check": rows})
+        logger.finish(exit_code=1 if failed else 0)
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks passed"
     print(f"{verdict}, in {seconds:.0f} s; {file}", flush=True)

@@ -2,14 +2,14 @@
 
 ADVICE = {
     "Launch": {
-        "processes": "each process trains a model of its own: the launcher and the script disagree about what a "
-        "distributed run is",
+        "processes": "each process trains a model of its own: launcher and script disagree about what a distributed "
+        "run is",
         "devices": "processes share a device: each must take the one of its LOCAL_RANK",
         "strategy": "the yaml asks for {}, and it was not applied: look for keys that Accelerate ignores, variables "
         "ACCELERATE_* in the environment, and a model that was not passed through prepare()",
         "sharded units": "only the root is wrapped, or some blocks are not: what is not wrapped is gathered all at "
         "once, and stays. Name the repeating blocks in the model's _no_split_modules",
-        "parameters per process": "not all is sharded: {} takes more than its share",
+        "parameters": "not all is sharded: {} takes more than its share",
         "where the shards live": "the yaml's fsdp_offload_params was not applied",
     },
     "Data": {
@@ -24,16 +24,15 @@ ADVICE = {
         "must begin where the checkpoint's step says",
         "as drawn": "an augmentation depends on the process, not on the epoch, or on random numbers of its own: draw "
         "it from the seed that Task.augmented is given and from the example's index",
-        "shuffled anew": "set_epoch was forgotten: the order doesn't depend on the epoch, so that each one is the "
-        "first again",
+        "shuffled": "set_epoch was forgotten: the order doesn't depend on the epoch, so that each is the first again",
         "packed": "packed documents see each other, or have another place in the sequence than by themselves: "
         "positions must start anew, and attention stop, where a document ends",
     },
     "Same start": {
         "build_model": "build_model makes other weights on each process for the same seed: it draws from something "
         "that accelerate.utils.set_seed doesn't seed",
-        "weights and buffers": "processes built different models: seed all of them alike before build_model "
-        "(src/run.py: new_model), and only after it each in its own way, for dropout",
+        "weights": "processes built different models: seed all alike before build_model (src/run.py: new_model), and "
+        "only after it each in its own way, for dropout",
         "random numbers": "dropout drops the same units on every process, so that a global batch has less variety "
         "than on one: add the process's rank to the seed once the model is built",
     },
@@ -47,19 +46,16 @@ ADVICE = {
         "bound",
     },
     "Updates": {
-        "in the optimizer": "these parameters never change, or change twice: a parameter group is missing or overlaps "
-        "another one",
-        "weight decay": "a parameter is in the wrong group: biases, norms and other vectors must not decay, and Muon "
-        "is for matrices but those of embeddings and the last layer",
-        "learning rate": "the schedule is ahead of the steps, or of another length: a prepared scheduler steps once "
-        "per process; set the rate from the step, and span the steps that the optimizer takes",
-        "parameters after": "the optimizer made something else of the gradients than its copy on one process: "
-        "parameters that it doesn't have, another learning rate or weight decay, gradients changed after they were "
-        "clipped",
+        "in the": "these parameters never change, or change twice: a parameter group is missing or overlaps another",
+        "decay": "a parameter is in the wrong group: biases, norms and other vectors must not decay, and Muon is for "
+        "matrices but those of embeddings and the last layer",
+        "rate": "the schedule is ahead of the steps, or of another length: a prepared scheduler steps once per "
+        "process; set the rate from the step, and span the steps that the optimizer takes",
+        "parameters": "the optimizer made something else of the gradients than its copy on one process: parameters "
+        "that it doesn't have, another learning rate or weight decay, gradients changed after they were clipped",
         "replicas": "the processes train different models by now: they started apart, or a gradient is not reduced",
         "buffers": "a buffer follows each process's own examples, and is not synchronised: evaluation and checkpoints "
-        "have one process's. In place of BatchNorm take torch.nn.SyncBatchNorm, or better a norm that looks at one "
-        "example",
+        "have one process's. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks at one example",
     },
     "Accumulation": {
         "": "the split into micro-batches changes the result: a mean per micro-batch in place of one sum, or a last "
@@ -67,10 +63,9 @@ ADVICE = {
     },
     "Evaluation": {
         "batches": "a process has fewer batches than others, or none: where it has no example left, it has to compute "
-        "on a stand-in of weight 0, as the others wait for it",
+        "on a dummy batch of weight 0, as the others wait for it",
         "examples": "examples are counted twice, as padding, or left out",
-        "mode afterwards": "dropout and the like stay off for the rest of the run: evaluate() must end with "
-        "model.train()",
+        "mode": "dropout and the like stay off for the rest of the run: evaluate() must end with model.train()",
         "": "a mean of each process's or each batch's mean, or counted padding: sum and count over all examples, or "
         "gather each once, in order, and compute it from all of them",
     },
@@ -81,12 +76,11 @@ ADVICE = {
         "weights": "as above",
     },
     "Precision": {
-        "matrix products": "{} was asked for and is not what is computed in: the model was not passed through "
-        "prepare(), or casts by itself",
+        "products": "{} was asked for and is not what is computed in: the model was not passed through prepare(), or "
+        "casts by itself",
         "loss": "the loss is computed in half precision, with 8 to 11 bits, and so is its gradient: take it of "
         "logits.float()",
-        "": "small updates are lost in half precision: load the weights in fp32, and let mixed precision compute in "
-        "half",
+        "": "small updates are lost in half precision: load the weights in fp32; mixed precision computes in half",
     },
     "Cost": {
         "sent": "not what the strategy has to send: gradients reduced after each micro-batch, or not at all, another "

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain, zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from accelerate.utils import send_to_device, set_seed
 from torch.utils._pytree import tree_leaves
 
 from src.check.advice import ADVICE
-from src.check.findings import Finding, WorstError, gather, relative_error
+from src.check.findings import Row, WorstError, finding, gather, relative_error
 from src.check.subject import Subject, checksum
 from src.data.loading import MicroBatch, evaluation_batches, fetch, samples, training_steps
 from src.reference import DistributedSampler
@@ -32,9 +31,9 @@ def reading_indices(run: Run) -> Run:
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
 
 
-def check_data(subject: Subject) -> Iterator[Finding]:
+def check_data(subject: Subject) -> Iterator[Row]:
     """Follow the run's own path to the data, from sampler to batches, processes that load data among it."""
-    row, run, steps = partial(Finding, "Data"), subject.run, subject.steps_per_epoch
+    row, run, steps = partial(finding, "Data"), subject.run, subject.steps_per_epoch
     seen = gather((len(run.train_set), len(run.eval_set), _sample_checksum(run)))
     others = ", ".join(str(rank) for rank, of_rank in enumerate(seen) if of_rank != seen[0])
     sizes = f"{seen[0][0]:,} and {seen[0][1]:,} examples"
@@ -42,68 +41,64 @@ def check_data(subject: Subject) -> Iterator[Finding]:
     if others:
         return
     indexed = reading_indices(run)
-    found = _global_batches(training_steps(indexed, 0, 2 * steps))
-    expected = [[share.tolist() for share in _sampler(run, epoch)] for epoch in (0, 1)]
-    epochs = [list(chain(*found[:steps])), list(chain(*found[steps:]))]
-    for epoch in (0, 1):
+    found = _indices(training_steps(indexed, 0, 2 * steps))
+    expected = [share.tolist() for epoch in (0, 1) for share in _own_share(run, epoch)]
+    epochs = [gather(found[:steps]), gather(found[steps:])]
+    for epoch, first in enumerate((0, steps)):
         yield _each_once(f"epoch {epoch + 1}: examples read", epochs[epoch], len(run.train_set))
-        pairs = zip(found[epoch * steps :], expected[epoch], strict=False)
-        wrong = [step for step, (here, there) in enumerate(pairs, start=1) if here != there]
+        wrong = [step for step in range(steps) if found[first + step] != expected[first + step]]
         measured = f"{steps - len(wrong):,} of {steps:,} steps as on one process"
-        measured += f", not step {wrong[0]}" if wrong else ""
+        measured += f", not step {wrong[0] + 1}" if wrong else ""
         yield row(f"epoch {epoch + 1}: order", measured, "all of them", not wrong)
-    wrong = []
-    for done in (1, steps - 1):
-        last = min(done + 2, 2 * steps)
-        if _global_batches(training_steps(indexed, done, last)) != [*expected[0], *expected[1]][done:last]:
-            wrong.append(done)
-    measured = f"other examples after step {', '.join(map(str, wrong))}" if wrong else "the next two steps as on one process"
+    spans = [(done, min(done + 2, 2 * steps)) for done in (1, steps - 1)]
+    wrong = [done for done, last in spans if _indices(training_steps(indexed, done, last)) != expected[done:last]]
+    others = f"other examples after step {', '.join(map(str, wrong))}"
+    measured = others if wrong else "the next two steps as on one process"
     yield row("resumed in the epoch", measured, "as without a stop", not wrong)
-    others = _drawn_otherwise(run, steps)
-    measured = f"others in the first step of {others}" if others else "in both epochs' first step as drawn by hand"
-    yield row("examples, as drawn", measured, "the same", not others)
-    is_shuffled = list(chain(*expected[0])) != list(chain(*expected[1]))
+    other = _first_drawn_otherwise(run, steps)
+    measured = f"others in the first step of {other}" if other else "in both epochs' first step as drawn by hand"
+    yield row("examples, as drawn", measured, "the same", not other)
+    orders = [np.concatenate([step for own in epoch for step in own]) for epoch in epochs]
+    is_shuffled = expected[:steps] != expected[steps:]
     measured = "another number of examples"
-    if len(epochs[0]) == len(epochs[1]):
-        measured = f"{np.mean(np.equal(*epochs)):.1%} of the positions as in epoch 1"
-    bound = "less than all" if is_shuffled else ""
-    yield row("epoch 2: shuffled anew", measured, bound, not is_shuffled or epochs[0] != epochs[1])
-    evaluated = chain(*gather(list(chain(*(b.data for b in evaluation_batches(indexed) if b.weight)))))
-    yield _each_once("evaluation: examples read", list(evaluated), len(run.eval_set))
+    if len(orders[0]) == len(orders[1]):
+        measured = f"{np.mean(orders[0] == orders[1]):.1%} of the positions as in epoch 1"
+    is_anew = not np.array_equal(orders[0], orders[1])
+    yield row("epoch 2: shuffled anew", measured, "less than all" if is_shuffled else "", is_anew)
+    evaluated = gather(_indices([batch] for batch in evaluation_batches(indexed)))
+    yield _each_once("evaluation: examples read", evaluated, len(run.eval_set))
     yield from _packing(subject)
 
 
-def _each_once(what: str, found: list[int], examples: int) -> Finding:
-    counts = np.bincount(np.array(found, dtype=np.int64), minlength=examples)
-    absent, again = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
-    read = examples - len(absent)
-    advice = ADVICE["Data"]
-    causes = [advice["left out"].format(len(absent), absent[0])] if len(absent) else []
-    causes += [advice["read twice"].format(len(again), again[0])] if len(again) else []
-    if len(again) > read / 2 and len(absent) > examples / 4:
-        causes = [advice["same shard"]]
-    measured = f"{read:,} of {examples:,}, in {len(found):,} reads"
-    return Finding("Data", what, measured, "each once", not causes, "; ".join(causes))
+def _indices(steps: Iterable[list[MicroBatch]]) -> list[list[int]]:
+    """Return for each step the indices that this process reads."""
+    return [[index for batch in step if batch.weight for index in batch.data] for step in steps]
 
 
-def _global_batches(steps: Iterable[list[MicroBatch]]) -> list[list[int]]:
-    """Return for each step the indices that all processes read, in the order of the micro-batches, dealt out in turn.
-    Collective."""
-    own = [[batch.data if batch.weight else [] for batch in step] for step in steps]
-    return [
-        [index for parts in zip(*shares, strict=True) for dealt in zip_longest(*parts) for index in dealt if index is not None]
-        for shares in zip(*gather(own), strict=True)
-    ]
-
-
-def _sampler(run: Run, epoch: int, rank: int = 0, world_size: int = 1) -> DistributedSampler:
-    """Return which examples a process reads by hand in each step of an epoch."""
-    sampler = DistributedSampler(run.config, run.train_set, rank, world_size)
+def _own_share(run: Run, epoch: int) -> DistributedSampler:
+    """Return which indices this process reads by hand, for each step of an epoch."""
+    sampler = DistributedSampler(run.config, run.train_set, run.rank, run.world_size)
     sampler.set_epoch(epoch)
     return sampler
 
 
-def _drawn_otherwise(run: Run, steps_per_epoch: int) -> str:
+def _each_once(what: str, read: list[list[list[int]]], num_examples: int) -> Row:
+    """Args:
+    read: indices by process and step.
+    """
+    found = [index for steps in read for step in steps for index in step]
+    counts = np.bincount(np.array(found, dtype=np.int64), minlength=num_examples)
+    absent, again = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
+    distinct, advice = num_examples - len(absent), ADVICE["Data"]
+    causes = [advice["left out"].format(len(absent), absent[0])] if len(absent) else []
+    causes += [advice["read twice"].format(len(again), again[0])] if len(again) else []
+    if len(again) > distinct / 2 and len(absent) > num_examples / 4:
+        causes = [advice["same shard"]]
+    measured = f"{distinct:,} of {num_examples:,}, in {len(found):,} reads"
+    return finding("Data", what, measured, "each once", not causes, "; ".join(causes))
+
+
+def _first_drawn_otherwise(run: Run, steps_per_epoch: int) -> str:
     """Return the first epoch of two whose first examples, augmented, are not those that any other process would make of
     them; empty: there is none."""
     size = run.config.micro_batch(run.world_size)
@@ -111,10 +106,9 @@ def _drawn_otherwise(run: Run, steps_per_epoch: int) -> str:
         (micro_batches,) = training_steps(run, epoch * steps_per_epoch, epoch * steps_per_epoch + 1)
         set_seed(run.config.seed)
         augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
-        own = next(iter(_sampler(run, epoch, run.rank, run.world_size)))
-        for i, batch in enumerate(micro_batches):
-            share = own[i * size : (i + 1) * size].tolist()
-            if share and _checksum(batch.data) != _checksum(fetch(run.task, augmented, share)):
+        own = next(iter(_own_share(run, epoch))).tolist()
+        for start, batch in zip(range(0, len(own), size), micro_batches, strict=False):
+            if _checksum(batch.data) != _checksum(fetch(run.task, augmented, own[start : start + size])):
                 return f"epoch {epoch + 1}"
     return ""
 
@@ -133,7 +127,7 @@ def _checksum(batch: Any) -> str:
     return checksum([leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf)])
 
 
-def _packing(subject: Subject) -> Iterator[Finding]:
+def _packing(subject: Subject) -> Iterator[Row]:
     """Hold some examples into which several documents are packed against each of these by itself."""
     run, task, errors = subject.run, subject.run.task, WorstError()
     some = np.unique(np.linspace(0, len(run.train_set) - 1, 64).astype(np.int64)).tolist()

@@ -1,11 +1,8 @@
 """What the checks found: errors held against their bounds, and the table of them."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -17,41 +14,26 @@ from src.check.advice import likely_cause
 
 EXACT = 1e-4
 """Largest relative error in fp32. The order of a sum makes 1e-7 to 1e-5; a fault of distribution 1e-2 to 1."""
-REORDERED = 1e-3
-"""The same where the forward pass rounds otherwise too, in a batch of another size or compiled: a ReLU that flips, or
-another maximum in a pool, is worth 1e-4."""
-COMPRESSED = 2.0**-7
-"""The same where DDP rounds gradients to half precision on their way to the other processes."""
-HALF = 1e-2
-"""The same of a loss in half precision."""
 MOST = 0.5
 """In half precision too: a sum that was not divided by two processes is 1 off."""
 FLOOR = 1e-2
 """Times the root mean square of all gradients: to what lies below, the rounding of larger ones leaks over."""
+Row = dict[str, str]
 WIDTHS = {"check": 12, "what": 29, "measured": 42, "bound": 23, "result": 6}
 """Characters of the table's columns."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A row of the table."""
+def finding(check: str, what: str, measured: str, bound: str = "", is_passed: bool = True, cause: str = "") -> Row:
+    """Return a row of the table, as check.json and W&B have it.
 
-    check: str
-    """Which of the ten: Launch, Data, Same start, …"""
-    what: str
-    measured: str
-    bound: str = ""
-    """What it was held against; empty: it is a note, which nothing can fail."""
-    is_passed: bool = True
-    likely_cause: str = ""
-    """Of a failure, with what to do about it; empty: that of src/check/advice.py for `what`."""
-
-    def as_dict(self) -> dict[str, str]:
-        """Return the row as check.json and W&B have it."""
-        result = ("pass" if self.is_passed else "fail") if self.bound else "note"
-        means = "" if self.is_passed else self.likely_cause or likely_cause(self.check, self.what)
-        cells = {"check": self.check, "what": self.what, "measured": self.measured, "bound": self.bound}
-        return cells | {"result": result, "means": means}
+    Args:
+        check: which of the ten: Launch, Data, Same start, …
+        bound: what it was held against; empty: it is a note, which nothing can fail.
+        cause: of a failure, with what to do about it; empty: that of src/check/advice.py for `what`.
+    """
+    result = ("pass" if is_passed else "fail") if bound else "note"
+    means = (cause or likely_cause(check, what)) if result == "fail" else ""
+    return {"check": check, "what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
 class WorstError:
@@ -74,7 +56,7 @@ class WorstError:
             if ratio > self.ratio:
                 self.ratio, self.error, self.name, self.bound = ratio, error, name, bound
 
-    def finding(self, check: str, what: str) -> Finding:
+    def finding(self, check: str, what: str) -> Row:
         """Return the worst of all processes' errors as a row. Collective."""
         everywhere = gather(self)
         worst = max(everywhere, key=lambda error: error.ratio)
@@ -82,7 +64,7 @@ class WorstError:
         if worst.ratio > 1 and any(error.ratio <= 1 for error in everywhere):
             measured += f", on process {everywhere.index(worst)}"
         bound = f"{worst.bound:.2g}" + (", by what bf16 does to one model" if worst.bound > worst._least else "")
-        return Finding(check, what, measured, bound, worst.ratio <= 1)
+        return finding(check, what, measured, bound, worst.ratio <= 1)
 
 
 def gather(value: Any) -> list[Any]:
@@ -112,7 +94,7 @@ def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     return errors | {"all": math.hypot(*differences.values()) / total}
 
 
-def table(rows: list[dict[str, str]]) -> Iterator[str]:
+def table(rows: list[Row]) -> Iterator[str]:
     """Yield its lines. The meaning of a failure stands below its row."""
     yield from _lines({name: name for name in WIDTHS})
     yield "  ".join("-" * width for width in WIDTHS.values())
@@ -126,7 +108,7 @@ def table(rows: list[dict[str, str]]) -> Iterator[str]:
             yield from textwrap.wrap(f"-> {row['means']}", 110, initial_indent=indent, subsequent_indent=indent)
 
 
-def _lines(row: dict[str, str]) -> Iterator[str]:
+def _lines(row: Row) -> Iterator[str]:
     wrapped = [textwrap.wrap(row[name], width) for name, width in WIDTHS.items()]
     for parts in zip_longest(*wrapped, fillvalue=""):
         yield "  ".join(part.ljust(width) for part, width in zip(parts, WIDTHS.values(), strict=True)).rstrip()

@@ -1,12 +1,9 @@
 """What is examined: the run, and the copy of its model that it is held against."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from src.progress import Progress, StepResult
 from src.run import Evaluation, Run, new_model
 
 TrainStep = Callable[[Run, list[MicroBatch], StopSignal], StepResult]
-Evaluate = Callable[[Run, StopSignal], "Evaluation | None"]
+Evaluate = Callable[[Run, StopSignal], Evaluation | None]
 
 
 class Subject:
@@ -32,27 +29,17 @@ class Subject:
     its own, whole whatever the strategy."""
 
     def __init__(self, run: Run, train_step: TrainStep, evaluate: Evaluate) -> None:
-        """Args:
-        run: as train.py has prepared it.
-        train_step, evaluate: train.py's own.
-        """
         self.run, self.train_step, self.evaluate = run, train_step, evaluate
         self.rng_checksum = checksum([torch.get_rng_state()])
         """Of the generator as train.py left it: equal where the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
         self.is_fsdp = run.accelerator.is_fsdp2
-        self.half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.launch.precision)
-        """The half precision that autocast computes in, if any."""
         self.is_half = run.launch.precision != "fp32"
-        self.steps_per_epoch = -(-len(run.train_set) // run.config.global_batch_size)
-        self._loss_scale = run.progress.loss_scale
+        self.autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.launch.precision)
+        self.steps_per_epoch = -(-len(run.train_set) // run.config.global_batch_size)  # as the run's own should be
         self.reference = new_model(run.config, run.launch)[0].to(run.device).train()
         self.reference_optimizers = build_optimizers(run.config.optim, self.reference, self.is_fsdp)
-
-    @property
-    def autocasts_to_bf16(self) -> bool:
-        """Whether the run computes as the reference does under autocast to bf16."""
-        return self.half is torch.bfloat16 and not self.is_fsdp
+        self._loss_scale = run.progress.loss_scale
 
     @property
     def unwrapped(self) -> nn.Module:
@@ -60,15 +47,11 @@ class Subject:
         return extract_model_from_parallel(self.run.model)
 
     def at(self, step: int, **changes: Any) -> Run:
-        """Return the run as it is after `step` steps.
-
-        Args:
-            changes: fields of Run.
-        """
+        """Return the run as it is after `step` steps, with other `changes` of its fields."""
         return replace(self.run, progress=Progress(step=step, loss_scale=self._loss_scale), **changes)
 
     def micro_batches(self, first: int, size: int | None = None) -> Iterator[list[MicroBatch]]:
-        """Yield this process's micro-batches of each step from `first` on, without end."""
+        """Yield this process's micro-batches, of `size` where given, for each step from `first` on, without end."""
         config = self.run.config
         config = config.model_copy(update={"micro_batch_size": size or config.micro_batch_size})
         return training_steps(replace(self.run, config=config), first, 10**12)
@@ -76,9 +59,9 @@ class Subject:
     def step(self, run: Run, micro_batches: list[MicroBatch]) -> StepResult:
         """Take the run's own step; in fp16 again, with a smaller loss scale and random numbers from `seed`, where it
         overflows."""
-        counts = optimizer_counts(run)
+        optimized = {id(p) for o in run.optimizers for group in o.param_groups for p in group["params"]}
         for parameter in run.model.parameters():
-            if not counts[id(parameter)]:  # nobody clears its gradient: that is told in Updates, once
+            if id(parameter) not in optimized:  # nobody clears its gradient: that is told in Updates, once
                 parameter.grad = None
         while True:
             result = self.train_step(run, micro_batches, self.stop)
@@ -96,16 +79,17 @@ class Subject:
 
         Of buffers, those that DDP doesn't send from the first process to the others before the next forward pass.
         """
-        held = [(name, p) for name, p in self.unwrapped.named_parameters() if not isinstance(p, DTensor)]
+        held: dict[str, Tensor]
+        held = {name: p for name, p in self.unwrapped.named_parameters() if not isinstance(p, DTensor)}
         if not (isinstance(self.run.model, DistributedDataParallel) and self.run.model.broadcast_buffers):
-            held += list(self.unwrapped.named_buffers())
-        everywhere = gather({name: checksum([tensor]) for name, tensor in held})
-        return [name for name, _ in held if len({sums[name] for sums in everywhere}) > 1]
+            held |= dict(self.unwrapped.named_buffers())
+        everywhere = gather({name: checksum([tensor]) for name, tensor in held.items()})
+        return [name for name in held if len({sums[name] for sums in everywhere}) > 1]
 
     def copy_to_reference(self) -> None:
         """Give the reference the run's weights and buffers. Collective."""
-        ours = dict(named_tensors(self.reference))
-        for name, tensor in named_tensors(self.unwrapped):
+        ours = named_tensors(self.reference)
+        for name, tensor in named_tensors(self.unwrapped).items():
             found = whole(tensor, self.run.device)
             if name in ours and ours[name].shape == found.shape:
                 ours[name].data.copy_(found)
@@ -126,26 +110,21 @@ class Subject:
                     size = 2 * ours.square().mean().sqrt().clamp(min=0.02)
                     ours.add_(size * torch.randn(ours.shape, generator=generator).to(ours))
                 to_local(theirs).copy_(to_local(shard_like(broadcast(ours.detach().clone()), theirs)))
-        yield
-        with torch.no_grad():
+            yield
             for p, value in kept:
                 p.copy_(value)
 
 
 class Autocast(nn.Module):
-    """A model whose forward pass alone is under autocast, as Accelerate has it."""
+    """A model whose forward pass alone is under autocast, as Accelerate has it; None: without."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        """Args:
-        dtype: None: without autocast.
-        """
         super().__init__()
-        self.model, self.dtype = model, dtype
-        self.training = model.training
+        self.model, self.training = model, model.training
+        self.autocast = torch.autocast(next(model.parameters()).device.type, dtype, enabled=dtype is not None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        device = next(self.model.parameters()).device.type
-        with torch.autocast(device, self.dtype, enabled=self.dtype is not None):
+        with self.autocast:
             return self.model(*args, **kwargs)
 
 
@@ -155,49 +134,33 @@ class WithheldOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer.param_groups, {})
 
-    def step(self, closure: Any = None) -> None:
-        pass
-
-
-@dataclass
-class Update:
-    """What a run has in hand when it is about to update the weights; nothing where it does not come to that."""
-
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Whole, by the parameter's name; scaled and clipped."""
-    learning_rates: list[float] = field(default_factory=list)
-    """Of each parameter group."""
+    def step(self, closure: Any = None) -> Any:
+        """Do nothing."""
 
 
 @contextlib.contextmanager
-def capture_update(run: Run) -> Iterator[Update]:
-    """Yield what is filled in when the step inside comes to its update."""
-    update = Update()
+def capture_update(run: Run) -> Iterator[dict[str, Tensor]]:
+    """Yield what the run inside, when it is about to update its weights, fills with the gradients that it does so with:
+    by name, whole, scaled and clipped."""
+    gradients: dict[str, Tensor] = {}
 
-    def capture(*_: object) -> None:
+    def capture(*_: Any) -> None:
         for name, parameter in extract_model_from_parallel(run.model).named_parameters():
             if parameter.grad is not None:
-                update.gradients[name] = whole(parameter.grad, run.device).clone()
-        update.learning_rates = [float(group["lr"]) for o in run.optimizers for group in o.param_groups]
+                gradients[name] = whole(parameter.grad, run.device).clone()
 
     hook = run.optimizers[0].register_step_pre_hook(capture)
-    yield update
+    yield gradients
     hook.remove()
 
 
-def optimizer_counts(run: Run) -> Counter[int]:
-    """Return how often optimizers have a parameter, by its `id`."""
-    return Counter(id(p) for o in run.optimizers for group in o.param_groups for p in group["params"])
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, tied ones once, and buffers, by name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, tied ones once, and buffers, by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this process's shard of it, where `like` is sharded."""
+    """Return it, sharded where `like` is."""
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -209,9 +172,8 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().to(device)
     local = tensor.to_local().to(device)  # offloaded shards are on the CPU, and NCCL is not
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    ).full_tensor()
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(local, mesh, tensor.placements, shape=shape, stride=stride).full_tensor()
 
 
 def checksum(tensors: list[Tensor]) -> str:
