@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.check import run_checks
+from src.checkpoint.format import ResumePoint
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
 from src.checkpoint.tensors import frozen_norm
-from src.config import Config, load_config
+from src.config import Config, load_config, metric_errors
 from src.data.loading import MicroBatch, evaluation_batches, gather_in_order, training_steps
 from src.distributed import build_accelerator, float64_tensor, local_main_process_first, prepare, reduce_step_stats
 from src.export import export_model, push_to_hub
@@ -27,8 +28,8 @@ from src.launch_guard import resume_command
 from src.model_transforms import transform
 from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr
 from src.preemption import StopSignal
-from src.process import SIGNALS, UserError, exit_codes, exit_with_launcher
-from src.progress import Progress, StepResult, unknown_metric
+from src.process import SIGNALS, RunError, UserError, exit_codes, exit_with_launcher
+from src.progress import Progress, StepResult
 from src.run import Evaluation, Run, new_model
 from src.tracking import Tracker, stop_at_start
 
@@ -40,12 +41,11 @@ def main() -> None:
         config = load_config(sys.argv[1:])
     if config.check:  # there is nothing to save
         SIGNALS.release()
-    record(run)(config)  # puts the traceback of the process that failed first into the launcher's table
+    record(train_or_check)(config)  # puts the traceback of the process that failed first into the launcher's table
 
 
 @exit_codes()
-def run(config: Config) -> None:
-    """Do what the settings ask for: train, or check whether training would be right."""
+def train_or_check(config: Config) -> None:
     run = build(config)
     if run is None:  # it is finished already
         return
@@ -67,7 +67,7 @@ def build(config: Config) -> Run | None:
     """
     accelerator, launch = build_accelerator(config)
     command, task = resume_command(config), config.task
-    resume = find_checkpoint(accelerator, config)
+    resume = ResumePoint() if config.check else find_checkpoint(accelerator, config)
     if resume.is_finished:
         accelerator.print(
             f"{config.folder} holds this run, finished: nothing to do; more --epochs or --max_steps go on"
@@ -84,14 +84,8 @@ def build(config: Config) -> Run | None:
     if config.num_workers == 0:
         train_set, eval_set = (task.to_device(dataset, accelerator.device) for dataset in datasets)
 
-    model, tuned = new_model(config, launch)
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]  # before they are sharded
-    facts = {
-        "parameters": sum(size for size, _ in sizes),
-        "trained_parameters": sum(size for size, is_trained in sizes if is_trained),
-        "data": {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)},
-        "tuned": [*tuned, *(name for name in ("compile", "cuda_graphs") if getattr(config, name))],
-    }
+    model, facts = new_model(config, launch)
+    facts["data"] = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
     metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, frozen_norm(model))
     transform(model, config, accelerator)
     model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
@@ -131,7 +125,7 @@ def fit(run: Run) -> bool:
                     tracker.log_evaluation(evaluation)
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
             checkpoints.poll()  # says what became of the one that is being written
-            unknown = unknown_metric(progress.evaluation, config) if run.is_evaluated() else None
+            unknown = next(metric_errors(config, progress.evaluation), None) if run.is_evaluated() else None
             if progress.step and (is_last or is_stopping or unknown or run.is_save_due()):
                 progress.tick()
                 checkpoints.save(tracker.state())
@@ -147,7 +141,7 @@ def fit(run: Run) -> bool:
             tracker.advance()
             if progress.skipped_in_a_row >= config.max_bad_steps:
                 checkpoints.close()
-                raise FloatingPointError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
+                raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
                 tracker.log_training(result)
 

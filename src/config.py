@@ -3,14 +3,14 @@
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.checkpoint.output_folder import folder_errors, saved_settings, writable_errors
+from src.checkpoint.output_folder import folder_errors, saved_settings
 from src.process import UserError
 from src.settings import Settings, describe, fields, nearest, read_arguments, validate
 from src.tasks import TASKS, load_task
@@ -145,15 +145,10 @@ class Config(Settings):
     push_to_hub: str | None = None
     """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
     task: Task
-    """What is trained."""
     optim: Optim = Optim()
-    """The optimizer and its learning rate."""
     checkpoint: Checkpoint = Checkpoint()
-    """Checkpoints."""
     early_stopping: EarlyStopping = EarlyStopping()
-    """Early stopping."""
     wandb: Wandb = Wandb()
-    """Tracking."""
 
     def model_post_init(self, _: Any) -> None:
         self.run_name = self.run_name or self.task.name
@@ -229,14 +224,16 @@ def load_config(argv: list[str]) -> Config:
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
     if not bad & {"run_name", "output_dir"}:
-        try:
-            mistakes.extend(writable_errors(config.folder) if config.check else folder_errors(config))
-        except OSError as error:
-            says = f"cannot look at {error.filename}, {error.strerror}"
-            mistakes.append(f"output_dir={config.folder}: {says}; choose another --run_name or --output_dir")
+        mistakes.extend(folder_errors(config))
     if not any(name.startswith("task") for name in bad):
         mistakes.extend(config.task.validation_errors())
-        mistakes.extend(_metric_errors(config))
+        if config.task.metric_names is not None:
+            names = ["loss", "examples", *config.task.metric_names]
+            mistakes.extend(metric_errors(config, [f"eval/{name}" for name in names]))
+    if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():
+        mistakes.append(
+            "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
+        )
     if config.push_to_hub:
         mistakes.extend(_hub_errors(config.push_to_hub))
     if mistakes:
@@ -277,16 +274,12 @@ def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
     yield line
 
 
-def _metric_errors(config: Config) -> Iterator[str]:
-    names = config.task.metric_names
-    known = ["eval/loss", "eval/examples", *(f"eval/{name}" for name in names or ())]
+def metric_errors(config: Config, names: Collection[str]) -> Iterator[str]:
+    """Yield which metrics the settings judge by and an evaluation, whose results have `names`, lacks; a line each."""
     for setting, name in (("checkpoint", config.checkpoint.metric), ("early_stopping", config.early_stopping.metric)):
-        if names is not None and name is not None and name not in known:
-            near = nearest(name, known)
-            yield f"{setting}.metric={name}: the evaluation has no such metric{near} ({', '.join(known)})"
-    default, watched = EarlyStopping(), config.early_stopping
-    if watched.metric is None and watched != default:
-        yield f"early_stopping is off, as early_stopping.metric is null: name what to watch, such as {known[0]}"
+        if name is not None and name not in names:
+            hint = nearest(name, list(names))
+            yield f"{setting}.metric={name}: the evaluation has no such metric{hint} ({', '.join(names)})"
 
 
 def _by_name(config_class: type[Settings], values: dict[str, Any]) -> dict[str, Any]:

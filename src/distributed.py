@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 
 from src.config import Config
-from src.launch_guard import choose_precision, find_launcher, launch_errors
+from src.launch_guard import choose_precision, find_launcher, is_set, launch_errors
 from src.process import UserError
 from src.progress import StepStats
 from src.settings import nearest
@@ -35,7 +35,7 @@ from src.settings import nearest
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """What was asked for and what runs: printed, saved in summary.json and sent to W&B."""
 
@@ -68,20 +68,17 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     """
     launcher = find_launcher()
     world_size, local_world_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    wants_cpu, wants_fsdp = (os.environ.get(f"ACCELERATE_USE_{x}", "").lower() == "true" for x in ("CPU", "FSDP"))
+    wants_cpu, wants_fsdp = is_set("ACCELERATE_USE_CPU"), is_set("ACCELERATE_USE_FSDP")
     wants_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     has_gpu = torch.accelerator.is_available() and not (world_size > 1 and torch.backends.mps.is_available())
     on_cpu = wants_cpu or not has_gpu
     is_stand_in = on_cpu and not wants_cpu
-
+    precision, note = choose_precision(launcher, wants_precision, is_stand_in)
     errors = list(launch_errors(launcher, config, world_size, wants_fsdp))
     gpus = torch.accelerator.device_count()
     if not on_cpu and local_world_size > gpus:
-        fitting = gpus * (world_size // local_world_size)
-        errors.append(
-            f"{local_world_size} processes on this machine, but it has {gpus} GPU(s): add --num_processes={fitting}"
-        )
-    precision, note = choose_precision(launcher, wants_precision, is_stand_in)
+        add = f"add --num_processes={gpus * (world_size // local_world_size)}"
+        errors.append(f"{local_world_size} processes on this machine, but it has {gpus} GPU(s): {add}")
     if errors:
         raise UserError("\n".join(errors))
 
@@ -94,44 +91,36 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model all the same
     timeout = timedelta(minutes=config.timeout_minutes)
     comm_hook = config.ddp_comm_hook if world_size > 1 else None
+    ddp = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType(comm_hook or "no"),
+        gradient_as_bucket_view=True,  # else each gradient is copied out of the bucket that it was reduced in
+    )
+    no_scaler = GradScalerKwargs(enabled=False)  # Progress.update_loss_scale takes its place
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
         fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if wants_fsdp else None,
-        kwargs_handlers=[
-            GradScalerKwargs(enabled=False),  # Progress.update_loss_scale takes its place
-            InitProcessGroupKwargs(timeout=timeout),
-            # as views of the buckets, gradients are not copied out of what they were reduced in
-            DistributedDataParallelKwargs(
-                comm_hook=DDPCommunicationHookType(comm_hook or "no"), gradient_as_bucket_view=True
-            ),
-        ],
+        kwargs_handlers=[no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp],
     )
     if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, and say fp16
         accelerator.native_amp = True
     if accelerator.num_processes != world_size:
-        raise UserError(
-            f"{world_size} processes were started, but each sees {accelerator.num_processes}: "
-            f"refusing to train separate models"
-        )
+        alone = f"each sees {accelerator.num_processes}: refusing to train separate models"
+        raise UserError(f"{world_size} processes were started, but {alone}")
     if wants_fsdp and not accelerator.is_fsdp2:
         raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
 
-    config_file = launcher.config_file if launcher else None
+    config_file, yaml = (launcher.config_file, launcher.config) if launcher else (None, {})
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
-    precision = {"no": "fp32"}.get(precision, precision)
+    precision = "fp32" if precision == "no" else precision
     if is_stand_in:
         stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
         processes = f"{world_size} process" + ("es" if world_size > 1 else "") + (f" on {backend}" if backend else "")
         note = f"no GPU here: {stand_in}, {processes}{', sharding for real' if wants_fsdp else ''}, {precision}"
-    kind = "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO"
-    launch = Launch(
+    kind = yaml.get("distributed_type", "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO")
+    return accelerator, Launch(
         config_file=config_file,
-        requested={
-            "distributed_type": (launcher.config if launcher else {}).get("distributed_type", kind),
-            "num_processes": world_size,
-            "mixed_precision": wants_precision,
-        },
+        requested={"distributed_type": kind, "num_processes": world_size, "mixed_precision": wants_precision},
         strategy=_strategy(accelerator),
         num_processes=accelerator.num_processes,
         device=accelerator.device.type,
@@ -140,7 +129,6 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         comm_hook=comm_hook,
         note=note,
     )
-    return accelerator, launch
 
 
 def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:
@@ -215,7 +203,10 @@ def sharded_units(model: nn.Module) -> int:
 
 
 def reduce_step_stats(
-    accelerator: Accelerator, micro_batches: Sequence[Sequence[float]], gradients: list[Tensor], wants_stop: bool
+    accelerator: Accelerator,
+    micro_batches: Sequence[Sequence[Tensor | float]],
+    gradients: list[Tensor],
+    wants_stop: bool,
 ) -> StepStats:
     """Return a step's sums over all processes. Collective; waits for the device.
 

@@ -70,11 +70,11 @@ def launch_errors(launcher: Launcher | None, config: Config, world_size: int, wa
             yield f"{name}={shell[name]} is set in the environment and would override the settings: unset it"
         return  # what follows would judge their effect
     for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
-        if _is_set(f"ACCELERATE_USE_{name}"):
+        if is_set(f"ACCELERATE_USE_{name}"):
             yield f"{name.lower()} is not supported here: take one of accelerate_configs/"
     if wants_fsdp and os.environ.get("FSDP_VERSION") != "2":
         yield "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
-    if _is_set("FSDP_ACTIVATION_CHECKPOINTING"):
+    if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
         yield "fsdp_activation_checkpointing computes wrong gradients with dropout: take it out of the yaml"
     if wants_fsdp and config.ddp_comm_hook:
         yield f"ddp_comm_hook={config.ddp_comm_hook} is DDP's, FSDP has none: take it out"
@@ -132,5 +132,6 @@ def resume_command(config: Config) -> str:
     return shlex.join(command if config.resume == "auto" else [*command, "--resume=auto"])
 
 
-def _is_set(name: str) -> bool:
+def is_set(name: str) -> bool:
+    """Return whether the launcher has set this switch."""
     return os.environ.get(name, "").lower() == "true"

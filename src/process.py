@@ -28,7 +28,7 @@ class UserError(ValueError):
 
 
 class RunError(Exception):
-    """A failure from outside (disk, network): printed in one line without a traceback, exit code 1."""
+    """A failure that no code is to blame for (disk, network, data): one line without a traceback, exit code 1."""
 
 
 class Signals:
@@ -105,14 +105,12 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             print(f"{program}: {line}" + (f" [process {rank}]" if rank else ""), file=sys.stderr, flush=True)
         sys.exit(2)
     except RunError as error:
-        sys.exit(f"{program}: {error}")
+        sys.exit(f"{program}: {error}" if rank == 0 else 1)  # it is the same on all processes
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
         where = error.filename or "a file"
         sys.exit(f"{program}: {where} cannot be written, {error.strerror}: make room, and the same command goes on")
-    except FloatingPointError as error:
-        sys.exit(f"{program}: {error}" if rank == 0 else 1)  # it is the same on all processes
     except RuntimeError as error:
         if lost_peers(error):
             if SIGNALS.name:  # as the others were told

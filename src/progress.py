@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from src.config import Config, EarlyStopping
-from src.settings import nearest
 
 SMALLEST_LOSS_SCALE = 2.0**-24
 GROWTH_INTERVAL = 2000
@@ -153,16 +152,11 @@ class Progress:
         return False
 
     def explain_bad_steps(self, config: Config, is_fp16: bool, newest: Path | None) -> str:
-        """Return, for the user, why the run ends.
-
-        Args:
-            newest: the last checkpoint.
-        """
+        """Return, for the user, why the run ends. `newest` is the last checkpoint."""
         advice = "lower optim.lr, set optim.max_grad_norm, or look for bad values in the data"
-        advice = "use bf16" if is_fp16 else advice
         return (
-            f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped: {advice}; "
-            f"the last checkpoint is {newest or 'none'}"
+            f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped: "
+            f"{'use bf16' if is_fp16 else advice}; the last checkpoint is {newest or 'none'}"
         )
 
     def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
@@ -219,16 +213,3 @@ def score(results: Mapping[str, float], metric: str, mode: Literal["min", "max"]
     if math.isnan(value):
         return -sys.float_info.max
     return -value if mode == "min" or (mode is None and metric.endswith(LESS_IS_BETTER)) else value
-
-
-def unknown_metric(results: Mapping[str, float], config: Config) -> str | None:
-    """Return, for the user, which metric the settings judge by and the evaluation lacks; None where it has all. A task
-    that names its metrics is asked before it is trained."""
-    judged = {"early_stopping": config.early_stopping.metric}
-    if config.checkpoint.num_best:
-        judged["checkpoint"] = config.checkpoint.metric
-    for setting, metric in judged.items():
-        if metric is not None and metric not in results:
-            near = nearest(metric, list(results))
-            return f"{setting}.metric={metric}: the evaluation has no such metric{near} ({', '.join(results)})"
-    return None

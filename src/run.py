@@ -111,11 +111,17 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
-def new_model(config: Config, launch: Launch) -> tuple[nn.Module, list[str]]:
-    """Return the task's model, the same on all processes, and how it was made faster here."""
+def new_model(config: Config, launch: Launch) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the task's model, the same on all processes, and facts about it by name."""
     set_seed(config.seed)
     model = config.task.build_model()
-    return model, tune_for_cpu(model, launch.precision) if launch.device == "cpu" else []
+    tuned = tune_for_cpu(model, launch.precision) if launch.device == "cpu" else []
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return model, {
+        "parameters": sum(size for size, _ in sizes),
+        "trained_parameters": sum(size for size, is_trained in sizes if is_trained),
+        "tuned": [*tuned, *(name for name in ("compile", "cuda_graphs") if getattr(config, name))],
+    }
 
 
 def startup_summary(run: Run) -> dict[str, str]:

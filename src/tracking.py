@@ -107,7 +107,7 @@ class Tracker:
         every = run.config.log_every
         first = (progress.step - 1) // every * every
         num_examples = examples_seen(run, progress.step) - examples_seen(run, first)
-        metrics = {"epoch": progress.step / run.steps_per_epoch, "train/lr": result.lr}
+        metrics: dict[str, Any] = {"epoch": progress.step / run.steps_per_epoch, "train/lr": result.lr}
         metrics |= {"train/grad_norm": result.grad_norm, **progress.training_metrics(num_examples, run.is_fp16)}
         progress.train_loss = metrics["train/loss"]
         if run.is_log_due():  # else a longer run than this one would not stop counting here

@@ -1,4 +1,4 @@
-"""Looks after checkpoints: python -m src.checkpoint list|verify|export|diff PATH...
+"""Look after checkpoints: python -m src.checkpoint list|verify|export|diff PATH...
 
 list PATH...            what is there: step, size, what saved it, how it was evaluated
 verify PATH...          whether each is whole: sizes and checksums; exit code 1 where one is not
@@ -10,128 +10,96 @@ PATH is a checkpoint (step_...), or a run's output folder: all of its checkpoint
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from src.process import UserError
-from src.checkpoint import folders
+import torch
+from accelerate.utils import set_seed
+
+from src.checkpoint.format import MANIFEST, STATE, evaluation_of, problems, read_state
+from src.checkpoint.output_folder import list_checkpoints
 from src.checkpoint.rng import absent_random_file
-from src.process import exit_codes
+from src.checkpoint.tensors import frozen_norm, load_tensors, read, require_same_frozen, saved_tensors
+from src.config import config_from
+from src.export import export_weights, replacing
+from src.process import UserError, exit_codes
 from src.settings import flatten
 
 OF_ITS_OWN = ("seconds", "output_dir", "run_name", "wandb_id", "metrics_bytes")
 """What differs between two runs that are the same."""
 
 
-def main(argv: list[str]) -> int:
-    """Returns: the exit code.
-
-    Raises:
-        ValueError: what was asked for makes no sense.
-    """
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "list": list_checkpoints, "verify": verify, "export": export, "diff": diff
-    }  # fmt: skip
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0
-    if argv[0] not in commands:
-        raise UserError(f"{argv[0]}: must be one of {', '.join(commands)}")
-    if not argv[1:]:
-        raise UserError(f"{argv[0]}: of which checkpoint or run?")
-    return commands[argv[0]](argv[1:])
-
-
-def list_checkpoints(paths: list[str]) -> int:
-    """Prints a line each. Sizes are compared with the manifest, contents not."""
-    for path in _all(paths):
-        if wrong := next(folders.problems(path, contents=False), None):
+def list_(paths: list[str]) -> int:
+    """Print a line each. Sizes are compared with the manifest, contents not."""
+    for path in _checkpoints(paths):
+        if wrong := next(problems(path, contents=False), None):
             print(f"{path}  DAMAGED: {wrong}")
             continue
-        state = folders.read_state(path)
-        saved = datetime.fromtimestamp((path / folders.MANIFEST).stat().st_mtime)
-        under = f"{state['strategy']} x {state['num_processes']}"
-        results = folders.evaluation_of(path)
-        print(
-            f"{path}  {_size(folders.size_on_disk(path)):>9}  {saved:%Y-%m-%d %H:%M}  {under:<12}  "
-            + "  ".join(f"{name} {value:.4g}" for name, value in results.items())
-        )
+        state, results = read_state(path), evaluation_of(path)
+        size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
+        under = f"{state.strategy} x {state.num_processes}"
+        evaluated = "  ".join(f"{name} {value:.4g}" for name, value in results.items())
+        print(f"{path}  {size:>9,.1f} MB  {saved:%Y-%m-%d %H:%M}  {under:<12}  {evaluated}")
     return 0
 
 
 def verify(paths: list[str]) -> int:
-    """Reads all of each checkpoint."""
+    """Read all of each checkpoint."""
     is_whole = True
-    for path in _all(paths):
-        wrong = list(folders.problems(path))
+    for path in _checkpoints(paths):
+        wrong = list(problems(path))
         is_whole = is_whole and not wrong
-        absent = "" if wrong else absent_random_file(path, folders.read_state(path)["num_processes"])
+        absent = "" if wrong else absent_random_file(path, read_state(path).num_processes)
         print(f"{path}  {'; '.join(wrong) or 'whole'}" + (f", but {absent}" if absent else ""))
     return 0 if is_whole else 1
 
 
 def export(paths: list[str]) -> int:
-    """Writes the model, having checked the checkpoint.
+    """Write the model, having checked the checkpoint.
 
     Memory: the model, as the task builds it; its tensors are then read into place.
     """
-    source, *rest = paths
-    path = next(_all([source]))
-    if wrong := next(folders.problems(path), None):
-        raise UserError(f"{path}: {wrong}")
-    folder = Path(rest[0]) if rest else path.parent.parent / f"model_{path.name}"
+    path = _whole(paths[0], contents=True)
+    folder = Path(paths[1]) if paths[1:] else path.parent.parent / f"model_{path.name}"
     if folder.exists():
         raise UserError(f"{folder}: is there already, name another folder")
-
-    from accelerate.utils import set_seed
-
-    from src.checkpoint.frozen import frozen_norm, require_same_frozen
-    from src.checkpoint.tensors import read_model
-    from src.config import config_from
-    from src.export import export_weights, replacing
-
-    state = folders.read_state(path)
-    config = config_from(state["config"])
-    config.task.load_data_state(state["from_data"])
+    state = read_state(path)
+    config = config_from(state.config)
+    config.task.load_data_state(state.data_state)
     set_seed(config.seed)
     model = config.task.build_model()
-    require_same_frozen(path, state["frozen_norm"], frozen_norm(model))
-    read_model(path, model)
+    require_same_frozen(path, state.frozen_norm, frozen_norm(model))
+    load_tensors(path, model)
     with replacing(folder) as unfinished:
-        export_weights(config, model, model.state_dict(), folders.evaluation_of(path), unfinished)
+        export_weights(config, model, model.state_dict(), evaluation_of(path), unfinished)
     print(folder)
     return 0
 
 
 def diff(paths: list[str]) -> int:
-    """Prints what differs; tensors are compared one by one, by the largest absolute difference of a value."""
+    """Print what differs; tensors are compared one by one, by the largest absolute difference of a value."""
     if len(paths) != 2:
         raise UserError("diff: takes two checkpoints")
-    first, second = (next(_all([path])) for path in paths)
-    for path in (first, second):
-        if wrong := next(folders.problems(path, contents=False), None):
-            raise UserError(f"{path}: {wrong}")
-    lines = [*_differing_facts(first, second), *_differing_tensors(first, second)]
+    first, second = (_whole(path, contents=False) for path in paths)
+    lines = [*_differing_state(first, second), *_differing_tensors(first, second)]
     print("\n".join(lines) or "the same")
     return 1 if lines else 0
 
 
-def _differing_facts(first: Path, second: Path) -> Iterator[str]:
-    then, now = (dict(flatten(folders.read_state(path))) for path in (first, second))
+def _differing_state(first: Path, second: Path) -> Iterator[str]:
+    then, now = (dict(flatten(asdict(read_state(path)))) for path in (first, second))
     for name in {**then, **now}:
         if then.get(name) != now.get(name) and not name.endswith(OF_ITS_OWN):
             yield f"{name}  {json.dumps(then.get(name))} -> {json.dumps(now.get(name))}"
 
 
 def _differing_tensors(first: Path, second: Path) -> Iterator[str]:
-    import torch
-
-    from src.checkpoint.tensors import read, saved_tensors
-
     facts = [saved_tensors(path) for path in (first, second)]
     for name in {**facts[0], **facts[1]}:
-        if absent := [str(path) for path, there in zip((first, second), facts, strict=True) if name not in there]:
+        if absent := [path for path, there in zip((first, second), facts, strict=True) if name not in there]:
             yield f"{name}  not in {absent[0]}"
             continue
         a, b = (torch.empty(there[name].size, dtype=there[name].properties.dtype) for there in facts)
@@ -144,20 +112,41 @@ def _differing_tensors(first: Path, second: Path) -> Iterator[str]:
             yield f"{name}  differs by up to {(a.double() - b.double()).abs().max():.3g}"
 
 
-def _all(paths: list[str]) -> Iterator[Path]:
+def _checkpoints(paths: list[str]) -> Iterator[Path]:
     for path in map(Path, paths):
-        found = folders.newest_first(path / "checkpoints") or folders.newest_first(path)
-        if not found and not (path / folders.STATE).exists() and not (path / folders.MANIFEST).exists():
+        found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+        if not found and not (path / STATE).exists() and not (path / MANIFEST).exists():
             raise UserError(f"{path}: neither a checkpoint nor a folder with any")
         yield from found or [path]
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+def _whole(source: str, contents: bool) -> Path:
+    path = next(_checkpoints([source]))
+    if wrong := next(problems(path, contents), None):
+        raise UserError(f"{path}: {wrong}")
+    return path
+
+
+COMMANDS = {"list": list_, "verify": verify, "export": export, "diff": diff}
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code.
+
+    Raises:
+        UserError: what was asked for makes no sense, or is not this user's.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    if argv[0] not in COMMANDS:
+        raise UserError(f"{argv[0]}: must be one of {', '.join(COMMANDS)}")
+    if not argv[1:]:
+        raise UserError(f"{argv[0]}: of which checkpoint or run?")
+    try:
+        return COMMANDS[argv[0]](argv[1:])
+    except PermissionError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

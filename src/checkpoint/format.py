@@ -1,60 +1,138 @@
-"""The folders of checkpoints: publishing one, telling whether it is whole, keeping the right ones."""
+"""A checkpoint on the disk: what it says about its run, how it is published, whether it is whole, which ones to keep."""
 
-import contextlib
+import copy
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.output_folder import published
-from src.config import Config
+from src.checkpoint.output_folder import list_checkpoints
+from src.config import Checkpoint, Config
 from src.process import UserError
-from src.progress import score
+from src.progress import Progress, score
 
+FORMAT_VERSION = 1
+"""Add one with every change to the files, to RunState or to Progress: a checkpoint of another version is refused."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
-UNPUBLISHED = "tmp_"
+INCOMPLETE = "tmp_"
 """How the names of folders begin that are being written or deleted; a crash leaves them."""
+Evaluations = Mapping[int, Mapping[str, float]]
+"""Results by name, by the step that they came after."""
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step_{step:08d}"
+@dataclass(kw_only=True)
+class RunState:
+    """What state.json holds."""
+
+    format_version: int = FORMAT_VERSION
+    progress: Progress
+    config: dict[str, Any]
+    """The settings."""
+    data_state: dict[str, Any]
+    """Of Task.data_state."""
+    examples: int
+    """To train on."""
+    data: list[str]
+    """Fingerprints of the examples to train on and to evaluate on."""
+    frozen_norm: float
+    """L2, over the parameters that are not trained; 0: there are none."""
+    strategy: str
+    precision: str
+    num_processes: int
+    versions: dict[str, str]
+    """Of the libraries, by name."""
+    metrics_bytes: int = 0
+    """Length of metrics.jsonl when the checkpoint was saved."""
+    wandb_id: str | None = None
 
 
-def unpublished(checkpoint: Path) -> Path:
-    """Where it is written before it is complete."""
-    return checkpoint.with_name(f"{UNPUBLISHED}{checkpoint.name}")
+@dataclass(frozen=True)
+class ResumePoint:
+    """What a run continues from."""
+
+    checkpoint: Path | None = None
+    """None: the run starts at its beginning."""
+    state: RunState | None = None
+    """Of the checkpoint."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know about the choice, a line each."""
+    is_finished: bool = False
+    """There is nothing left to do."""
+
+    @property
+    def progress(self) -> Progress:
+        """A copy, for the run to go on counting."""
+        return copy.deepcopy(self.state.progress) if self.state else Progress()
+
+    @property
+    def summary(self) -> str:
+        """In a line; empty where there is no checkpoint."""
+        if not (state := self.state):
+            return ""
+        saved_under = f"{state.strategy} x {state.num_processes}"
+        return f"after step {state.progress.step:,}, from {self.checkpoint}, saved under {saved_under}"
+
+    def is_own(self, config: Config) -> bool:
+        """Return whether it is of the run in this output folder, not of another that this one branches off from."""
+        own = config.folder / "checkpoints"  # which may be a link to another disk
+        return self.checkpoint is not None and self.checkpoint.parent.resolve() == own.resolve()
 
 
 def step_of(checkpoint: Path) -> int:
+    """Return the step that the folder's name says."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def newest_first(checkpoints: Path) -> list[Path]:
-    """The published ones, whole or damaged since."""
-    return published(checkpoints)[::-1]
+def read_state(checkpoint: Path) -> RunState:
+    """Return its state.json; raise a UserError where that is of another version of the format."""
+    content = json.loads((checkpoint / STATE).read_text())
+    version = content.get("format_version", "none")
+    known = {f.name for f in fields(RunState)} | {f"progress.{f.name}" for f in fields(Progress)}
+    found = {*content, *(f"progress.{name}" for name in content.get("progress", {}))}
+    if version != FORMAT_VERSION or found != known:
+        differing = (
+            f", but not with these fields: {', '.join(sorted(found ^ known))}" if version == FORMAT_VERSION else ""
+        )
+        raise UserError(
+            f"{checkpoint} has format version {version}, and this code reads version {FORMAT_VERSION}{differing}; "
+            f"use the code that saved it, or begin a new run"
+        )
+    return RunState(**content | {"progress": Progress(**content["progress"])})
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / STATE).read_text())
+def evaluation_of(checkpoint: Path) -> dict[str, float]:
+    """Return the results of the evaluation after its step, by name; empty: there was none. One that came after the
+    checkpoint had been saved is in the next one, and so in the newest beside it."""
+    progress = read_state(checkpoint).progress
+    if progress.step not in progress.evaluations:
+        whole = (path for path in list_checkpoints(checkpoint.parent) if not any(problems(path, contents=False)))
+        progress.evaluations |= read_state(next(whole, checkpoint)).progress.evaluations
+    return progress.evaluations.get(progress.step, {})
 
 
 def file_facts(file: Path) -> dict[str, Any]:
-    """Its entry in the manifest: size in bytes and SHA-256."""
-    return {"bytes": file.stat().st_size, "sha256": _checksum(file)}
+    """Return its entry in the manifest: size in bytes and SHA-256."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(2**20):
+            digest.update(piece)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def write_json(file: Path, content: Any) -> None:
-    """As `write_text`."""
+    """Write as `write_text` does."""
     write_text(file, json.dumps(content, indent=2) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Whole or not at all, whenever the process or the machine stops."""
-    unfinished = file.with_name(f"{UNPUBLISHED}{file.name}")
+    """Write the file whole or not at all, whenever the process or the machine stops."""
+    unfinished = file.with_name(f"{INCOMPLETE}{file.name}")
     with unfinished.open("w") as stream:
         stream.write(text)
         stream.flush()
@@ -62,164 +140,100 @@ def write_text(file: Path, text: str) -> None:
     unfinished.replace(file)
 
 
-def publish(unpublished: Path, files: dict[str, Any], checkpoint: Path) -> None:
-    """Gives a folder that is complete but for its manifest the name that makes it a checkpoint.
-
-    Args:
-        files: the manifest's entries by file name.
-
-    Raises:
-        OSError: among others where `checkpoint` exists.
-    """
-    write_json(unpublished / MANIFEST, {"files": files})
-    _sync(unpublished)
-    os.rename(unpublished, checkpoint)  # refuses to replace a folder with something in it
+def publish(incomplete: Path, files: dict[str, Any], checkpoint: Path) -> None:
+    """Give a folder that is complete but for its manifest, with these entries, the name that makes it a checkpoint;
+    raise an OSError where that exists."""
+    write_json(incomplete / MANIFEST, {"files": files})
+    _sync(incomplete)
+    os.rename(incomplete, checkpoint)  # refuses to replace a folder with something in it
     _sync(checkpoint.parent)
 
 
-def delete(checkpoint: Path) -> None:
-    """At once by its name, then file by file: a crash in between leaves nothing that looks like a checkpoint."""
-    doomed = checkpoint.with_name(f"{UNPUBLISHED}deleted_{checkpoint.name}")
-    os.rename(checkpoint, doomed)
-    if doomed.is_symlink():  # someone moved it to another disk: it is theirs
-        doomed.unlink()
-    else:
-        shutil.rmtree(doomed)
+def quarantine(checkpoint: Path) -> None:
+    """Rename a damaged one, so that it neither counts as one to keep nor is in the way of the next at its step."""
+    names = (checkpoint.with_name(f"damaged_{number}_{checkpoint.name}") for number in itertools.count(1))
+    checkpoint.rename(next(path for path in names if not path.exists()))
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Renames a damaged one, so that it neither counts as one to keep nor is in the way of the next at its step."""
-    number = 1
-    while (aside := checkpoint.with_name(f"damaged_{number}_{checkpoint.name}")).exists():
-        number += 1
-    checkpoint.rename(aside)
-    return aside
-
-
-def sweep(checkpoints: Path) -> None:
-    """Deletes what crashes left unfinished."""
-    for path in checkpoints.glob(f"{UNPUBLISHED}*"):
+def remove_incomplete(checkpoints: Path) -> None:
+    """Delete what crashes left unfinished."""
+    for path in checkpoints.glob(f"{INCOMPLETE}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def rotate(checkpoints: Path, config: Config) -> None:
-    """Deletes checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay."""
-    whole = [path for path in newest_first(checkpoints) if not any(problems(path, contents=False))]
-    newest = whole[: config.checkpoint.keep_last]
-    best = best_first(whole, config)[: config.checkpoint.num_best] if config.checkpoint.num_best else []
-    for path in whole:
-        if path not in newest and path not in best:
-            delete(path)
+def rotate(checkpoints: Path, settings: Checkpoint, evaluations: Evaluations) -> None:
+    """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay."""
+    whole = [path for path in list_checkpoints(checkpoints) if not any(problems(path, contents=False))]
+    kept = whole[: settings.keep_last] + best_first(whole, settings, evaluations)[: settings.num_best]
+    for path in [path for path in whole if path not in kept]:
+        # at once by its name, then file by file: a crash in between leaves nothing that looks like a checkpoint
+        doomed = path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}"))
+        if doomed.is_symlink():  # someone moved it to another disk: it is theirs
+            doomed.unlink()
+        else:
+            shutil.rmtree(doomed)
 
 
-def best_first(checkpoints: list[Path], config: Config) -> list[Path]:
-    """Those of a step that was evaluated, by checkpoint.metric; of equal ones the newest first."""
-    judged = config.checkpoint
-    scores = {
-        step: score(results, judged.metric, judged.mode)
-        for step, results in evaluations(config.folder).items()
-        if judged.metric in results
-    }
-    evaluated = [path for path in checkpoints if step_of(path) in scores]
-    return sorted(evaluated, key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
-
-
-def evaluations(run: Path) -> dict[int, dict[str, float]]:
-    """What the evaluations in a run's metrics.jsonl gave, by their step; lines that are no records are passed over."""
-    records = []
-    for line in (run / "metrics.jsonl").read_text(errors="replace").splitlines():
-        if line.startswith("{") and '"eval/' in line:
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
-    return {
-        record["step"]: {n: v for n, v in record.items() if n.startswith("eval/") and not isinstance(v, list)}
-        for record in records
-    }
+def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
+    """Return those of a step that was evaluated, sorted by checkpoint.metric; equal ones stay in their order."""
+    results = {path: evaluations.get(step_of(path), {}) for path in checkpoints}
+    scores = {path: score(r, settings.metric, settings.mode) for path, r in results.items() if settings.metric in r}
+    return sorted(scores, key=lambda path: scores[path], reverse=True)
 
 
 def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """What is wrong with it, in a few words each; nothing: it is whole. A missing rng_*.json is no problem.
+    """Yield what is wrong with it, in a few words each; nothing: it is whole. A missing rng_*.json is no problem.
 
     Args:
         contents: whether to compare checksums too, which reads all of it.
         share: (r, n): to look at every n-th file only, from the r-th on.
 
     Raises:
-        ValueError: it may be whole, but is not this user's to read.
+        UserError: it may be whole, but is not this user's to read.
     """
     try:
-        yield from _problems(checkpoint, contents, share)
+        there = {path.name for path in checkpoint.iterdir()}
+        if MANIFEST not in there:
+            yield f"{MANIFEST} is missing"
+            return
+        try:
+            files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+            entries = [(str(name), int(facts["bytes"]), str(facts["sha256"])) for name, facts in files.items()]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            yield f"{MANIFEST} is damaged"
+            return
+        for name in sorted(there - files.keys() - {MANIFEST}):
+            yield f"{name} does not belong to it"
+        if STATE not in files:
+            yield f"{STATE} is not in the manifest"
+        elif STATE in there and _is_damaged(checkpoint / STATE):
+            yield f"{STATE} is damaged"
+        first, every = share
+        for name, size, checksum in entries[first::every]:
+            file = checkpoint / name
+            if file.parent != checkpoint or file.is_symlink():
+                yield f"{name} is not a file in it"
+            elif name not in there:
+                if not name.startswith("rng_"):
+                    yield f"{name} is missing"
+            elif file.stat().st_size != size:
+                yield f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
+            elif contents and file_facts(file)["sha256"] != checksum:
+                yield f"{name} has changed since it was saved"
     except PermissionError as error:
         raise UserError(f"{error.filename} cannot be read, {error.strerror}: have it made readable for you") from error
     except OSError as error:
         yield f"{error.filename} cannot be read, {error.strerror}"
 
 
-def _problems(checkpoint: Path, contents: bool, share: tuple[int, int]) -> Iterator[str]:
-    try:
-        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
-        entries = [(str(name), int(facts["bytes"]), str(facts["sha256"])) for name, facts in files.items()]
-    except FileNotFoundError:
-        yield f"{MANIFEST} is missing"
-        return
-    except (ValueError, KeyError, TypeError, AttributeError):
-        yield f"{MANIFEST} is damaged"
-        return
-    there = {path.name for path in checkpoint.iterdir()}
-    for name in sorted(there - files.keys() - {MANIFEST}):
-        yield f"{name} does not belong to it"
-    if STATE not in files:
-        yield f"{STATE} is not in the manifest"
-    elif _is_damaged(checkpoint / STATE):
-        yield f"{STATE} is damaged"
-    first, every = share
-    for name, size, checksum in entries[first::every]:
-        file = checkpoint / name
-        if file.parent != checkpoint or file.is_symlink():
-            yield f"{name} is not a file in it"
-        elif name not in there:
-            if not name.startswith("rng_"):
-                yield f"{name} is missing"
-        elif file.stat().st_size != size:
-            yield f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
-        elif contents and _checksum(file) != checksum:
-            yield f"{name} has changed since it was saved"
-
-
-def size_on_disk(checkpoint: Path) -> int:
-    return sum(path.stat().st_size for path in checkpoint.iterdir())
-
-
-def evaluation_of(checkpoint: Path) -> dict[str, float]:
-    """The results of the evaluation after its step, by name; empty: there was none, or it is not beside its run."""
-    progress = read_state(checkpoint)["progress"]
-    if progress["evaluated"] == progress["step"]:
-        return progress["evaluation"]
-    record = checkpoint.parent.parent / "metrics.jsonl"
-    return evaluations(checkpoint.parent.parent).get(progress["step"], {}) if record.exists() else {}
-
-
 def _is_damaged(state: Path) -> bool:
     try:
-        content = json.loads(state.read_text())
-    except FileNotFoundError:
-        return False  # said elsewhere
+        return not isinstance(json.loads(state.read_text()), dict)
     except ValueError:
         return True
-    return not isinstance(content, dict) or not {"progress", "config", "strategy", "num_processes"} <= content.keys()
-
-
-def _checksum(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while piece := stream.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

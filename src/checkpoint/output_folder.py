@@ -1,5 +1,6 @@
 """The output folder of a run: which run it holds, and why this one must not write into it."""
 
+import contextlib
 import json
 import os
 import re
@@ -17,16 +18,17 @@ if TYPE_CHECKING:  # a circle: the settings are complete only when this folder h
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
 """What a run writes into its output folder, besides status.json, which one that was stopped at its start leaves too."""
+ELSEWHERE = "choose another --run_name or --output_dir"
 
 
-def published(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints in a folder, whole or damaged since, the newest last."""
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints in a folder, whole or damaged since, the newest first."""
     found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
-    """Those of the run in an output folder; empty where there are none."""
+    """Return those of the run in an output folder; empty where there are none."""
     try:
         saved = yaml.safe_load((folder / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -35,12 +37,26 @@ def saved_settings(folder: Path) -> dict[str, Any]:
 
 
 def folder_errors(config: "Config") -> Iterator[str]:
-    """Why the run must not write into its folder as it is now, a line each."""
+    """Yield why the run, or its check, must not write into its folder as it is now, a line each."""
+    folder = config.folder
+    if any(len(os.fsencode(part)) > 255 for part in folder.parts):
+        yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
+        return
+    try:
+        if not config.check:
+            yield from _run_errors(config)
+        yield from writable_errors(folder)
+    except OSError as error:
+        yield f"output_dir={folder}: cannot look at {error.filename}, {error.strerror}; {ELSEWHERE}"
+
+
+def _run_errors(config: "Config") -> Iterator[str]:
+    """Yield what is wrong with the run that the folder holds."""
     folder = config.folder
     held = [name for name in RUN_FILES if _is_held(folder / name)]
-    checkpoints = published(folder / "checkpoints")
-    elsewhere = "choose another --run_name or --output_dir, or move that folder away"
-    saved = saved_settings(folder)
+    checkpoints, saved = list_checkpoints(folder / "checkpoints"), saved_settings(folder)
+    elsewhere = f"{ELSEWHERE}, or move that folder away"
+    says = f"output_dir={folder}: holds a run"
     lost = (
         f"output_dir={folder}: its run has saved checkpoints, and none is there: bring {folder / 'checkpoints'} back; "
         f"or {elsewhere}"
@@ -53,54 +69,47 @@ def folder_errors(config: "Config") -> Iterator[str]:
         elif is_branch and _had_checkpoints(folder, saved):
             yield lost
         elif not (source / "manifest.json").is_file():
-            there = [str(path) for path in (source, *source.glob("step_*"), *source.glob("checkpoints/step_*"))]
-            yield f"resume={source}: not a checkpoint{nearest(str(source), there[1:])}; auto, never, or a folder step_…"
-        elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[-1:]]:
-            yield f"output_dir={folder}: holds a run whose newest checkpoint is not resume={source}; {elsewhere}"
+            there = [str(path) for path in (*source.glob("step_*"), *source.glob("checkpoints/step_*"))]
+            yield f"resume={source}: not a checkpoint{nearest(str(source), there)}; auto, never, or a folder step_…"
+        elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
+            yield f"{says} whose newest checkpoint is not resume={source}; {elsewhere}"
     elif held and config.resume == "never":
-        yield f"output_dir={folder}: holds a run already ({', '.join(held)}); {elsewhere}"
+        yield f"{says} already ({', '.join(held)}); {elsewhere}"
     elif held and not checkpoints:
         if "summary.json" in held or "model" in held or not saved:
-            yield f"output_dir={folder}: holds a run already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
+            yield f"{says} already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
         elif config.changes_since(saved)[1]:
             yield f"output_dir={folder}: holds the beginning of a run with other settings; {elsewhere}"
         elif _had_checkpoints(folder, saved):
             yield lost
-    yield from writable_errors(folder)
 
 
 def _is_held(path: Path) -> bool:
-    """Whether a run has written it. A folder made in advance, or a link to one on another disk, is empty."""
+    """Return whether a run has written it. A folder made in advance, or a link to one on another disk, is empty."""
     if path.name == "checkpoints":
         return any(path.glob("*step_*"))
     return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
 
 
 def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Whether the run in a folder has certainly saved one: it was stopped at one, or its record goes past two saves, of
-    which the second waited for the first."""
-    try:
+    """Return whether the run in a folder has certainly saved one: it was stopped at one, or its record goes past two
+    saves, of which the second waited for the first."""
+    spoilt = (OSError, ValueError, LookupError, TypeError)
+    with contextlib.suppress(*spoilt):
         if json.loads((folder / "status.json").read_text())["checkpoint"]:
             return True
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
-    try:
+    with contextlib.suppress(*spoilt):
         lines = (folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
-        first, last = json.loads(lines[0])["step"], json.loads(lines[-1])["step"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    every = saved.get("save_every")
-    return isinstance(every, int) and last - first > 2 * every
+        return json.loads(lines[-1])["step"] - json.loads(lines[0])["step"] > 2 * saved["save_every"]
+    return False
 
 
 def writable_errors(folder: Path) -> Iterator[str]:
+    """Yield where nothing can be written."""
     own = [folder, *(folder / name for name in RUN_FILES), *folder.glob("checkpoints/step_*")]
     for path in (*folder.absolute().parents, *own):
         if path.is_symlink() and not path.exists():
             yield f"output_dir={folder}: {path} is a link to {os.readlink(path)}, which is not there; mount or make it"
-    if any(len(os.fsencode(part)) > 255 for part in folder.parts):
-        yield f"output_dir={folder}: has a name of more than 255 bytes; choose another --run_name or --output_dir"
-        return
     parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
     if not parent.is_dir():
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
@@ -114,5 +123,3 @@ def writable_errors(folder: Path) -> Iterator[str]:
         except OSError as error:
             where = f"in {path}" if path.is_dir() else path
             yield f"output_dir={folder}: cannot write {where}, {error.strerror}; choose another --output_dir"
-
-

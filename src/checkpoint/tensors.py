@@ -1,7 +1,9 @@
 """The tensors of a run by name, the same names under every strategy, and how they are read back."""
 
+import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,22 +21,22 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in a singl
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model.<name>`: parameters, tied ones once, and persistent buffers; under FSDP this process's shards.
+    """Return, as `model.<name>`, parameters, tied ones once, and persistent buffers; under FSDP this process's shards.
 
     Frozen parameters are not among them: `build_model` makes them as they were, and next to adapters they are large.
     """
     by_identity: dict[int, tuple[str, Tensor]] = {}
-    whole = model.module if isinstance(model, DistributedDataParallel) else model
-    for name, tensor in whole.state_dict(keep_vars=True).items():
+    unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, tensor in unwrapped.state_dict(keep_vars=True).items():
         if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
             by_identity.setdefault(id(tensor), (f"model.{name}", tensor))
     return dict(by_identity.values())
 
 
-def run_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:
-    """Those of the model, and `optimizer.<name>.<state>`."""
+def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return those of the model, and `optimizer.<name>.<state>`."""
     tensors = model_tensors(model)
-    names = _parameter_names(tensors)
+    names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
     for optimizer in optimizers:
         for parameter, states in optimizer.state.items():
             for key, state in states.items():
@@ -43,90 +45,82 @@ def run_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, 
     return tensors
 
 
-def own_share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """What process `rank` saves: its shards, and of what all processes have, such as the whole model under DDP, every
-    world_size-th tensor by size. Buffers, which may differ, are the first process's, as DDP goes on with those."""
-    dealt = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
-    buffers = {n for n in dealt if n.startswith("model.") and not isinstance(tensors[n], nn.Parameter)}
-    dealt = sorted(set(dealt) - buffers, key=lambda name: (-tensors[name].numel(), name))
+def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+    """Return what process `rank` saves: its shards, and of what all processes have, such as the whole model under DDP,
+    every world_size-th tensor by size. Buffers, which may differ, are the first process's, as DDP goes on with those.
+    """
+    replicated = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    buffers = {n for n in replicated if n.startswith("model.") and not isinstance(tensors[n], nn.Parameter)}
+    dealt = sorted(set(replicated) - buffers, key=lambda name: (-tensors[name].numel(), name))
     elsewhere = {*dealt} - {*dealt[rank::world_size]} | (buffers if rank else set())
     return {name: tensor.detach() for name, tensor in tensors.items() if name not in elsewhere}
 
 
-def restore(checkpoint: Path, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Reads the tensors of `run_tensors`, whatever strategy and number of processes wrote them. Collective.
+def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+    """Read the weights, and the state of `optimizers`, in place, whatever strategy and number of processes wrote them.
+    Collective where there are processes.
 
     Raises:
-        ValueError: the checkpoint is of another model.
+        UserError: the checkpoint is of another model.
     """
     saved = saved_tensors(checkpoint)
-    states_of: dict[str, list[str]] = {}
-    for name in saved:
-        group, _, rest = name.partition(".")
-        if group == "optimizer":
-            parameter_name, _, key = rest.rpartition(".")
-            states_of.setdefault(parameter_name, []).append(key)
     tensors = model_tensors(model)
-    _require_same_model(checkpoint, tensors, saved)
-    names = _parameter_names(tensors)
+    there = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
+    here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if differing := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
+        name, others = differing[0], len(differing) - 1
+        raise UserError(
+            f"{checkpoint} is of another model: {name.removeprefix('model.')} is {there.get(name, 'not there')} in it "
+            f"and {here.get(name, 'not there')} in this one" + (f", and {others} more differ" if others else "")
+        )
+    names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-    states: list[dict[int, dict[str, Tensor]]] = []
+    keys_of = defaultdict(list)
+    for full_name in saved:
+        owner, _, key = full_name.rpartition(".")
+        keys_of[owner].append(key)
+    state_dicts = []
     for optimizer in optimizers:
-        states.append({})
+        states: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            name = names[id(parameter)]
-            for key in states_of.get(name, ()):
-                full_name = f"optimizer.{name}.{key}"
-                size, dtype = saved[full_name].size, saved[full_name].properties.dtype
+            owner = f"optimizer.{names[id(parameter)]}"
+            for key in keys_of[owner]:
+                size, dtype = saved[f"{owner}.{key}"].size, saved[f"{owner}.{key}"].properties.dtype
                 # what has the parameter's shape is sharded as it is; the rest, such as a count, is on all processes
-                fresh = (
+                states[number][key] = tensors[f"{owner}.{key}"] = (
                     torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     if size == parameter.shape and size
                     else torch.zeros(size, dtype=dtype)
                 )
-                states[-1].setdefault(number, {})[key] = tensors[full_name] = fresh
+        state_dicts.append({"state": dict(states), "param_groups": optimizer.state_dict()["param_groups"]})
     read(checkpoint, tensors)
-    for optimizer, of_optimizer in zip(optimizers, states, strict=True):
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": of_optimizer, "param_groups": groups})  # puts each on the right device
-
-
-def read_model(checkpoint: Path, model: nn.Module) -> None:
-    """Reads the weights alone, in place. Collective where there are processes.
-
-    Raises:
-        ValueError: the checkpoint is of another model.
-    """
-    tensors = model_tensors(model)
-    _require_same_model(checkpoint, tensors, saved_tensors(checkpoint))
-    read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items()})
+    for optimizer, state_dict in zip(optimizers, state_dicts, strict=True):
+        optimizer.load_state_dict(state_dict)  # puts each on the right device
 
 
 def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fills `tensors` with what the checkpoint has under their names. Collective where there are processes."""
+    """Fill `tensors` with what the checkpoint has under their names. Collective where there are processes."""
     alone = not torch.distributed.is_initialized()
     dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=alone)
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Shape (`size`) and dtype (`properties.dtype`) of each tensor in it, by name, from the heads of its files."""
+    """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in it, by name, from the heads of its files."""
     found = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
     return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
 
 
-def _parameter_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
-    return {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
+def frozen_norm(model: nn.Module) -> float:
+    """Return the L2 norm over all frozen parameters, which no checkpoint has and which are known again by it; 0 where
+    there are none. Before FSDP."""
+    norms = [p.detach().norm(dtype=torch.float32) for p in model.parameters() if not p.requires_grad]
+    return torch.stack(norms).double().norm().item() if norms else 0.0
 
 
-def _require_same_model(
-    checkpoint: Path, model: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]
-) -> None:
-    there = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
-    here = {name: tuple(tensor.shape) for name, tensor in model.items()}
-    differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    if differing:
-        name, others = differing[0], len(differing) - 1
+def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> None:
+    """Raise a UserError where the frozen parameters are not those that the checkpoint's were trained beside."""
+    if not math.isclose(saved_norm, norm, rel_tol=1e-6):
         raise UserError(
-            f"{checkpoint} is of another model: {name.removeprefix('model.')} is {there.get(name, 'not there')} in it "
-            f"and {here.get(name, 'not there')} in this one" + (f", and {others} more differ" if others else "")
+            f"{checkpoint} was trained beside other frozen weights: their norm was {saved_norm:.8g} and is {norm:.8g}; "
+            f"task.model has changed since, give the one of then (task.revision)"
         )

@@ -1,0 +1,141 @@
+"""Saving while training goes on: the tensors are copied, and the copy is written in the background."""
+
+import copy
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+
+from src.checkpoint.format import INCOMPLETE, STATE, RunState, file_facts, publish, rotate, write_json
+from src.checkpoint.rng import random_file, random_state
+from src.checkpoint.tensors import rank_state_dict, run_tensors
+from src.run import Run
+
+
+class CheckpointWriter:
+    """Publishes checkpoints of a run, one after the other. All processes make the same calls."""
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        """Args:
+        say: tells the user, on the main process.
+        """
+        self.newest = run.resume.checkpoint
+        """None: there is none yet."""
+        self.pause_seconds = 0.0
+        """For how long all saves together kept the loop from training."""
+        self._run, self._say = run, say
+        self._group: Any = None
+        if torch.distributed.is_initialized():  # of its own: the background thread must not mix with the loop
+            timeout = timedelta(minutes=run.config.timeout_minutes)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        on_cuda = run.device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
+        )
+        self._stager = DefaultStager(options)  # keeps its buffers between saves
+        self._pending: tuple[StorageWriter, Future[Any], float] | None = None
+
+    def save(self, tracker_state: dict[str, Any]) -> None:
+        """Start to write a checkpoint of the run as it is now; wait for the one before, and for the copy.
+
+        Args:
+            tracker_state: metrics_bytes and wandb_id of RunState, on the main process.
+        """
+        started = time.perf_counter()
+        self.poll(wait=True)
+        run = self._run
+        checkpoint = run.config.folder / "checkpoints" / f"step_{run.progress.step:08d}"
+        if checkpoint == self.newest:
+            return
+        state = RunState(progress=copy.deepcopy(run.progress), **run.metadata, **tracker_state)
+        writer = StorageWriter(checkpoint, state, random_state(run.device), run)
+        tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
+        future = dcp.async_save(
+            tensors,
+            storage_writer=writer,
+            async_stager=self._stager,
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        assert isinstance(future, Future)
+        pause = time.perf_counter() - started
+        self._pending = writer, future, pause
+        self.pause_seconds += pause
+
+    def poll(self, wait: bool = False) -> None:
+        """Say what became of the checkpoint that is being written, if it is done; a failure doesn't end the run.
+
+        Raises:
+            Exception: a broken exchange between the processes, which would fail again and again.
+        """
+        if self._pending is None or not (wait or self._pending[1].done()):
+            return
+        writer, future, pause = self._pending
+        self._pending = None
+        try:
+            future.result()
+        except CheckpointException as error:  # a process could not write, and all have heard of it
+            if self._run.is_main:
+                shutil.rmtree(writer.folder, ignore_errors=True)
+            cause = next(iter(error.failures.values()))[0]
+            says = " ".join(str(cause).split()) or type(cause).__name__
+            kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
+            self._say(f"WARNING: no checkpoint of step {writer.state.progress.step}: {says}; {kept}")
+        else:
+            self.newest = writer.checkpoint
+            self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, and free the memory of the copies."""
+        self.poll(wait=True)
+        self._stager.close()
+
+
+class StorageWriter(HuggingFaceStorageWriter):
+    """DCP's writer of safetensors, into a folder that the coordinator publishes when all processes have written."""
+
+    def __init__(self, checkpoint: Path, state: RunState, random: dict[str, Any], run: Run) -> None:
+        self.checkpoint, self.state = checkpoint, state
+        self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}")
+        super().__init__(str(self.folder), save_distributed=True)
+        self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no stream of a GPU is needed
+        self._random, self._random_file = random, random_file(run.rank)
+        self._settings = run.config.checkpoint
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this process's shard and random numbers; return one entry, their facts for the manifest."""
+        shards = {result.storage_data.relative_path for result in super().write_data(plan, planner).wait()}
+        write_json(self.folder / self._random_file, self._random)
+        facts = {name: file_facts(self.folder / name) for name in sorted({*shards, self._random_file})}
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish the checkpoint and rotate; called on the coordinator when all have written."""
+        write_json(self.folder / STATE, asdict(self.state))
+        files = {STATE: file_facts(self.folder / STATE)}
+        for (result,) in results:
+            files |= result.storage_data
+        for name, facts in files.items():
+            file = self.folder / name
+            if not file.exists() or file.stat().st_size != facts["bytes"]:
+                raise OSError(f"{file} is not as its process wrote it: all machines must share output_dir")
+        publish(self.folder, files, self.checkpoint)
+        try:
+            rotate(self.checkpoint.parent, self._settings, self.state.progress.evaluations)
+        except Exception as error:  # whatever it is, the new one is published
+            warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=1)
