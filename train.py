@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
-from src.checkpoint.write import CheckpointWriter
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -20,6 +19,7 @@ from src.check import run_checks
 from src.checkpoint.format import ResumePoint
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
 from src.checkpoint.tensors import frozen_norm
+from src.checkpoint.write import CheckpointWriter
 from src.config import Config, load_config, metric_errors
 from src.data.loading import MicroBatch, evaluation_batches, gather_in_order, training_steps
 from src.distributed import build_accelerator, float64_tensor, local_main_process_first, prepare, reduce_step_stats

@@ -39,11 +39,11 @@ import torch.distributed as dist
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
-from src.data.loading import fetch
 from src.config import Config, load_config
-from src.process import exit_codes
+from src.data.loading import fetch
+from src.distributed import float64_tensor
 from src.optim import build_optimizers, lr_at, set_lr
-from src.sums import float64_tensor
+from src.process import exit_codes
 from src.tasks.base import Examples, Task
 
 

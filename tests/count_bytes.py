@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from src.config import Optim
-from src.launch import build_accelerator, prepare
+from src.distributed import build_accelerator, prepare
 from src.optim import build_optimizers
 from src.tasks.causal_lm import CausalLM
 

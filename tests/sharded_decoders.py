@@ -9,9 +9,9 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 
 from src.config import Optim
-from src.launch import build_accelerator, prepare, sharded_units
-from src.optim import build_optimizers, gradients_of
-from src.sums import sum_over_processes
+from src.distributed import build_accelerator, prepare, sharded_units
+from src.optim import build_optimizers, local_gradients
+from src.distributed import reduce_step_stats
 from src.tasks.causal_lm import CausalLM
 from tests.tiny import LLAMA
 
@@ -41,7 +41,7 @@ def main() -> None:
         model, _ = prepare(accelerator, whole, build_optimizers(Optim(), whole))
         sharded_loss = model(*batch)
         accelerator.backward(sharded_loss)
-        sums = sum_over_processes(accelerator, [[0.0] * 4], gradients_of(model), is_stopping=False)
+        sums = reduce_step_stats(accelerator, [[0.0] * 4], local_gradients(model), is_stopping=False)
         results[kind] = {
             "units": sharded_units(model),
             "is_tied": alone.hf.get_input_embeddings().weight is alone.hf.get_output_embeddings().weight,

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from src.metrics import Accuracy
+from src.tasks.metrics import Accuracy
 from src.tasks.base import Task
 
 

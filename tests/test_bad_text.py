@@ -18,7 +18,7 @@ import torch
 
 from src.config import load_config
 from src.data.byte_tokenizer import byte_tokenizer
-from src.exit_codes import exit_codes
+from src.process import exit_codes
 from tests import tiny
 from tests.conftest import Launch
 

@@ -225,8 +225,8 @@ def test_an_optimizer_imports_the_compiler() -> None:
 def test_evaluate_imports_transformers_pipelines() -> None:
     """src/metrics.py: why it hides transformers meanwhile."""
     assert imported("import evaluate", "transformers.pipelines")
-    assert not imported("import src.metrics", "transformers.pipelines")
-    assert imported("import src.metrics, transformers; transformers.AutoConfig", "transformers.models.auto")
+    assert not imported("import src.tasks.metrics", "transformers.pipelines")
+    assert imported("import src.tasks.metrics, transformers; transformers.AutoConfig", "transformers.models.auto")
 
 
 def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_glibc_gives_large_blocks_back() -> None:
 def test_torch_computes_with_subnormal_numbers() -> None:
     """src/launch.py: why it has all threads take them for zero."""
     code = "import torch\n{}print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
-    build = "from src.launch import build_accelerator; build_accelerator()\n"
+    build = "from src.distributed import build_accelerator; build_accelerator()\n"
     counts = [
         subprocess.run([sys.executable, "-c", c], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
         for c in (code.format(""), code.format(build))
@@ -313,7 +313,7 @@ say(
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
     """Nor anything that only an evaluation, a checkpoint or a download needs."""
     code = (
-        "import sys, train, src.batches as b\n"
+        "import sys, train, src.data.loading as b\n"
         "def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)\n"
         "b.fetch = stop\n"
         "sys.argv[1:] = ['--task.source=digits', '--wandb.mode=disabled', '--output_dir=' + sys.argv[1]]\n"

@@ -10,8 +10,8 @@ from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PreTrainedConfig
 
 from src.data.byte_tokenizer import byte_tokenizer
-from src.data.labelled import in_order, label_names, length_grouped
-from src.metrics import F1, Matthews
+from src.data.classification import in_order, label_names, length_grouped
+from src.tasks.metrics import F1, Matthews
 from src.tasks.text_classification import TextClassification
 from src.tracking import figures
 from tests import tiny

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from src.launch import _precision
+from src.distributed import _precision
 from tests.conftest import BIN, PROJECT, Launch, Run, run_command
 
 FSDP = yaml.safe_load((PROJECT / "accelerate_configs" / "fsdp.yaml").read_text())
@@ -156,7 +156,7 @@ def test_fsdp_that_wraps_only_the_root(launch: Launch, blocks: str, says: str) -
 
 
 def test_processes_that_do_not_see_each_other(launch: Launch) -> None:
-    code = "import accelerate, src.launch; src.launch.Accelerator = lambda cpu, **_: accelerate.Accelerator()"
+    code = "import accelerate, src.distributed; src.distributed.Accelerator = lambda cpu, **_: accelerate.Accelerator()"
     says = refused(run_with(code, launch, "--config_file=accelerate_configs/ddp.yaml"))
     assert says == "2 processes were started, but each sees 1: refusing to train separate models"
 
@@ -182,11 +182,11 @@ def test_a_gpu_without_bf16_trains_in_fp32_and_says_so(monkeypatch: pytest.Monke
 
 def test_fsdp_silently_dropped(launch: Launch) -> None:
     code = (
-        "import os, accelerate, src.launch\n"
+        "import os, accelerate, src.distributed\n"
         "def without_fsdp(cpu, **_):\n"
         "    del os.environ['ACCELERATE_USE_FSDP']\n"
         "    return accelerate.Accelerator(cpu=cpu)\n"
-        "src.launch.Accelerator = without_fsdp"
+        "src.distributed.Accelerator = without_fsdp"
     )
     says = refused(run_with(code, launch, "--config_file=accelerate_configs/fsdp.yaml"))
     assert says.startswith("the yaml asks for FSDP, but Accelerate chose ")
@@ -227,10 +227,10 @@ def test_the_others_wait_as_long_as_the_first_process_takes(tmp_path: Path) -> N
 import os, time
 from datetime import timedelta
 from accelerate import Accelerator, InitProcessGroupKwargs
-from src.launch import first_on_each_machine
+from src.distributed import local_main_process_first
 
 accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
-with first_on_each_machine(accelerator):
+with local_main_process_first(accelerator):
     time.sleep(5 * accelerator.is_main_process)
     os.write(1, b"%d" % accelerator.process_index)
 accelerator.wait_for_everyone()

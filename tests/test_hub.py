@@ -120,7 +120,7 @@ def ends(*runs: tuple[str, ...], **environment: str) -> list[End]:
     code = (
         "import contextlib, io, json, sys\n"
         "from src.config import load_config\n"
-        "from src.exit_codes import exit_codes\n"
+        "from src.process import exit_codes\n"
         "for arguments in json.loads(sys.argv[1]):\n"
         "    with contextlib.redirect_stderr(io.StringIO()) as said:\n"
         "        code = 0\n"

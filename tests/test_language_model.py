@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.blocks import checkpoint_activations, compile_blocks
+from src.model_transforms import checkpoint_activations, compile_blocks
 from src.models import language_model
-from src.models.language_model import LanguageModel
+from src.models.causal_lm import LanguageModel
 from src.models.lora import Lora
 
 SMALL = {

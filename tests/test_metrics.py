@@ -5,7 +5,7 @@ import evaluate
 import pytest
 import torch
 
-from src.metrics import Accuracy
+from src.tasks.metrics import Accuracy
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torchvision import datasets
 
 from src.data.mnist import IDX_FILES, Digits, bundled_digits, mnist
-from src.models.dropout import Dropout
 from src.models.mnist_cnn import MnistCnn
 from tests.conftest import MNIST, needs_mnist
 
@@ -50,38 +49,6 @@ def test_in_bf16_the_cnn_errs_by_no_more_than_the_plain_one() -> None:
         ours, plain = model(images), reference_forward(model, images)
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).norm() < 1.2 * (plain - exact).norm()
-
-
-@pytest.mark.parametrize("p", [0.25, 0.5, 0.05, 0.3])  # multiples of 1/256, and not
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dropout_has_the_distribution_of_torchs(p: float, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    ones, draws = torch.ones(1001, dtype=dtype, requires_grad=True), 400
-    dropout = Dropout(p)
-    outputs = [dropout(ones) for _ in range(draws)]
-    sent = torch.stack(outputs).detach().double()
-    assert set(sent.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p), dtype=dtype).item()}
-    kept = (sent != 0).double()
-    sigma = (p * (1 - p)) ** 0.5
-    assert abs(kept.mean() - (1 - p)) < 4 * sigma / kept.numel() ** 0.5
-    for along in (0, 1):  # a unit is not dropped more often than another, nor more of them in one draw
-        variance = kept.mean(along).var() * kept.shape[along] / sigma**2
-        assert abs(variance - 1) < 5 * (2 / kept.shape[1 - along]) ** 0.5
-    for offset in (1, 4, 8):  # neighbours share words of random bits, but no bits
-        pairs = torch.cov(torch.stack([kept[:, :-offset].flatten(), kept[:, offset:].flatten()]))[0, 1]
-        assert abs(pairs) < 4 * sigma**2 / kept.numel() ** 0.5
-    (gradient,) = torch.autograd.grad(outputs[0].sum(), ones)
-    assert torch.equal(gradient, outputs[0].detach())
-    assert torch.equal(nn.Dropout(p).eval()(ones), dropout.eval()(ones))
-
-
-def test_dropout_follows_the_layout_of_what_it_drops() -> None:
-    images = torch.ones(3, 4, 5, 6)
-    for x in (images.to(memory_format=torch.channels_last), images.transpose(1, 3), images[:, :, ::2]):
-        torch.manual_seed(0)
-        dropped = Dropout(0.5)(x)
-        assert dropped.stride() == torch.empty_like(x).stride()
-        assert 0 < dropped.count_nonzero() < x.numel()
 
 
 def test_dropout_scales_both_rates() -> None:

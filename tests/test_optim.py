@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
 from src.config import Optim
 from src.models.mnist_cnn import MnistCnn
-from src.optim import build_optimizers, gradients_of, lr_at, scale_and_clip, set_lr
-from src.sums import sum_of_squares
+from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr
+from src.distributed import grad_square_sum
 
 
 def torch_schedule(make: Callable[..., LRScheduler], steps: int, **arguments: float) -> list[float]:
@@ -110,8 +110,8 @@ def test_scaling_and_clipping_are_torchs() -> None:
     )
     for a, b, gradient in zip(ours, theirs, gradients, strict=True):
         a.grad, b.grad = gradient * 7, gradient.clone()
-    gradients_ours = gradients_of(ours)
-    norm = scale_and_clip(gradients_ours, 1 / 7, sum_of_squares(gradients_ours).sqrt().item(), max_norm=0.5)
+    gradients_ours = local_gradients(ours.parameters())
+    norm = scale_and_clip_(gradients_ours, 1 / 7, grad_square_sum(gradients_ours).sqrt().item(), max_norm=0.5)
     torch.testing.assert_close(torch.tensor(norm), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)

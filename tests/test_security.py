@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from src.checkpoint import folders
-from src.checkpoint.random_state import restore_random_state
+from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import read_model
 from src.models.mnist_cnn import MnistCnn
 from tests.conftest import PROJECT, Launch

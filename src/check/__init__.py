@@ -1,8 +1,95 @@
 """`train.py --check`: proves on the user's own machine that the run is right, with the run's own parts.
 
 The silent faults of distributed training raise no error: the model just comes out worse. Here the run's data path, its
-step, its evaluation and its checkpoints are held against src/reference.py, which does the same by hand. One file for
-each of the ten checks, or for two that share their steps; docs/check.md says what they find.
+step, its evaluation and its checkpoints are held against src/reference.py, which does the same by hand;
+docs/check.md says what the ten checks find.
 
 Each process needs memory for an unwrapped copy of the model, its gradients and its optimizer's state.
 """
+
+import importlib.metadata
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+
+import torch
+
+from src.check.between_steps import check_checkpoint, check_evaluation
+from src.check.cost import check_cost
+from src.check.data import check_data
+from src.check.findings import Row, finding, gather, table
+from src.check.start import check_launch, check_start
+from src.check.steps import check_accumulation, check_steps
+from src.check.subject import Evaluate, Subject, TrainStep
+from src.checkpoint.format import write_json
+from src.process import lost_peers
+from src.run import Run
+from src.tracking import start_loggers
+
+CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
+    "Launch": check_launch,
+    "Data": check_data,
+    "Same start": check_start,
+    "Gradients and Updates": check_steps,
+    "Accumulation": check_accumulation,
+    "Evaluation": check_evaluation,
+    "Checkpoint": check_checkpoint,
+    "Precision and Cost": check_cost,
+}
+"""In this order: each leaves the run to the next one."""
+
+
+def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
+    """Examine the run, print the table, and write check.json and a W&B run. Collective.
+
+    Args:
+        run: as train.py has prepared it, no step taken yet.
+        train_step, evaluate: train.py's own.
+
+    Returns:
+        Whether all is well: the same on all processes.
+    """
+    started = time.perf_counter()
+    is_main = os.environ.get("RANK", "0") == "0"  # also where each believes to be alone
+    if is_main:
+        print(f"{run.config.run_name}: examining {run.launch.strategy} x {run.world_size}", flush=True)
+    allows_tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False  # 10 bits hide small faults
+    subject = Subject(run, train_step, evaluate)
+    rows: list[Row] = []
+    for name, check in CHECKS.items():
+        if rows and rows[0]["result"] == "fail":
+            break  # each process would examine a run of its own
+        if check is check_cost:
+            torch.backends.cudnn.allow_tf32 = allows_tf32
+        try:
+            everywhere = gather(list(check(subject)))
+        except Exception as error:  # in the parts of the run that are examined, too
+            if not lost_peers(error):
+                traceback.print_exc()
+            if is_main:
+                measured = "another process failed" if lost_peers(error) else f"{type(error).__name__}: {error}"
+                rows.append(finding(name, "examined", measured, "without an error", False, "see the traceback"))
+                _report(run, rows, time.perf_counter() - started)
+            sys.exit(1)  # the others may be waiting in any collective
+        rows += [max(row, key=lambda row: row["result"] == "fail") for row in zip(*everywhere, strict=False)]
+    if is_main:
+        _report(run, rows, time.perf_counter() - started)
+    return all(row["result"] != "fail" for row in rows)
+
+
+def _report(run: Run, rows: list[Row], seconds: float) -> None:
+    config, file = run.config, run.config.folder / "check.json"
+    failed = sorted({row["check"] for row in rows if row["result"] == "fail"})
+    print("\n".join(table(rows)), flush=True)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
+    about = {"launch": run.launch.as_dict(), "versions": versions, "config": config.model_dump(mode="json")}
+    config.folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"passed": not failed, "checks": rows, "seconds": seconds, **about})
+    for logger in start_loggers(config, run.launch, print, job_type="check", id=uuid.uuid4().hex[:8]):
+        logger.log({"check/passed": not failed}, {"check": rows})
+        logger.finish(exit_code=1 if failed else 0)
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks passed"
+    print(f"{verdict}, in {seconds:.0f} s; {file}", flush=True)

@@ -1,84 +1,114 @@
-"""What the examination found: a table for the terminal, check.json, and W&B."""
+"""What the checks found: errors held against their bounds, and the table of them."""
 
-from __future__ import annotations
-
+import math
 import textwrap
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
-from src.checkpoint.format import write_json
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
 
+from src.check.advice import likely_cause
+
+EXACT = 1e-4
+"""Largest relative error in fp32. The order of a sum makes 1e-7 to 1e-5; a fault of distribution 1e-2 to 1."""
+MOST = 0.5
+"""In half precision too: a sum that was not divided by two processes is 1 off."""
+FLOOR = 1e-2
+"""Times the root mean square of all gradients: to what lies below, the rounding of larger ones leaks over."""
+Row = dict[str, str]
 WIDTHS = {"check": 12, "what": 29, "measured": 42, "bound": 23, "result": 6}
 """Characters of the table's columns."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A row of the table."""
-
-    check: str
-    """Which of the ten: Launch, Data, Same start, …"""
-    what: str
-    measured: str
-    bound: str = ""
-    """What it was held against; empty: it is a note, that nothing can fail."""
-    is_passed: bool = True
-    means: str = ""
-    """Where it failed: what that usually means, and what to do."""
-
-    @property
-    def result(self) -> str:
-        """pass, fail, or note."""
-        return ("pass" if self.is_passed else "FAIL") if self.bound else "note"
-
-
-def table(findings: list[Finding]) -> Iterator[str]:
-    """Its lines. The meaning of a failure stands below its row."""
-    yield from _row({name: name for name in WIDTHS})
-    yield "  ".join("-" * width for width in WIDTHS.values())
-    before = ""
-    for finding in findings:
-        cells = {name: getattr(finding, name) for name in WIDTHS}
-        yield from _row(cells | {"check": "" if finding.check == before else finding.check})
-        before = finding.check
-        if not finding.is_passed:
-            indent = " " * (WIDTHS["check"] + 2)
-            yield from textwrap.wrap(f"-> {finding.means}", 110, initial_indent=indent, subsequent_indent=indent)
-
-
-def as_dict(findings: list[Finding], about: dict[str, Any]) -> dict[str, Any]:
-    """What check.json holds."""
-    rows = [asdict(finding) | {"result": finding.result.lower()} for finding in findings]
-    for row in rows:
-        if row.pop("is_passed"):
-            row["means"] = ""
-    return {"passed": all(finding.is_passed for finding in findings), "checks": rows, **about}
-
-
-def write(content: dict[str, Any], folder: Path) -> Path:
-    """Returns: check.json in `folder`, which is made where there is none; nothing else in it is touched."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "check.json", content)
-    return folder / "check.json"
-
-
-def record(run: Any, content: dict[str, Any]) -> None:
-    """Puts the table into a W&B run.
+def finding(check: str, what: str, measured: str, bound: str = "", is_passed: bool = True, cause: str = "") -> Row:
+    """Return a row of the table, as check.json and W&B have it.
 
     Args:
-        content: of check.json.
+        check: which of the ten: Launch, Data, Same start, …
+        bound: what it was held against; empty: it is a note, which nothing can fail.
+        cause: of a failure, with what to do about it; empty: that of src/check/advice.py for `what`.
     """
-    import wandb
-
-    columns: list[str | int] = [*WIDTHS, "means"]
-    run.log({"check": wandb.Table(columns=columns, data=[[row[str(c)] for c in columns] for row in content["checks"]])})
-    run.summary.update({"check/passed": content["passed"]})
+    result = ("pass" if is_passed else "fail") if bound else "note"
+    means = (cause or likely_cause(check, what)) if result == "fail" else ""
+    return {"check": check, "what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
-def _row(cells: dict[str, str]) -> Iterator[str]:
-    wrapped = [textwrap.wrap(cells[name], width) for name, width in WIDTHS.items()]
-    for number in range(max(map(len, wrapped))):
-        parts = [lines[number] if number < len(lines) else "" for lines in wrapped]
+class WorstError:
+    """The error that comes closest to its bound, or goes furthest beyond it."""
+
+    def __init__(self, bound: float = EXACT) -> None:
+        self.ratio, self.error, self.name = 0.0, 0.0, ""
+        self.bound = self._least = bound
+
+    def add(self, errors: Mapping[str, float], noise: Mapping[str, float] | None = None, factor: float = 1.0) -> None:
+        """Args:
+        errors: by name.
+        noise: what half precision makes of each, and of `all`; empty or None in fp32.
+        factor: how many times the noise the errors may be.
+        """
+        for name, error in errors.items():
+            allowed = min(MOST, factor * max(noise.get(name, 0), noise["all"])) if noise else 0.0
+            bound = max(self._least, allowed)
+            ratio = error / bound if math.isfinite(error) else math.inf
+            if ratio > self.ratio:
+                self.ratio, self.error, self.name, self.bound = ratio, error, name, bound
+
+    def finding(self, check: str, what: str) -> Row:
+        """Return the worst of all processes' errors as a row. Collective."""
+        everywhere = gather(self)
+        worst = max(everywhere, key=lambda error: error.ratio)
+        measured = (f"{worst.error:.1e}" if worst.error else "0") + (f" ({worst.name})" if worst.name else "")
+        if worst.ratio > 1 and any(error.ratio <= 1 for error in everywhere):
+            measured += f", on process {everywhere.index(worst)}"
+        bound = f"{worst.bound:.2g}" + (", by what bf16 does to one model" if worst.bound > worst._least else "")
+        return finding(check, what, measured, bound, worst.ratio <= 1)
+
+
+def gather(value: Any) -> list[Any]:
+    """Return each process's value, in the order of their ranks, on all of them. Collective."""
+    return gather_object([value])
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    """Return the L2 norm over all of them."""
+    on_cpu = (tensor.cpu() if tensor.device.type == "mps" else tensor for tensor in tensors)  # it has no float64
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in on_cpu))
+
+
+def relative_error(found: float, expected: float) -> float:
+    """Return the relative error; the absolute one where 0 was expected."""
+    return abs(found - expected) / (abs(expected) or 1.0)
+
+
+def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return by name the L2 norm of the difference as a share of that of what was expected; a tensor that is not in
+    `found` counts as zeros. `all` is that of all tensors together."""
+    norms = {name: norm([tensor]) for name, tensor in expected.items()}
+    differences = {name: norm([tensor - found[name] if name in found else tensor]) for name, tensor in expected.items()}
+    total = math.hypot(*norms.values()) + 1e-30
+    floor = FLOOR * total / math.sqrt(max(1, sum(tensor.numel() for tensor in expected.values())))
+    errors = {n: d / (norms[n] + floor * math.sqrt(expected[n].numel())) for n, d in differences.items()}
+    return errors | {"all": math.hypot(*differences.values()) / total}
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    """Yield its lines. The meaning of a failure stands below its row."""
+    yield from _lines({name: name for name in WIDTHS})
+    yield "  ".join("-" * width for width in WIDTHS.values())
+    previous = ""
+    for row in rows:
+        check = "" if row["check"] == previous else row["check"]
+        previous = row["check"]
+        yield from _lines(row | {"check": check, "result": row["result"].replace("fail", "FAIL")})
+        if row["means"]:
+            indent = " " * (WIDTHS["check"] + 2)
+            yield from textwrap.wrap(f"-> {row['means']}", 110, initial_indent=indent, subsequent_indent=indent)
+
+
+def _lines(row: Row) -> Iterator[str]:
+    wrapped = [textwrap.wrap(row[name], width) for name, width in WIDTHS.items()]
+    for parts in zip_longest(*wrapped, fillvalue=""):
         yield "  ".join(part.ljust(width) for part, width in zip(parts, WIDTHS.values(), strict=True)).rstrip()

@@ -1,216 +1,237 @@
-"""Checks 4 and 5, Gradients and Updates: three steps of the run, each held against one by hand."""
+"""Checks 4 to 6, Gradients, Updates and Accumulation: steps of the run, each held against one by hand."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from src.check.findings import EXACT, Row, WorstError, finding, gather, norm, relative_error, relative_errors
+from src.check.subject import Autocast, Subject, WithheldOptimizer, capture_update, checksum, whole
 from src.data.loading import MicroBatch
-from src.check.by_hand import by_hand, taken
-from src.check.data import steps_per_epoch
-from src.check.errors import COMPRESSED, EXACT, REORDERED, Worst, norm, off, relative_errors, verdict
-from src.check.findings import Finding
-from src.check.subject import Reference, Subject, checksum, whole
 from src.optim import Schedule, lr_at, set_lr
+from src.reference import all_reduce, average_gradients, backward
 
+REORDERED = 1e-3
+"""Largest relative error in fp32 where the forward pass rounds otherwise too, in a batch of another size or compiled: a
+ReLU that flips, or another maximum in a pool, is worth 1e-4."""
+COMPRESSED = 2.0**-7
+"""The same where DDP rounds gradients to half precision on their way to the other processes."""
+HALF_LOSS = 1e-2
+"""The same of a loss in half precision."""
+NOISE_FACTORS = {"same": 2.0, "other": 4.0, "FSDP": 16.0}
+"""In half precision an error may be so many times that of one unwrapped model, between autocast to bf16 and fp32: where
+the run is held against that model under the same autocast; where under another, or in other micro-batches; under FSDP,
+which computes all in half precision, where autocast does only what bears it well."""
 UPDATE = 1e-3
 """Largest error of an update, as a share of it: a small one is 1e-4 of its weight, whose rounding is 1e-7."""
 MUON_UPDATE = 0.5
 """Muon iterates in bf16: the order of a sum, which sharding changes, makes a matrix's update another by up to 0.16."""
-BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-RATE = 1e-9
+LEARNING_RATE = 1e-9
 """Largest relative error of a learning rate: a number of Python's, and early in a warm-up hardly different at the next
 step."""
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def examine(subject: Subject, reference: Reference) -> Iterator[Finding]:
-    """The first two windows of an epoch and its last, ragged one. Before each step the reference takes over the run's
+def check_steps(subject: Subject) -> Iterator[Row]:
+    """Take the first two steps of an epoch and its last, ragged one. Before each, the reference takes over the run's
     weights; it has gradients of its own, but then updates with the run's: each fault shows in one of the two."""
-    config, per_epoch = subject.config, steps_per_epoch(subject)
-    schedule = Schedule(config.steps(per_epoch)[1], per_epoch)  # what the run's own should be
-    windows = subject.windows(0)
-    examined = [next(windows), next(windows), next(subject.windows(schedule.steps_per_epoch - 1))]
+    run, config, reference = subject.run, subject.run.config, subject.reference
+    schedule = Schedule(config.steps(subject.steps_per_epoch)[1], subject.steps_per_epoch)  # as the run's should be
+    first = subject.micro_batches(0)
+    examined = [next(first), next(first), next(subject.micro_batches(subject.steps_per_epoch - 1))]
     steps = [min(step, schedule.steps - 1) for step in (0, 1, schedule.steps // 2)]  # whose learning rate they have
-    randomness, is_training = _randomness(subject, reference, examined[0])
+    # whether the run computes as the reference does under autocast to bf16
+    is_alike = subject.autocast_dtype is torch.bfloat16 and not subject.is_fsdp
+    randomness = _randomness(subject, examined[0], is_alike)
+    factor = NOISE_FACTORS["same" if is_alike else "FSDP" if subject.is_fsdp else "other"]
     exact = REORDERED if config.compile else EXACT
-    gradient = max(exact, COMPRESSED if subject.launch.comm_hook else 0)
-    is_muon_sharded = config.optim.name == "muon" and subject.accelerator.is_fsdp2
-    gradients, updates = Worst(gradient), Worst(MUON_UPDATE if is_muon_sharded else UPDATE)
-    losses, norms, rates = Worst(1e-2 if subject.is_half else exact), Worst(gradient), Worst(RATE)
-    for number, (step, window) in enumerate(zip(steps, examined, strict=True), start=1):
-        for model in (subject.model, reference.model):
-            model.train(is_training)
-        reference.copy_from(subject)
-        before = {name: parameter.detach().clone() for name, parameter in reference.model.named_parameters()}
-        expected = by_hand(subject, reference, window)
-        expected_norm = norm(expected.gradients.values())
-        limit = None
+    bound = max(exact, COMPRESSED if run.launch.comm_hook else 0)
+    gradients, norms, losses = WorstError(bound), WorstError(bound), WorstError(HALF_LOSS if subject.is_half else exact)
+    is_muon_sharded = config.optim.name == "muon" and subject.is_fsdp
+    updates, rates = WorstError(MUON_UPDATE if is_muon_sharded else UPDATE), WorstError(LEARNING_RATE)
+    for number, (step, micro_batches) in enumerate(zip(steps, examined, strict=True), start=1):
+        for model in (run.model, reference):
+            model.train(not randomness.startswith("switched off"))
+        subject.copy_to_reference()
+        before = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
+        expected, expected_loss = _by_hand(subject, micro_batches)
+        noise = {}
+        if subject.is_half:
+            rough, rough_loss = _by_hand(subject, micro_batches, torch.bfloat16)  # fp16 would need its loss scaled
+            noise = relative_errors(rough, expected)
+            expected, expected_loss = (rough, rough_loss) if is_alike else (expected, expected_loss)
+        expected_norm = norm(expected.values())
+        max_norm = None
         if config.optim.max_grad_norm is not None:
-            is_above = number > 1  # one step below its limit, which must leave it as it is, the others above
-            limit = expected_norm * (0.5 if is_above else 2.0)
-            if is_above:
-                expected.clip(expected_norm, limit)
+            is_above = number > 1  # one step is below its limit, which must leave it as it is, the others above
+            max_norm = expected_norm * (0.5 if is_above else 2.0)
+            for gradient in expected.values():
+                gradient *= max_norm / (expected_norm + 1e-6) if is_above else 1.0
+        optim = config.optim.model_copy(update={"max_grad_norm": max_norm})
+        clipped_run = subject.at(step, config=config.model_copy(update={"optim": optim}))
         subject.seed()
-        with taken(subject) as found:
-            done = subject.step(window, subject.progress(step), limit)
-        if done.grad_norm is None:
-            yield Finding("Gradients", "finite", "not finite", "finite", False, "the loss or its gradient overflows")
+        with capture_update(clipped_run) as found:
+            result = subject.step(clipped_run, micro_batches)
+        if result.grad_norm is None:
+            yield finding("Gradients", "finite", "not finite", "finite", False)
             return
-        gradients.add(relative_errors(found.gradients, expected.gradients), expected.noise, expected.noise_factor)
-        losses.add({f"step {number}": off(done.loss, expected.loss)})
-        norms.add({f"step {number}": off(done.grad_norm, expected_norm)}, expected.noise, expected.noise_factor)
-        rate = lr_at(step, config.optim, *schedule)
-        rates.add({f"step {number}": max(off(found_rate, rate) for found_rate in found.rates)})
-        _update(reference, found.gradients, rate)
-        updates.add(_update_errors(subject, reference, before))
-    subject.model.train()
-    yield Finding("Gradients", "randomness (dropout, …)", randomness)
-    yield Finding(
-        "Gradients",
-        "largest relative error",
-        *verdict(subject.gather(gradients)),
-        "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean of means "
-        "where processes or micro-batches count differently, a parameter that is not reduced over the processes, "
-        "clipping that scales small gradients up",
-    )
-    yield Finding(
-        "Gradients", "loss, relative error", *verdict(subject.gather(losses)), "as above: sums, counts and means"
-    )
-    yield Finding(
-        "Gradients",
-        "norm, " + ("not clipped" if config.optim.max_grad_norm is None else "clipped at 2 x, 0.5 x it"),
-        *verdict(subject.gather(norms)),
-        "the norm is one process's, or was taken before the gradients were scaled: clipping then has another bound",
-    )
+        gradients.add(relative_errors(found, expected), noise, factor)
+        losses.add({f"step {number}": relative_error(result.loss, expected_loss)})
+        norms.add({f"step {number}": relative_error(result.grad_norm, expected_norm)}, noise, factor)
+        lr = lr_at(step, config.optim, *schedule)
+        used = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
+        rates.add({f"step {number}": max(relative_error(rate, lr) for rate in used)})
+        updates.add(_update_errors(subject, before, found, lr))
+    run.model.train()
+    yield finding("Gradients", "randomness (dropout, …)", randomness)
+    yield gradients.finding("Gradients", "largest relative error")
+    yield losses.finding("Gradients", "loss, relative error")
+    clipping = "not clipped" if config.optim.max_grad_norm is None else "clipped at 2 x, 0.5 x it"
+    yield norms.finding("Gradients", f"norm, {clipping}")
     yield from _membership(subject)
-    yield Finding(
-        "Updates",
-        "learning rate",
-        *verdict(subject.gather(rates)),
-        "the schedule is ahead of the steps, or of another length: a prepared scheduler steps once per process; set "
-        "the rate from the step, and span the steps that the optimizer takes",
-    )
-    yield Finding(
-        "Updates",
-        "parameters after each step",
-        *verdict(subject.gather(updates)),
-        "the optimizer made something else of the gradients than its copy on one process: parameters that it doesn't "
-        "have, another learning rate or weight decay, gradients changed after they were clipped",
-    )
+    yield rates.finding("Updates", "learning rate")
+    yield updates.finding("Updates", "parameters after each step")
     yield from _replicas(subject)
 
 
-def _randomness(subject: Subject, reference: Reference, window: list[MicroBatch]) -> tuple[str, bool]:
-    """What the table says of it, and whether the steps are those of training mode."""
+def _by_hand(
+    subject: Subject, micro_batches: list[MicroBatch], dtype: torch.dtype | None = None
+) -> tuple[dict[str, Tensor], float]:
+    """Return the gradients, by name, and the loss of a step by hand, under autocast to `dtype` or in fp32, with the
+    random numbers that one after `seed` draws. Collective."""
+    task, model = subject.run.task, Autocast(subject.reference, dtype)
+    subject.seed()
+    loss_sum, count = backward(task, model, [batch.data for batch in micro_batches if batch.weight])
+    for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): as many forward passes everywhere
+        if not batch.weight:
+            (task.loss(model, batch.to(subject.run.device))[0] * 0).backward()
+    loss_sum, count = all_reduce(loss_sum), all_reduce(count)
+    average_gradients(model, count)
+    gradients = {name: p.grad for name, p in subject.reference.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients, (loss_sum / count.clamp(min=1)).item()
+
+
+def _randomness(subject: Subject, micro_batches: list[MicroBatch], is_alike: bool) -> str:
+    """Return what becomes of random numbers that the model draws."""
     losses = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        batches = [micro_batch.to(subject.device) for micro_batch in window]
         with torch.no_grad():
-            losses.append([float(subject.task.loss(reference.model, batch)[0]) for batch in batches])
-    if not any(subject.gather(losses[0] != losses[1])):
-        return "the model draws none", True
-    if subject.config.compile:
-        return "switched off (eval mode): compiled code draws other numbers", False
-    if subject.is_half and not subject.autocasts_to_bf16:  # its tensors may lie in memory in another order
-        return "switched off (eval mode): in fp32, it may draw others", False
-    return "on, seeded alike in the run and by hand", True
+            batches = [batch.to(subject.run.device) for batch in micro_batches]
+            losses.append([float(subject.run.task.loss(subject.reference, batch)[0]) for batch in batches])
+    if not any(gather(losses[0] != losses[1])):
+        return "the model draws none"
+    if subject.run.config.compile:
+        return "switched off (eval mode): compiled code draws other numbers"
+    if subject.is_half and not is_alike:  # its tensors may lie in memory in another order
+        return "switched off (eval mode): in fp32, it may draw others"
+    return "on, seeded alike in the run and by hand"
 
 
-def _update(reference: Reference, gradients: Mapping[str, Tensor], rate: float) -> None:
-    for name, parameter in reference.model.named_parameters():
+def _update_errors(
+    subject: Subject, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
+) -> dict[str, float]:
+    """Update the reference with the run's gradients. Return by name how far the run's weights are from its, as a share
+    of how far those have moved since `before`."""
+    reference, errors = dict(subject.reference.named_parameters()), {}
+    for name, parameter in reference.items():
         parameter.grad = gradients.get(name)
-    set_lr(reference.optimizers, rate)
-    for optimizer in reference.optimizers:
+    set_lr(subject.reference_optimizers, lr)
+    for optimizer in subject.reference_optimizers:
         optimizer.step()
-    reference.model.zero_grad()
-
-
-def _update_errors(subject: Subject, reference: Reference, before: Mapping[str, Tensor]) -> dict[str, float]:
-    """By name, the distance from the reference as a share of how far that has moved."""
-    errors, ours = {}, dict(reference.model.named_parameters())
-    for name, parameter in subject.bare().named_parameters():
-        found, expected = whole(parameter, subject.device), ours[name].detach()
+    subject.reference.zero_grad()
+    for name, parameter in subject.unwrapped.named_parameters():
+        found, expected = whole(parameter, subject.run.device), reference[name].detach()
         moved = norm([expected - before[name]])
         errors[name] = norm([found - expected]) / (moved + 1e-6 * norm([expected]) + 1e-30)
     return errors
 
 
-def _membership(subject: Subject) -> Iterator[Finding]:
-    trained = {name: p for name, p in subject.bare().named_parameters() if p.requires_grad}
-    times = subject.times_optimized
-    absent = [name for name, p in trained.items() if times[id(p)] == 0]
-    again = [name for name, p in trained.items() if times[id(p)] > 1]
-    says = f"{len(trained) - len(absent)} of {len(trained)} trained parameters"
-    yield Finding(
-        "Updates",
-        "in the optimizer",
-        says + (f", not {absent[0]}" if absent else "") + (f", {again[0]} twice" if again else ""),
-        "each once",
-        not absent and not again,
-        "these parameters never change, or change twice: a parameter group is missing or overlaps another one",
-    )
-    wrong = [name for name, (found, expected) in _groups(subject, trained).items() if found != expected]
-    says = f"{len(trained) - len(wrong)} of {len(trained)} as they should"
-    yield Finding(
-        "Updates",
-        "optimizer and weight decay",
-        says + (f", not {wrong[0]}" if wrong else ""),
-        "matrices decay, vectors not",
-        not wrong,
-        "a parameter is in the wrong group: biases, norms and other vectors must not decay, and Muon is for matrices "
-        "but those of embeddings and the last layer",
-    )
-
-
-def _groups(subject: Subject, trained: Mapping[str, Tensor]) -> dict[str, tuple[object, object]]:
-    """By name, the optimizer and the weight decay that a parameter has, and those that it should have: the rule of
-    src/optim.py, written a second time."""
-    optim = subject.config.optim
-    found = {
-        id(p): (type(optimizer).__name__, group["weight_decay"])
-        for optimizer in subject.optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    layers = list(subject.bare().modules())
-    ends = {id(layer.weight) for layer in layers if isinstance(layer, torch.nn.Embedding)}
-    ends |= {id(layer.weight) for layer in [layer for layer in layers if isinstance(layer, torch.nn.Linear)][-1:]}
-    kinds = {"adamw": "AdamW", "muon": "AdamW", "sgd": "SGD", "adadelta": "Adadelta"}
-    groups: dict[str, tuple[object, object]] = {}
-    for name, p in trained.items():
+def _membership(subject: Subject) -> Iterator[Row]:
+    """Hold the parameter groups against the rule of src/optim.py, written a second time."""
+    row, optim, layers = partial(finding, "Updates"), subject.run.config.optim, list(subject.unwrapped.modules())
+    groups = defaultdict(list)  # by parameter
+    for optimizer in subject.run.optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                groups[id(p)].append((type(optimizer).__name__, group["weight_decay"]))
+    ends = {id(layer.weight) for layer in layers if isinstance(layer, nn.Embedding)}
+    ends |= {id(layer.weight) for layer in [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]}
+    kind = {"adamw": "AdamW", "muon": "AdamW", "sgd": "SGD", "adadelta": "Adadelta"}[optim.name]
+    absent, again, wrong = [], [], []
+    trained = [(name, p) for name, p in subject.unwrapped.named_parameters() if p.requires_grad]
+    for name, p in trained:
         is_muons = optim.name == "muon" and len(p.shape) == 2 and min(p.shape) > 1 and id(p) not in ends
-        decay = optim.weight_decay if len(p.shape) > 1 else 0.0
-        groups[name] = found.get(id(p)), ("Muon" if is_muons else kinds[optim.name], decay)
-    return groups
+        expected = "Muon" if is_muons else kind, optim.weight_decay if len(p.shape) > 1 else 0.0
+        found = groups[id(p)]
+        absent += [name] if not found else []
+        again += [name] if len(found) > 1 else []
+        wrong += [name] if expected not in found else []
+    measured = f"{len(trained) - len(absent)} of {len(trained)} trained parameters"
+    measured += (f", not {absent[0]}" if absent else "") + (f", {again[0]} twice" if again else "")
+    yield row("in the optimizer", measured, "each once", not absent and not again)
+    measured = f"{len(trained) - len(wrong)} of {len(trained)} as they should" + (f", not {wrong[0]}" if wrong else "")
+    yield row("optimizer and weight decay", measured, "matrices decay, vectors not", not wrong)
 
 
-def _replicas(subject: Subject) -> Iterator[Finding]:
-    model, drifted = subject.bare(), subject.drifted()
-    buffers = dict(model.named_buffers())
-    if subject.accelerator.is_fsdp2:
-        yield Finding("Updates", "replicas", "none: each process has its own shard")
+def _replicas(subject: Subject) -> Iterator[Row]:
+    row, model = partial(finding, "Updates"), subject.unwrapped
+    if subject.is_fsdp:
+        yield row("replicas", "none: each process has its own shard")
     else:
-        sums = subject.gather(checksum(list(model.parameters())))
-        yield Finding(
-            "Updates",
-            "replicas, checksum by process",
-            ", ".join(sums) if len(set(sums)) > 1 else f"{sums[0]} on all {len(sums)}",
-            "the same",
-            len(set(sums)) == 1,
-            "the processes train different models by now: they started apart, or a gradient is not reduced",
-        )
-    differing = [name for name in drifted if name in buffers]
-    yield Finding(
-        "Updates",
-        "buffers",
-        f"{', '.join(differing[:3])}: differs" if differing else f"{len(buffers)}, none of which drifts apart",
-        "the same",
-        not differing,
-        "a buffer follows each process's own examples, and is not synchronised: evaluation and checkpoints have one "
-        "process's. In place of BatchNorm take torch.nn.SyncBatchNorm, or better a norm that looks at one example",
-    )
-    local = [name for name, m in model.named_modules() if isinstance(m, BATCH_NORMS) and subject.world_size > 1]
+        sums = gather(checksum(list(model.parameters())))
+        is_same = len(set(sums)) == 1
+        measured = f"{sums[0]} on all {len(sums)}" if is_same else ", ".join(sums)
+        yield row("replicas, checksum by process", measured, "the same", is_same)
+    buffers = dict(model.named_buffers())
+    differing = ", ".join([name for name in subject.drifted() if name in buffers][:3])
+    measured = f"{differing}: differs" if differing else f"{len(buffers)}, none of which drifts apart"
+    yield row("buffers", measured, "the same", not differing)
+    local = [name for name, m in model.named_modules() if isinstance(m, BATCH_NORMS) and subject.run.world_size > 1]
     if local:
-        says = f"{local[0]} and {len(local) - 1} more: each process's examples alone, so that the curve depends on them"
-        yield Finding("Updates", "batch norm", says)
+        more = f"{local[0]} and {len(local) - 1} more"
+        yield row("batch norm", f"{more}: each process's examples alone, so that the curve depends on them")
+
+
+def check_accumulation(subject: Subject) -> Iterator[Row]:
+    """Take the first step of the epoch and its last, ragged one in micro-batches of other sizes: without the update,
+    and in eval mode, as dropout would draw other numbers."""
+    run = subject.run
+    share, own = run.config.global_batch_size // run.world_size, run.config.micro_batch(run.world_size)
+    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    at = divisors.index(own)  # the next two smaller ones, else the next larger one, for which memory may not be there
+    sizes = divisors[:at][::-1][:2] or divisors[at + 1 : at + 2]
+    if not sizes:
+        yield finding("Accumulation", "other micro-batches", f"none: a process has {own} example per batch")
+        return
+    for model in (run.model, subject.reference):
+        model.eval()
+    subject.copy_to_reference()
+    gradients = WorstError(COMPRESSED if run.launch.comm_hook else REORDERED)
+    losses = WorstError(HALF_LOSS if subject.is_half else REORDERED)
+    factor = NOISE_FACTORS["FSDP" if subject.is_fsdp else "other"]
+    withheld = [WithheldOptimizer(optimizer) for optimizer in run.optimizers]
+    for step, others in ((0, sizes[:1]), (subject.steps_per_epoch - 1, sizes)):
+        noise = {}
+        if subject.is_half:
+            by_hand = [
+                _by_hand(subject, next(subject.micro_batches(step)), dtype)[0] for dtype in (torch.bfloat16, None)
+            ]
+            noise = relative_errors(*by_hand)
+        for size in (own, *others):
+            again = subject.at(0, optimizers=withheld)
+            with capture_update(again) as found:
+                loss = subject.step(again, next(subject.micro_batches(step, size))).loss
+            if size == own:
+                expected, expected_loss = found, loss
+                continue
+            gradients.add(relative_errors(found, expected), noise, factor)
+            losses.add({f"micro-batches of {size}": relative_error(loss, expected_loss)})
+    run.model.train()
+    yield finding("Accumulation", "randomness (dropout, …)", "switched off (eval mode)")
+    split = f"{' and '.join(map(str, sizes))} in place of {own}"
+    yield gradients.finding("Accumulation", f"gradient: {split}")
+    yield losses.finding("Accumulation", f"loss: {split}")

@@ -1,4 +1,4 @@
-"""Chats as a template writes them, and which parts of them the assistant wrote."""
+"""Chats as a tokenizer's template writes them, and which parts of that text the assistant wrote."""
 
 import json
 from collections.abc import Callable
@@ -9,86 +9,81 @@ from transformers import PreTrainedTokenizerFast
 from src.process import UserError
 
 Chat = list[dict[str, Any]]
+Tools = list[Any]
+"""Descriptions of tools, each a mapping."""
 Spans = list[tuple[int, int]]
-"""Parts of a text, from one character up to another."""
-Tools = list[dict[Any, Any] | Callable[..., Any]]
-"""As transformers takes them; here all are mappings."""
-Render = Callable[..., str]
-"""`written` with its tokenizer and tools."""
-SHAREGPT = {
+"""Parts of a text, each from one character up to another."""
+ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
     "observation": "tool",
 }  # fmt: skip
-"""The roles that ShareGPT's `from` names, as templates call them."""
-MARK = "x7Qz"
+"""The roles in ShareGPT's `from`, as templates call them."""
+PROBE = "x7Qz"
 """Stands for an answer, to see what the template puts around one."""
 
 
-def understood(chat: Any) -> Chat:
-    """Return the messages as templates take them: role, content, tool_calls and what else there is that is not null.
-
-    Understood are OpenAI's messages, content in parts of text and calls of tools among them, and ShareGPT's.
+def normalize_chat(chat: Any) -> Chat:
+    """Return the messages of OpenAI's or ShareGPT's kind as templates take them, content as text, without nulls.
 
     Raises:
         ValueError: a message is something else; says what.
     """
     if not isinstance(chat, list):
-        raise ValueError("is no list of messages")
+        raise ValueError("is not a list of messages")
     if not chat:
         raise ValueError("has no message")
-    return [_message(number, message) for number, message in enumerate(chat, start=1)]
+    messages = []
+    for number, message in enumerate(chat, start=1):
+        try:
+            messages.append(_normalize_message(message))
+        except ValueError as error:
+            raise ValueError(f"has a message {number} {error}") from error
+    return messages
 
 
-def _message(number: int, message: Any) -> dict[str, Any]:
+def _normalize_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"has a message {number} that is {type(message).__name__}, not role and content")
-    known: dict[str, Any] = _without_nulls(message)
-    if "role" not in known and "from" in known:
-        if known["from"] not in SHAREGPT:
-            raise ValueError(f"has a message {number} from {known['from']!r}, which is none of {', '.join(SHAREGPT)}")
-        known = {"role": SHAREGPT[known["from"]], "content": known.get("value")}
-    role = known.get("role")
+        raise ValueError(f"that is {type(message).__name__}, not role and content")
+    message = _without_nulls(message)
+    if "role" not in message and "from" in message:
+        if message["from"] not in ROLES:
+            raise ValueError(f"from {message['from']!r}, which is none of {', '.join(ROLES)}")
+        message = {"role": ROLES[message["from"]], "content": message.get("value")}
+    role = message.get("role")
     if not isinstance(role, str):
-        keys = ", ".join(known)
-        raise ValueError(f"has a message {number} with neither role and content nor from and value, but {keys}")
-    if (meant := SHAREGPT.get(role.lower())) in ("user", "assistant"):  # the others may be a template's own
-        known["role"] = meant
-    if "function_call" in known:
-        raise ValueError(f"has a message {number} with a function_call: write it as tool_calls")
-    if known.get("weight", 1) not in (0, 1):
-        raise ValueError(f"has a message {number} of weight {known['weight']}, which can be 0, not to be learnt, or 1")
-    if calls := known.get("tool_calls"):
-        known["tool_calls"] = [_call(number, call) for call in calls]
-    elif known.get("content") is None:
-        raise ValueError(f"has a message {number} without content (its role is {known['role']})")
-    known["content"] = _text(number, known.get("content", ""))
-    return known
-
-
-def _text(number: int, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
+        raise ValueError(f"with neither role and content nor from and value, but {', '.join(message)}")
+    if (known := ROLES.get(role.lower())) in ("user", "assistant"):  # the others may be a template's own
+        message["role"] = known
+    if "function_call" in message:
+        raise ValueError("with a function_call: write it as tool_calls")
+    if message.get("weight", 1) not in (0, 1):
+        raise ValueError(f"of weight {message['weight']}, which can be 0, not to be learnt, or 1")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_normalize_call(call) for call in message["tool_calls"]]
+    elif message.get("content") is None:
+        raise ValueError(f"without content (its role is {message['role']})")
+    content = message.get("content", "")
+    parts = [{"text": content}] if isinstance(content, str) else content if isinstance(content, list) else [content]
+    for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"has a message {number} with content that is not text, but {kind}")
-        texts.append(part["text"])
-    return "".join(texts)
+            raise ValueError(f"with content that is not text, but {kind}")
+    message["content"] = "".join(part["text"] for part in parts)
+    return message
 
 
-def _call(number: int, call: Any) -> dict[str, Any]:
-    """A call of a tool, its arguments as a mapping: some data have them as JSON, which templates would quote again."""
+def _normalize_call(call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments as a mapping: some data have them as JSON, which templates would quote."""
     function = call.get("function", call) if isinstance(call, dict) else {}
     if not isinstance(function.get("name"), str):
-        raise ValueError(f"has a message {number} with a tool call that has no function name")
+        raise ValueError("with a tool call that has no function name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
-            raise ValueError(f"has a message {number} with a tool call whose arguments are no JSON") from error
+            raise ValueError("with a tool call whose arguments are not JSON") from error
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
@@ -99,107 +94,103 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def understood_tools(tools: Any) -> Tools | None:
-    """The descriptions of a chat's tools as templates take them, from a list or its JSON.
-
-    Raises:
-        ValueError: it is neither.
-    """
+def normalize_tools(tools: Any) -> Tools | None:
+    """Return the descriptions of a chat's tools as templates take them, from a list or its JSON; else a ValueError."""
     try:
-        found = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     except ValueError as error:
-        raise ValueError("is no JSON") from error
-    if found and not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
-        raise ValueError("is no list of tools")
-    return _without_nulls(found) or None
+        raise ValueError("is not JSON") from error
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError("is not a list of tools")
+    return _without_nulls(tools) or None
 
 
-def written(
-    chat: Chat,
-    tokenizer: PreTrainedTokenizerFast,
-    tools: Tools | None = None,
-    begins_answer: bool = False,
+def render_chat(
+    chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None = None, prompts_answer: bool = False
 ) -> str:
-    """The chat as its template writes it."""
+    """Return the chat as its template writes it; with the generation prompt after it where `prompts_answer`."""
     try:
-        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=begins_answer)
-    except Exception as error:  # it is a program
+        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=prompts_answer)
+    except Exception as error:  # a template is a program: it raises anything
         reason = " ".join(str(error).split())
-        raise UserError(f"the tokenizer's chat template refuses {_named(chat)}: {reason}") from error
-    assert isinstance(text, str)
-    return text
+        raise UserError(f"the tokenizer's chat template refuses {_quote(chat)}: {reason}") from error
+    return str(text)
 
 
 def require_tools(chat: Chat, tools: Tools | None, text: str) -> None:
-    """Raises: UserError: the template left them, or the calls of them, out of the text."""
+    """Raise a UserError where the template left the tools, or the calls of them, out of the text."""
     calls = [call for message in chat for call in message.get("tool_calls", ())]
-    descriptions: list[Any] = [*(tools or ())]
-    for what, parts in (("the tool calls", calls), ("the tools", descriptions)):
-        names = [part.get("function", part).get("name", "") for part in parts]
-        if any(str(name) not in text for name in names):
+    for desc, parts in (("the tool calls", calls), ("the tools", tools or [])):
+        if any(str(part.get("function", part).get("name", "")) not in text for part in parts):
             raise UserError(
-                f"the tokenizer's chat template leaves out {what} in {_named(chat)}: set another --task.chat_template"
+                f"the tokenizer's chat template leaves out {desc} in {_quote(chat)}: set another --task.chat_template"
             )
 
 
-def assistant_turns(chat: Chat, text: str, render: Render, eos: str) -> tuple[Spans, Spans]:
-    """What the assistant wrote: what comes after the generation prompt, up to the end of the turn with its mark.
-    Messages of weight 0 are left out, as OpenAI's have them.
+def assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str) -> tuple[Spans, Spans]:
+    """Find what the assistant wrote: what follows the generation prompt, up to and with the mark that ends the turn.
+    Messages of weight 0 are left out, as OpenAI defines it.
 
     Some templates (Qwen3, DeepSeek-R1) leave out the thoughts of a turn, or the empty place for them, once the chat
     goes on: what is left of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
 
+    Args:
+        render: `render_chat` with its tokenizer and tools.
+
     Returns:
-        The turns, and what of each is the assistant's text, without what the template puts around it.
+        The turns, and of each the assistant's own text, without what the template puts around it.
+
+    Raises:
+        UserError: a turn cannot be found in the text.
     """
     turns, texts = [], []
     for i, message in enumerate(chat):
         if message["role"] != "assistant" or message.get("weight") == 0:
             continue
-        marked = [*chat[:i], {"role": "assistant", "content": MARK}]
-        probe = render(marked)
+        probe_chat = [*chat[:i], {"role": "assistant", "content": PROBE}]
+        probe = render(probe_chat)
         if i:
-            before = render(chat[:i], begins_answer=True)
+            before = render(chat[:i], prompts_answer=True)
         else:  # templates refuse an empty chat; its beginning is what doesn't change with the answer
             other = "a" if message["content"].strip()[:1] != "a" else "b"
             before = render([{"role": "assistant", "content": other}, *chat[1:]])
-        start = _common(before, text)
+        start = _common_prefix(before, text)
         if i and start < len(before):  # it asks for a thought: an answer without may begin as that does
-            start = min(start, _common(before, probe), _common(before, render([*marked, chat[i - 1]])))
-        goes_on = not i or start == len(before) or text.startswith(render(chat[:i]).removesuffix(eos))
-        turn = render(chat[: i + 1])[start:]
-        ends = turn.endswith(eos) and not text.startswith(turn, start) and i + 1 < len(chat)
-        turn = turn.removesuffix(eos) if ends else turn
-        kept = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
-        if kept is None or not goes_on:
+            longer = render([*probe_chat, chat[i - 1]])
+            start = min(start, _common_prefix(before, probe), _common_prefix(before, longer))
+        is_found = not i or start == len(before) or text.startswith(render(chat[:i]).removesuffix(eos))
+        turn, tail = render(chat[: i + 1])[start:], probe[start:]
+        if turn.endswith(eos) and not text.startswith(turn, start) and i + 1 < len(chat):
+            turn, tail = turn.removesuffix(eos), tail.removesuffix(eos)
+        left_out = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
+        if left_out is None or not is_found:
             raise UserError(
-                f"the tokenizer's chat template writes earlier turns otherwise once a chat goes on, so that the "
-                f"assistant's cannot be told apart in {_named(chat)}: set --task.learn_all=true, or another "
+                f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so that the assistant's "
+                f"cannot be told apart in {_quote(chat)}: set --task.train_on_prompts=true, or another "
                 f"--task.chat_template"
             )
-        head, _, tail = probe[start:].partition(MARK)
-        tail = tail.removesuffix(eos) if ends else tail
+        head, _, tail = tail.partition(PROBE)
         first = len(head) if turn.startswith(head) else 0
         last = len(turn) - len(tail) if turn.endswith(tail) else len(turn)
-        turns.append((start, start + len(turn) - kept))
-        texts.append((start + max(0, first - kept), start + max(0, last - kept)))
+        start -= left_out
+        turns.append((start + left_out, start + len(turn)))
+        texts.append((start + max(left_out, first), start + max(left_out, last)))
     return turns, texts
 
 
-def contents(chat: Chat, text: str) -> Spans:
-    """Where the messages stand in the text that a template made of them; none for one that it wrote otherwise."""
-    spans, at = [], 0
+def content_spans(chat: Chat, text: str) -> Spans:
+    """Find the messages in the text that a template made of them, but for those that it changed."""
+    spans, end = [], 0
     for content in (message["content"].strip() for message in chat):
-        if (start := text.find(content, at)) >= 0:
-            at = start + len(content)
-            spans.append((start, at))
+        if (start := text.find(content, end)) >= 0:
+            end = start + len(content)
+            spans.append((start, end))
     return spans
 
 
-def _named(chat: Chat) -> str:
+def _quote(chat: Chat) -> str:
     return f"the chat that begins with {chat[0]['content'][:40]!r}"
 
 
-def _common(a: str, b: str) -> int:
-    """How many characters both begin with."""
+def _common_prefix(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

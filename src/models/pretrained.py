@@ -1,21 +1,21 @@
-"""Models and tokenizers of transformers, from the Hub or a local folder; what goes wrong there, said in one line."""
-
-from __future__ import annotations
+"""Models and tokenizers of transformers, from the Hub or a local folder: loaded, checked and saved again."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from peft import PeftModel
 from pydantic import Field
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, logging
 
+from src.models.lora import Lora
 from src.process import UserError
 from src.settings import Settings
-
-if TYPE_CHECKING:  # settings are checked, and --help answers, before transformers is imported
-    from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
 class ModelSource(Settings):
@@ -27,9 +27,13 @@ class ModelSource(Settings):
     """Branch, tag or commit of a model on the Hub."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Sets all of the model's dropout rates; null: as its config has them."""
+    lora: Lora = Lora()
+    """Low-rank adapters."""
 
-    def model_mistakes(self) -> Iterator[str]:
-        """What is wrong with the settings, one line each, found without loading anything."""
+    def model_errors(self) -> Iterator[str]:
+        """Yield what is wrong with the settings, one line each, found without loading anything."""
+        if not self.lora.r and self.lora != Lora():
+            yield "task.lora.r is not set, without which the other settings of task.lora do nothing"
         if not self.model:
             return
         path = Path(self.model)
@@ -41,18 +45,13 @@ class ModelSource(Settings):
             yield f"task.model={path}: no such folder"
 
     def load_config(self) -> PreTrainedConfig:
-        """The model's config."""
-        from transformers import AutoConfig
-
-        assert self.model
-        with self._explained("model", self.model):
-            return AutoConfig.from_pretrained(self.model, revision=self.revision, trust_remote_code=False)
+        """Return the model's config. Raise a UserError if there is none, it is damaged, or it asks to run code."""
+        with _explained("model", self.model):
+            return AutoConfig.from_pretrained(str(self.model), revision=self.revision, trust_remote_code=False)
 
     def with_dropout(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """`config` with all its dropout rates set, where the settings ask for it. Not the layerdrop of some: processes
-        would skip different layers."""
-        from transformers import PreTrainedConfig
-
+        """Return `config` with all its dropout rates set, where the settings ask for it. Not the layerdrop of some:
+        processes would skip different layers."""
         for name, value in vars(config).items() if self.dropout is not None else ():
             if isinstance(value, PreTrainedConfig):
                 self.with_dropout(value)
@@ -60,22 +59,19 @@ class ModelSource(Settings):
                 setattr(config, name, self.dropout)
         return config
 
-    def load_model(self, auto_class: Any, config: PreTrainedConfig, may_lack: str = "$^") -> PreTrainedModel:
-        """The model with its weights.
+    def load_model(self, auto_class: Any, config: PreTrainedConfig, allowed_missing: str = "$^") -> PreTrainedModel:
+        """Return the model with its weights, fp32.
 
         Args:
-            may_lack: a regular expression; weights that it finds a match in are initialised where the checkpoint has
-                none, or others.
+            allowed_missing: a regular expression; weights with a match in their name are initialised where the
+                checkpoint has none, or of another shape.
 
         Raises:
-            ValueError: it cannot be found, is damaged, or is another kind of model.
+            UserError: it cannot be found, is damaged, or is another kind of model.
         """
-        import torch
-        from transformers import logging
-
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
-        with self._explained("model", self.model):
+        with _explained("model", self.model):
             model, loaded = auto_class.from_pretrained(
                 self.model,
                 revision=self.revision,
@@ -86,7 +82,7 @@ class ModelSource(Settings):
                 output_loading_info=True,
             )
         absent = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
-        if refused := [name for name in absent if not re.search(may_lack, name)]:
+        if refused := [name for name in absent if not re.search(allowed_missing, name)]:
             raise UserError(
                 f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {len(refused)} of its weights "
                 f"are missing or of another shape ({', '.join(refused[:3])}{', …' if len(refused) > 3 else ''})"
@@ -94,81 +90,82 @@ class ModelSource(Settings):
         return model
 
     def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:
-        """The model's tokenizer, or that of the model `name`.
-
-        Raises:
-            ValueError: there is none, or it doesn't say where in the text its tokens are.
-        """
-        from transformers import AutoTokenizer
-
-        with self._explained("tokenizer" if name else "model", name or self.model):
-            tokenizer = AutoTokenizer.from_pretrained(
-                name or self.model, revision=None if name else self.revision, trust_remote_code=False
-            )
+        """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
+        say where in the text its tokens are."""
+        setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
+        with _explained(setting, source):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         if not tokenizer.is_fast:
             raise UserError(
-                f"{name or self.model}: {type(tokenizer).__name__} does not say where in a text its tokens are; "
+                f"{source}: {type(tokenizer).__name__} does not say where in a text its tokens are; "
                 f"take a model with a tokenizer of the tokenizers library (tokenizer.json)"
             )
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
-            raise UserError(f"task.{'tokenizer' if name else 'model'}={name or self.model}: it has no tokenizer")
+            raise UserError(f"task.{setting}={source}: it has no tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
-    def check_fit(self, sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Raises:
-        ValueError: a sequence is longer than the model can be, or there are tokens that it doesn't know.
-        """
-        config = config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None) or 0
-        limit = min(positions, tokenizer.model_max_length) if positions > 0 else tokenizer.model_max_length
-        if sequence_length > limit:
-            raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
-        if len(tokenizer) > config.vocab_size:
-            raise UserError(
-                f"the tokenizer has {len(tokenizer)} tokens, but the model knows {config.vocab_size} "
-                f"(task.tokenizer, task.architecture.vocab_size)"
-            )
-
     def model_card(self) -> dict[str, Any]:
-        """Metadata for the model card."""
+        """Return metadata for the model card."""
         is_on_hub = self.model and not Path(self.model).exists()
         return {"library_name": "transformers", **({"base_model": self.model} if is_on_hub else {})}
 
-    @contextmanager
-    def _explained(self, setting: str, name: str | None) -> Iterator[None]:
-        from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-        try:
-            yield
-        except Exception as error:  # transformers, safetensors, torch and the Hub's client raise many kinds
-            says = " ".join(str(error).split()).split(". ")[0][:300]
-            if "trust_remote_code" in str(error):
-                reason = "wants to run code of its own, which is not allowed here; take one that transformers has"
-            elif Path(name or "").is_dir():
-                reason = f"cannot be loaded, {says or type(error).__name__}"
-            elif isinstance(error.__cause__ or error, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError):
-                reason = (
-                    f"no such folder here, and the Hub cannot be reached; offline, download it before with "
-                    f"`hf download {name}` and set HF_HUB_OFFLINE=1"
-                )
-            else:
-                reason = f"no such folder here, and not to be had from the Hub ({says})"
-            raise UserError(f"task.{setting}={name}: {reason}") from error
+@contextmanager
+def _explained(setting: str, name: str | None) -> Iterator[None]:
+    """Turn what goes wrong in loading what `task.<setting>` names into a UserError of one line."""
+    try:
+        yield
+    except Exception as error:  # transformers, safetensors, torch and the Hub's client raise many kinds
+        says = " ".join(str(error).split()).split(". ")[0][:300]
+        if "trust_remote_code" in str(error):
+            reason = "wants to run code of its own, which is not allowed here; take one that transformers has"
+        elif Path(str(name)).is_dir():
+            reason = f"cannot be loaded, {says or type(error).__name__}"
+        elif isinstance(error.__cause__ or error, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError):
+            reason = (
+                f"no such folder here, and the Hub cannot be reached; to work offline, download it before with "
+                f"`hf download {name}` and set HF_HUB_OFFLINE=1"
+            )
+        else:
+            reason = f"no such folder here, and not available on the Hub ({says})"
+        raise UserError(f"task.{setting}={name}: {reason}") from error
+
+
+def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return how many tokens the model sees at most; 10^30 where nothing limits them."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return min(positions, tokenizer.model_max_length) if positions > 0 else tokenizer.model_max_length
+
+
+def check_fit(sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise a UserError if a sequence is longer than the model can be, or there are tokens that it does not know."""
+    limit, known = max_length(config, tokenizer), config.get_text_config().vocab_size
+    if sequence_length > limit:
+        raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
+    if len(tokenizer) > known:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, but the model knows {known} "
+            f"(task.tokenizer, task.architecture.vocab_size)"
+        )
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tensor], folder: Path) -> None:
-    """Writes what `from_pretrained` reads: config, weights, tokenizer and, of a PeftModel, its adapters alone."""
-    from transformers import logging
-
+    """Write what `from_pretrained` reads: config, weights, tokenizer and, of a PeftModel, its adapters alone."""
     logging.disable_progress_bar()
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
 
 
-def fsdp_blocks(model: Any) -> list[str]:
-    """The class names in `_no_split_modules` of a PreTrainedModel that FSDP can wrap: those it has, but for one around
-    the input embeddings, which Accelerate wraps by themselves afterwards.
-    """
+def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tensor], folder: Path) -> None:
+    """Load `weights` into `model`, add its adapters to its own weights, and write what becomes of it."""
+    model.load_state_dict(weights)
+    merged = model.merge_and_unload()
+    save(merged, tokenizer, merged.state_dict(), folder)
+
+
+def fsdp_blocks(model: PreTrainedModel) -> list[str]:
+    """Return the class names in `_no_split_modules` that FSDP can wrap: those the model has, except for one around the
+    input embeddings, which Accelerate wraps by themselves afterwards."""
     embeddings = model.get_input_embeddings()
     around = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
     present = {type(module).__name__ for module in model.modules()}

@@ -1,10 +1,12 @@
 """The tasks that `--task.name` picks from, and where they are. To add one, add its line."""
 
+import logging
 from importlib import import_module
 from typing import Any
 
 from src.tasks.base import Task
 
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # transformers imports torchao, which is out of date
 TASKS = {
     "causal_lm": "src.tasks.causal_lm.CausalLM",
     "mnist": "src.tasks.mnist.Mnist",

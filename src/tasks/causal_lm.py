@@ -1,39 +1,34 @@
 """Next-token prediction with any decoder of transformers, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 import yaml
+from datasets import Dataset
 from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr, field_validator
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-from src.process import UserError
+from src.data.byte_tokenizer import byte_tokenizer
+from src.data.documents import RowFormat, cut_document, make_chunks
+from src.data.packing import Sequences, pack, unpacked
 from src.data.text import TextSource, table_checksum
-from src.models.lora import Lora
-from src.models.pretrained import ModelSource, save
+from src.models.causal_lm import LanguageModel, explain_refusal, new_config
+from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
+from src.process import UserError
 from src.settings import Yaml, flatten
 from src.tasks.base import Task
 
-if TYPE_CHECKING:
-    import torch
-    from datasets import Dataset
-    from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
-
-    from src.data.documents import Format
-    from src.data.packing import Sequences
-    from src.models.causal_lm import LanguageModel
-
-
-ROUTERS_LOSS = re.compile("output_router_logits|(aux|z)_loss|moe_loss")
-"""Fields of a config that are about it."""
-NO_ROUTERS_LOSS = (
+ROUTER_LOSS = re.compile("output_router_logits|(aux|z)_loss|moe_loss")
+"""Fields of a config that ask for it."""
+NO_ROUTER_LOSS = (
     "the auxiliary loss of a mixture of experts is not added here: it is one of the whole batch's routing, and would "
     "be another on each number of processes"
 )
@@ -60,7 +55,7 @@ class CausalLM(TextSource, ModelSource, Task):
     messages_column: str | None = None
     """Column of chats: lists of messages with role and content (and tool_calls), or ShareGPT's from and value. A column
     `tools` beside it describes what they may call."""
-    learn_all: bool = False
+    train_on_prompts: bool = False
     """Learn prompts and the other roles' turns too, not only completions and the assistant's turns."""
     sequence_length: PositiveInt = 1024
     """Tokens that the model sees at once. Longer text makes several sequences, longer prompts and chats are cut off."""
@@ -72,10 +67,8 @@ class CausalLM(TextSource, ModelSource, Task):
     """Tokens to continue them by."""
     sample_temperature: NonNegativeFloat = 0.8
     """0: the likeliest token each time."""
-    lora: Lora = Lora()
-    """Low-rank adapters."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
-    _is_chat: bool = PrivateAttr(False)
+    _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
 
     @field_validator("architecture", mode="before")
     @classmethod
@@ -83,162 +76,135 @@ class CausalLM(TextSource, ModelSource, Task):
         return _typed(fields) if isinstance(fields, dict) else fields
 
     def validation_errors(self) -> Iterator[str]:
-        yield from self.source_mistakes()
-        yield from self.model_mistakes()
+        yield from self.source_errors()
+        yield from self.model_errors()
         if bool(self.model) == bool(self.architecture):
             yield "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
         elif self.architecture and not isinstance(self.architecture.get("model_type"), str):
             yield "task.architecture.model_type is not set: name an architecture of transformers, such as llama"
         for name, value in flatten(self.architecture):
-            if value and ROUTERS_LOSS.search(name):
-                yield f"task.architecture.{name}={value}: {NO_ROUTERS_LOSS}; leave it out to train without"
-        yield from self.lora.validation_errors()
+            if value and ROUTER_LOSS.search(name):
+                yield f"task.architecture.{name}={value}: {NO_ROUTER_LOSS}; leave it out to train without"
         if self.lora.r and not self.model:
             yield "task.lora adapts a model that there is: set task.model, not task.architecture"
         if (self.prompt_column is None) != (self.completion_column is None):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
             yield "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one"
-        if self.chat_template and not Path(self.chat_template).is_file():
+        try:
+            self._read_chat_template()
+        except UnicodeDecodeError:
+            yield f"task.chat_template={self.chat_template}: is not UTF-8"
+        except OSError:
             yield f"task.chat_template={self.chat_template}: no such file"
-        elif self.chat_template:
-            try:
-                Path(self.chat_template).read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                yield f"task.chat_template={self.chat_template}: is not UTF-8"
-
-    # ------------------------------------------------------------------------------------------------------- model
-    def longest_sequence(self) -> int:
-        return self.sequence_length
 
     def build_model(self) -> LanguageModel:
-        from transformers import AutoModelForCausalLM
-
-        from src.models.architecture import new_model
-        from src.models.causal_lm import LanguageModel
-
-        if self.model:
-            lm: Any = self.load_model(AutoModelForCausalLM, self._config)
-        else:
-            lm = new_model(AutoModelForCausalLM, self._config)
-        if self.lora.r:
-            lm = self.lora.adapted(lm, "CAUSAL_LM", self.revision)
-        model = LanguageModel(lm, has_adapter=bool(self.lora.r))
+        model = LanguageModel(self._build_lm())
         if not model.is_causal:
             raise UserError(f"{self._config.model_type} sees the tokens that it has to predict: it is no decoder")
         if self.packing and not model.keeps_documents_apart:
-            raise UserError(
-                f"{self._config.model_type} lets packed documents see each other: set --task.packing=false"
-            )
+            raise UserError(f"{self._config.model_type} lets packed documents see each other: set --task.packing=false")
         return model
+
+    def _build_lm(self) -> Any:
+        if self.model:
+            lm = self.load_model(AutoModelForCausalLM, self._config)
+            return self.lora.add_adapters(lm, "CAUSAL_LM", self.revision) if self.lora.r else lm
+        with explain_refusal(self._config.model_type):
+            return AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
-        from src.models.architecture import new_config
-
         if self.model:
             config = self.with_dropout(self.load_config())
         else:
             config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
         if getattr(config.get_text_config(), "output_router_logits", False):
             raise UserError(
-                f"task.model={self.model}: its config asks for it by output_router_logits, but {NO_ROUTERS_LOSS}; "
+                f"task.model={self.model}: its config asks for it by output_router_logits, but {NO_ROUTER_LOSS}; "
                 f"set that to false in its config.json to train without"
             )
-        self.check_fit(self.sequence_length, config, self._tokenizer)
+        check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        from src.data.byte_tokenizer import byte_tokenizer
-
         name = self.tokenizer or (None if self.model else "bytes")
         tokenizer = byte_tokenizer() if name == "bytes" else self.load_tokenizer(name)
-        if self.chat_template:
-            tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = self._read_chat_template() or tokenizer.chat_template
         return tokenizer
 
-    # -------------------------------------------------------------------------------------------------------- data
+    def _read_chat_template(self) -> str | None:
+        return Path(self.chat_template).read_text(encoding="utf-8") if self.chat_template else None
+
     def build_datasets(self) -> tuple[Sequences, Sequences]:
         train, evaluation = self.load_rows()
-        form = self._format(train)
-        self._is_chat = form.messages is not None
-        train = self.usable(train, "train", form.columns)
+        self._row_format = row_format = self._find_row_format(train.column_names)
+        train = self.validate_rows(train, "train", row_format.columns)
         if evaluation is not None:
-            evaluation = self.usable(evaluation, "eval", form.columns)
-        elif form.text and len(train) == 1:
-            train, evaluation = self._cut(train, form.text)
+            evaluation = self.validate_rows(evaluation, "eval", row_format.columns)
+        elif row_format.text and len(train) == 1:
+            train, evaluation = self._cut(train, row_format.text)
         else:
             train, evaluation = self.split(train)
-        if form.messages and not self._tokenizer.chat_template:
+        if row_format.messages and not self._tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template: set --task.chat_template to a Jinja file with one")
         _ = self._config  # sequence_length is checked before the work begins
-        return self._sequences(train, form, "training data"), self._sequences(evaluation, form, "evaluation data")
+        return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
 
-    def _format(self, rows: Dataset) -> Format:
-        from src.data.documents import Format
-
-        if self.text_column:
-            return Format(text=self.text_column)
-        if self.prompt_column:
-            return Format(prompt=self.prompt_column, completion=self.completion_column)
-        names = rows.column_names
-        tools = "tools" if "tools" in names else None
-        if self.messages_column:
-            return Format(messages=self.messages_column, tools=tools)
-        if chats := [name for name in ("messages", "conversations") if name in names]:
-            return Format(messages=chats[0], tools=tools)
-        if "prompt" in names and "completion" in names:
-            return Format(prompt="prompt", completion="completion")
-        if "text" in names or len(names) == 1:
-            return Format(text="text" if "text" in names else names[0])
-        raise UserError(
-            f"task.dataset={self.dataset}: which of its columns {', '.join(names)} to learn? Set "
-            f"--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
-        )
+    def _find_row_format(self, names: list[str]) -> RowFormat:
+        chats = [name for name in ("messages", "conversations") if name in names]
+        if self.text_column or self.prompt_column or self.messages_column:
+            found = RowFormat(self.text_column, self.prompt_column, self.completion_column, self.messages_column)
+        elif chats:
+            found = RowFormat(messages=chats[0])
+        elif "prompt" in names and "completion" in names:
+            found = RowFormat(prompt="prompt", completion="completion")
+        elif "text" in names or len(names) == 1:
+            found = RowFormat(text="text" if "text" in names else names[0])
+        else:
+            raise UserError(
+                f"task.dataset={self.dataset}: which of its columns {', '.join(names)} to learn? Set "
+                f"--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
+            )
+        return replace(found, tools="tools") if found.messages and "tools" in names else found
 
     def _cut(self, rows: Dataset, column: str) -> tuple[Dataset, Dataset]:
-        from src.data.documents import cut_out
-
         length = len(rows[0][column])
         cut = round(length * (1 - self.eval_fraction))
         if not 0 < cut < length:
             raise UserError(f"task.dataset={self.dataset}: too short to keep a part of it for evaluation")
-        return cut_out(rows, column, 0, cut), cut_out(rows, column, cut, length)
+        return cut_document(rows, column, 0, cut), cut_document(rows, column, cut, length)
 
-    def _sequences(self, rows: Dataset, form: Format, what: str) -> Sequences:
-        from src.data.documents import pieces
-        from src.data.packing import packed, unpacked
-
-        table = pieces(rows, form, self._tokenizer, self.sequence_length, self.learn_all, what)
-        if not table.with_format("numpy")["targets"][:].any():
+    def _sequences(self, rows: Dataset, part: str) -> Sequences:
+        length = self.sequence_length
+        chunks = make_chunks(rows, self._row_format, self._tokenizer, length, self.train_on_prompts, part)
+        if not chunks.with_format("numpy")["targets"][:].any():
             raise UserError(
-                f"task.dataset={self.dataset}: the {what} has nothing to predict: no row has a completion, or a turn "
-                f"of the assistant, within sequence_length={self.sequence_length}"
+                f"task.dataset={self.dataset}: the {part} has nothing to predict: no row has a completion, or a turn "
+                f"of the assistant, within sequence_length={length}"
             )
-        return packed(table, self.sequence_length) if self.packing else unpacked(table)
+        return pack(chunks, length) if self.packing else unpacked(chunks)
 
     def fingerprint(self, dataset: Sequences) -> str:
-        return table_checksum(dataset.pieces, ["input_ids", "labels"])
+        return table_checksum(dataset.chunks, ["input_ids", "labels"])
 
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
         return dataset.describe(self.sequence_length) | {"skipped_rows": self.skipped_rows[part]}
 
     def collate(self, samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        import torch
-
-        lengths = [sum(len(piece["input_ids"]) for piece in sample) for sample in samples]
+        lengths = [sum(len(chunk["input_ids"]) for chunk in sample) for sample in samples]
         width = self.sequence_length if self.packing else max(lengths)
         input_ids = torch.full((len(samples), width), self._tokenizer.pad_token_id or 0)
         position_ids = torch.arange(width).repeat(len(samples), 1)
         labels = torch.full((len(samples), width), -100)
         for row, sample in enumerate(samples):
             start = 0
-            for piece in sample:
-                end = start + len(piece["input_ids"])
-                input_ids[row, start:end] = torch.from_numpy(piece["input_ids"])
-                labels[row, start:end] = torch.from_numpy(piece["labels"])
-                position_ids[row, start:] -= position_ids[row, start].item()
+            for chunk in sample:
+                end = start + len(chunk["input_ids"])
+                input_ids[row, start:end] = torch.from_numpy(chunk["input_ids"])
+                labels[row, start:end] = torch.from_numpy(chunk["labels"])
+                position_ids[row, start:] = torch.arange(width - start)
                 start = end
         index = (labels.flatten() != -100).nonzero().squeeze(1)
         return {
@@ -246,34 +212,31 @@ class CausalLM(TextSource, ModelSource, Task):
             "position_ids": position_ids,
             "index": index,
             "targets": labels.flatten()[index],
-            "bytes": torch.tensor([sum(int(piece["bytes"]) for piece in sample) for sample in samples]),
+            "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
             "tokens": sum(lengths),
         }
 
     def documents(self, sample: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        return [[piece] for piece in sample]
+        return [[chunk] for chunk in sample]
 
     def count_tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
         return batch["tokens"], batch["input_ids"].numel()
 
-    # ---------------------------------------------------------------------------------------------- loss and scores
     def loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-        return model(**_inputs(batch)), len(batch["targets"])
+        return model("loss", *_inputs(batch)), len(batch["targets"])
 
     def evaluate(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
-        nats, correct = model(**_inputs(batch), per_sequence=True)
+        nats, correct = model("score", *_inputs(batch))
         targets = (batch["index"] // batch["input_ids"].shape[1]).bincount(minlength=len(nats))
         outputs = {"nats": nats, "correct": correct, "targets": targets, "bytes": batch["bytes"]}
         return nats.sum(), len(batch["targets"]), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        nats, correct, targets, size = (
-            outputs[n].double().sum().item() for n in ("nats", "correct", "targets", "bytes")
-        )
+        total = {name: values.double().sum().item() for name, values in outputs.items()}
         return {
-            "perplexity": math.exp(min(nats / targets, 700.0)),
-            "bits_per_byte": nats / math.log(2) / max(size, 1),
-            "accuracy": correct / targets,
+            "perplexity": math.exp(min(total["nats"] / total["targets"], 700.0)),
+            "bits_per_byte": total["nats"] / math.log(2) / max(total["bytes"], 1),
+            "accuracy": total["correct"] / total["targets"],
         }
 
     def report(self, model: Any, device: torch.device) -> dict[str, list[dict[str, str]]]:
@@ -281,60 +244,54 @@ class CausalLM(TextSource, ModelSource, Task):
         return {"samples": samples} if samples else {}
 
     def _continuation(self, model: Any, prompt: str, device: torch.device) -> str:
-        import torch
-
         tokenizer = self._tokenizer
-        if self._is_chat:
+        if self._row_format.messages:
             chat = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         else:
-            tokens = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id or 0]
-        limit = (
-            getattr(self._config.get_text_config(), "max_position_embeddings", None) or len(tokens) + self.sample_tokens
-        )
-        tokens = tokens[-(limit - 1) :]
-        sampling = {"do_sample": True, "temperature": self.sample_temperature, "top_k": 0}
+            encoded = tokenizer(prompt)
+        tokens = encoded["input_ids"] or [tokenizer.eos_token_id or 0]
+        limit = max_length(self._config, tokenizer)
+        input_ids = torch.tensor([tokens[-(limit - 1) :]], device=device)
+        sampling = {"temperature": self.sample_temperature, "top_k": 0} if self.sample_temperature else {}
         with torch.random.fork_rng(), torch.no_grad():  # training draws what it would without
             torch.manual_seed(0)
-            input_ids = torch.tensor([tokens], device=device)
-            arguments = {
-                "attention_mask": torch.ones_like(input_ids),
-                "max_new_tokens": min(self.sample_tokens, limit - len(tokens)),
-                "eos_token_id": tokenizer.eos_token_id,
-                "pad_token_id": tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-                "synced_gpus": torch.distributed.is_initialized(),  # FSDP: until all processes are done
-                **(sampling if self.sample_temperature else {"do_sample": False}),
-            }
-            output = model(input_ids, generate=arguments)
-        return str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
+            output = model(
+                "generate",
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=min(self.sample_tokens, limit - input_ids.shape[1]),
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+                synced_gpus=torch.distributed.is_initialized(),  # FSDP: until all processes are done
+                do_sample=bool(sampling),
+                **sampling,
+            )
+        return str(tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True))
 
-    # ------------------------------------------------------------------------------------------------------- export
     def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
         save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
-            self.lora.save_merged(self.load_model, self._config, folder)
-            self._tokenizer.save_pretrained(folder / "merged")
+            save_merged(self._build_lm(), self._tokenizer, weights, folder / "merged")
 
     def card(self) -> dict[str, Any]:
         adapter = {"library_name": "peft"} if self.lora.r else {}
         return {"pipeline_tag": "text-generation", **self.model_card(), **self.source_card(), **adapter}
 
 
-def _inputs(batch: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: batch[name] for name in ("input_ids", "position_ids", "index", "targets")}
+def _inputs(batch: dict[str, Any]) -> list[Tensor]:
+    return [batch[name] for name in ("input_ids", "position_ids", "index", "targets")]
 
 
 def _typed(value: Any) -> Any:
-    """From the command line, values are text: read as YAML, but for 1e-5, which YAML takes for text."""
+    """Return values from the command line, which are text, as YAML reads them; 1e-5, which it takes for text, too."""
     if isinstance(value, dict):
         return {name: _typed(inner) for name, inner in value.items()}
-    if not isinstance(value, str):
-        return value
-    read: Any = value
-    with contextlib.suppress(yaml.YAMLError):
-        read = yaml.load(value, Loader=Yaml)  # it is a safe one
-    with contextlib.suppress(ValueError):
-        read = float(read) if isinstance(read, str) else read
-    return read
+    if isinstance(value, str):
+        with contextlib.suppress(yaml.YAMLError):
+            value = yaml.load(value, Loader=Yaml)  # it is a safe one
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value

@@ -1,7 +1,8 @@
-"""oneDNN in place of MKL: where it is chosen, and that the model stays the same function."""
+"""What makes a CPU faster: where it is chosen, and that the model stays the same function."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.profiler import profile
 
-from src import mkl
+from src.cpu import mkl, tune_for_cpu
+from src.cpu.dropout import Dropout
 
 ZEN = {"cpu_name": "AMD EPYC", "avx512_bf16": True}
 
@@ -22,36 +24,42 @@ def _as_before() -> Iterator[None]:
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
 
 
-def avoid(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, precision: str, longest: int | None = None, **others: Any
-) -> bool:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: others.get("cpu", ZEN))
-    return mkl.avoid_mkl(model, others.get("device", "cpu"), precision, longest)
+def tuned(monkeypatch: pytest.MonkeyPatch, model: nn.Module, precision: str, cpu: dict[str, Any] = ZEN) -> list[str]:
+    """What of MKL was avoided."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    return [what for what in tune_for_cpu(model, precision) if "MKL" in what]
+
+
+def sequences_of(length: int | None) -> nn.Module:
+    """A model with a linear layer, and with attention over at most so many tokens."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    if length:
+        model.config = SimpleNamespace(max_position_embeddings=length)  # type: ignore[assignment]
+    return model
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "other",
     [
-        {"device": "cuda"},
-        {"cpu": {"cpu_name": "Intel Xeon", "avx512_bf16": True}},
-        {"cpu": {"cpu_name": "AMD Ryzen 7 5800X", "avx512_bf16": False}},
-        {"cpu": {"neon": True}},
+        {"cpu_name": "Intel Xeon", "avx512_bf16": True},
+        {"cpu_name": "AMD Ryzen 7 5800X", "avx512_bf16": False},
+        {"neon": True},
     ],
 )
 def test_only_amds_cpus_with_avx512_need_it(
     monkeypatch: pytest.MonkeyPatch, precision: str, other: dict[str, Any]
 ) -> None:
-    assert not avoid(monkeypatch, nn.Linear(2, 2), precision, mkl.LONGEST, **other)
+    assert not tuned(monkeypatch, sequences_of(mkl.LONGEST), precision, other)
     assert torch.backends.cuda.flash_sdp_enabled()
-    assert avoid(monkeypatch, nn.Linear(2, 2), precision, mkl.LONGEST)
+    assert tuned(monkeypatch, sequences_of(mkl.LONGEST), precision)
 
 
 @pytest.mark.parametrize(("precision", "longest"), [("bf16", mkl.LONGEST + 1), ("bf16", None), ("fp32", 1)])
 def test_attention_keeps_torchs_kernel_where_products_gain_nothing(
     monkeypatch: pytest.MonkeyPatch, precision: str, longest: int | None
 ) -> None:
-    assert not avoid(monkeypatch, nn.ReLU(), precision, longest)
+    assert "attention without MKL" not in tuned(monkeypatch, sequences_of(longest), precision)
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
@@ -73,7 +81,7 @@ def test_attention_is_the_same_function_within_the_rounding_of_bf16(monkeypatch:
 
     expected = computed([tensor.detach().double().requires_grad_() for tensor in inputs])
     fused = computed(inputs)
-    assert avoid(monkeypatch, nn.ReLU(), "bf16", 64)
+    assert tuned(monkeypatch, sequences_of(64), "bf16")
     by_products = computed(inputs)
     assert not torch.equal(by_products[0], fused[0])  # it is another way
     for found, wanted in zip(by_products, expected, strict=True):
@@ -108,7 +116,7 @@ def test_strides_don_t_matter(monkeypatch: pytest.MonkeyPatch, change: Any) -> N
 
 def products(events: profile) -> int:
     """How many oneDNN computed."""
-    return sum(event.count for event in events.key_averages() if event.key == "train::product")
+    return sum(event.count for event in events.key_averages() if event.key == "cpu::mm")
 
 
 def assert_same(
@@ -121,7 +129,7 @@ def assert_same(
     """Outputs and all gradients, and that oneDNN computed them where the layer is large enough."""
     exact = deepcopy(layer).double()
     monkeypatch.setattr(mkl, "FEWEST", inputs.numel() * 64)
-    assert avoid(monkeypatch, layer, "fp32")
+    assert tuned(monkeypatch, layer, "fp32")
 
     def computed(layer: Callable[..., Tensor], inputs: Tensor) -> list[Tensor]:
         inputs = inputs.detach().requires_grad_()
@@ -147,7 +155,39 @@ def assert_same(
 def test_a_small_layer_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(96, 64)
     expected = layer(torch.ones(40, 96))
-    assert avoid(monkeypatch, layer, "fp32")
+    assert tuned(monkeypatch, layer, "fp32")
     with profile() as events:
         assert torch.equal(layer(torch.ones(40, 96)), expected)
     assert products(events) == 0
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5, 0.05, 0.3])  # multiples of 1/256, and not
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_has_the_distribution_of_torchs(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ones, draws = torch.ones(1001, dtype=dtype, requires_grad=True), 400
+    dropout = Dropout(p)
+    outputs = [dropout(ones) for _ in range(draws)]
+    sent = torch.stack(outputs).detach().double()
+    assert set(sent.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p), dtype=dtype).item()}
+    kept = (sent != 0).double()
+    sigma = (p * (1 - p)) ** 0.5
+    assert abs(kept.mean() - (1 - p)) < 4 * sigma / kept.numel() ** 0.5
+    for along in (0, 1):  # a unit is not dropped more often than another, nor more of them in one draw
+        variance = kept.mean(along).var() * kept.shape[along] / sigma**2
+        assert abs(variance - 1) < 5 * (2 / kept.shape[1 - along]) ** 0.5
+    for offset in (1, 4, 8):  # neighbours share words of random bits, but no bits
+        pairs = torch.cov(torch.stack([kept[:, :-offset].flatten(), kept[:, offset:].flatten()]))[0, 1]
+        assert abs(pairs) < 4 * sigma**2 / kept.numel() ** 0.5
+    (gradient,) = torch.autograd.grad(outputs[0].sum(), ones)
+    assert torch.equal(gradient, outputs[0].detach())
+    assert torch.equal(nn.Dropout(p).eval()(ones), dropout.eval()(ones))
+
+
+def test_dropout_follows_the_layout_of_what_it_drops() -> None:
+    images = torch.ones(3, 4, 5, 6)
+    for x in (images.to(memory_format=torch.channels_last), images.transpose(1, 3), images[:, :, ::2]):
+        torch.manual_seed(0)
+        dropped = Dropout(0.5)(x)
+        assert dropped.stride() == torch.empty_like(x).stride()
+        assert 0 < dropped.count_nonzero() < x.numel()

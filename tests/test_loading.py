@@ -9,39 +9,39 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from src.batches import Shares, gather_in_order, training_windows
+from src.data.loading import ShardedBatchSampler, gather_in_order, training_steps
 
 EXAMPLES = 103
 
 
-def shares(world_size: int, window: int = 24, micro_batch_size: int = 2) -> Iterator[Shares]:
+def shards(world_size: int, micro_batch_size: int = 2) -> Iterator[ShardedBatchSampler]:
     order = np.random.default_rng(0).permutation(EXAMPLES)
     for rank in range(world_size):
-        yield Shares(order, window, micro_batch_size, rank, world_size)
+        yield ShardedBatchSampler(order, 24, micro_batch_size, rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_each_window_holds_the_same_examples_on_any_number_of_processes(world_size: int) -> None:
-    (alone,) = shares(1)
-    together = zip(*(share.windows() for share in shares(world_size)), strict=True)
-    for expected, ranks in zip(alone.windows(), together, strict=True):
+    (alone,) = shards(1)
+    together = zip(*(shard.steps() for shard in shards(world_size)), strict=True)
+    for expected, ranks in zip(alone.steps(), together, strict=True):
         split = np.concatenate([micro_batch for rank in ranks for micro_batch in rank])
         assert sorted(split) == sorted(np.concatenate(expected))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_every_example_comes_once_and_every_process_runs_as_many_micro_batches(world_size: int) -> None:
-    ranks = [list(share.windows()) for share in shares(world_size)]
+    ranks = [list(shard.steps()) for shard in shards(world_size)]
     seen = [index for rank in ranks for window in rank for micro_batch in window for index in micro_batch]
     assert sorted(seen) == list(range(EXAMPLES))
     assert len({tuple(len(window) for window in rank) for rank in ranks}) == 1
 
 
-def test_a_process_without_examples_gets_a_stand_in() -> None:
+def test_a_process_without_examples_gets_a_dummy() -> None:
     order = np.array([7, 8, 9])
-    ranks = [Shares(order, 8, 2, rank, 4) for rank in range(4)]
+    ranks = [ShardedBatchSampler(order, 8, 2, rank, 4) for rank in range(4)]
     assert [list(rank) for rank in ranks] == [[[7]], [[8]], [[9]], [[7]]]
-    assert [len(share) for rank in ranks for (share,) in rank.windows()] == [1, 1, 1, 0]
+    assert [len(share) for rank in ranks for (share,) in rank.steps()] == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(("examples", "world_size"), [(7, 1), (7, 2), (8, 4), (5, 4), (2, 4)])
@@ -68,10 +68,11 @@ class Noise:
 def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None:
     """Tried with the seed that a generator begins with: the same noise on every process, in every epoch."""
     task = SimpleNamespace(order=lambda *_: np.arange(8), augmented=lambda train, _: train, collate=torch.stack)
-    config: Any = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, micro_batch=lambda _: 4)
+    config = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, micro_batch=lambda _: 4)
+    common = {"config": config, "train_set": Noise(), "steps_per_epoch": 1, "total_steps": 2}
     drawn = []
     for rank in (0, 1):
-        accelerator: Any = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
-        for window in training_windows(accelerator, config, Noise(), 0, 2):
+        run: Any = SimpleNamespace(rank=rank, world_size=2, device=torch.device("cpu"), **common)
+        for window in training_steps(run, 0):
             drawn += [float(number) for micro_batch in window for number in micro_batch.data]
     assert len(set(drawn)) == len(drawn) == 16

@@ -1,0 +1,94 @@
+"""What a failure usually means, and what to do: by check, and by words in the name of the row."""
+
+ADVICE = {
+    "Launch": {
+        "processes": "each process trains a model of its own: launcher and script disagree about what a distributed "
+        "run is",
+        "devices": "processes share a device: each must take the one of its LOCAL_RANK",
+        "strategy": "the yaml asks for {}, and it was not applied: look for keys that Accelerate ignores, variables "
+        "ACCELERATE_* in the environment, and a model that was not passed through prepare()",
+        "sharded units": "only the root is wrapped, or some blocks are not: what is not wrapped is gathered all at "
+        "once, and stays. Name the repeating blocks in the model's _no_split_modules",
+        "parameters": "not all is sharded: {} takes more than its share",
+        "where the shards live": "the yaml's fsdp_offload_params was not applied",
+    },
+    "Data": {
+        "datasets": "build_datasets makes other data on each process: it shuffles or splits unseeded, or goes by the "
+        "order of os.listdir or of a set",
+        "same shard": "every process reads the same shard: the sampler knows neither rank nor number of processes",
+        "left out": "{:,} left out ({}, …): drop_last, or a cut at the end",
+        "read twice": "{:,} read more than once ({}, …): padding that is counted",
+        "order": "a step sees other examples than on one process, or in another order: the curve depends on the number "
+        "of processes. Deal each global batch out, in turn, from one order that all processes draw alike",
+        "resumed": "a run that was killed goes on with examples that it has seen in this epoch, or leaves some out: it "
+        "must begin where the checkpoint's step says",
+        "as drawn": "an augmentation depends on the process, not on the epoch, or on random numbers of its own: draw "
+        "it from the seed that Task.augmented is given and from the example's index",
+        "shuffled": "set_epoch was forgotten: the order doesn't depend on the epoch, so that each is the first again",
+        "packed": "packed documents see each other, or have another place in the sequence than by themselves: "
+        "positions must start anew, and attention stop, where a document ends",
+    },
+    "Same start": {
+        "build_model": "build_model makes other weights on each process for the same seed: it draws from something "
+        "that accelerate.utils.set_seed doesn't seed",
+        "weights": "processes built different models: seed all alike before build_model (src/run.py: new_model), and "
+        "only after it each in its own way, for dropout",
+        "random numbers": "dropout drops the same units on every process, so that a global batch has less variety "
+        "than on one: add the process's rank to the seed once the model is built",
+    },
+    "Gradients": {
+        "finite": "the loss or its gradient overflows",
+        "largest": "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a "
+        "mean of means where processes or micro-batches count differently, a parameter that is not reduced over the "
+        "processes, clipping that scales small gradients up",
+        "loss": "as above: sums, counts and means",
+        "norm": "the norm is one process's, or was taken before the gradients were scaled: clipping then has another "
+        "bound",
+    },
+    "Updates": {
+        "in the": "these parameters never change, or change twice: a parameter group is missing or overlaps another",
+        "decay": "a parameter is in the wrong group: biases, norms and other vectors must not decay, and Muon is for "
+        "matrices but those of embeddings and the last layer",
+        "rate": "the schedule is ahead of the steps, or of another length: a prepared scheduler steps once per "
+        "process; set the rate from the step, and span the steps that the optimizer takes",
+        "parameters": "the optimizer made something else of the gradients than its copy on one process: parameters "
+        "that it doesn't have, another learning rate or weight decay, gradients changed after they were clipped",
+        "replicas": "the processes train different models by now: they started apart, or a gradient is not reduced",
+        "buffers": "a buffer follows each process's own examples, and is not synchronised: evaluation and checkpoints "
+        "have one process's. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks at one example",
+    },
+    "Accumulation": {
+        "": "the split into micro-batches changes the result: a mean per micro-batch in place of one sum, or a last "
+        "one that is weighted like a full one",
+    },
+    "Evaluation": {
+        "batches": "a process has fewer batches than others, or none: where it has no example left, it has to compute "
+        "on a dummy batch of weight 0, as the others wait for it",
+        "examples": "examples are counted twice, as padding, or left out",
+        "mode": "dropout and the like stay off for the rest of the run: evaluate() must end with model.train()",
+        "": "a mean of each process's or each batch's mean, or counted padding: sum and count over all examples, or "
+        "gather each once, in order, and compute it from all of them",
+    },
+    "Checkpoint": {
+        "saved": "the folder can't be written as it must be",
+        "losses": "the checkpoint forgets something: the optimizer's state (the second loss differs, not the first), "
+        "the random numbers or the position in the data",
+        "weights": "as above",
+    },
+    "Precision": {
+        "products": "{} was asked for and is not what is computed in: the model was not passed through prepare(), or "
+        "casts by itself",
+        "loss": "the loss is computed in half precision, with 8 to 11 bits, and so is its gradient: take it of "
+        "logits.float()",
+        "": "small updates are lost in half precision: load the weights in fp32; mixed precision computes in half",
+    },
+    "Cost": {
+        "sent": "not what the strategy has to send: gradients reduced after each micro-batch, or not at all, another "
+        "strategy than it seems, or a model that communicates by itself",
+    },
+}
+
+
+def likely_cause(check: str, row: str) -> str:
+    """Return the first of the check's texts whose words are in the row's name."""
+    return next(text for words, text in ADVICE[check].items() if words in row)

@@ -1,0 +1,123 @@
+"""Checks 7 and 8, Evaluation and Checkpoint: the run's own evaluation gives what one process finds over the same
+examples; saved and restored, the run goes on to the last bit."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.utils.data import Subset
+
+from src.check.data import reading_indices
+from src.check.findings import EXACT, Row, finding, gather
+from src.check.subject import Autocast, Subject, checksum
+from src.checkpoint.resume import find_checkpoint, load_checkpoint
+from src.checkpoint.tensors import run_tensors
+from src.checkpoint.write import CheckpointWriter
+from src.config import Checkpoint
+from src.data.loading import evaluation_batches
+from src.reference import evaluate
+from src.run import Run
+
+MOST_EXAMPLES = 9_999
+"""Examples that every process looks at, all of them."""
+METRIC_IN_HALF = 2e-2
+"""What a metric may differ by in half precision, where examples near the boundary change sides."""
+FEW = 3
+"""So many of them may, of a small set."""
+STEPS = 2
+"""To take after the checkpoint: the optimizer's state shows in the second one's loss."""
+
+
+def check_evaluation(subject: Subject) -> Iterator[Row]:
+    """Evaluate with noise on the weights. All processes compute the whole set by hand: none may wait for the others in
+    a collective of the model."""
+    row, run, count = partial(finding, "Evaluation"), subject.run, len(subject.run.eval_set)
+    size = 4 * run.config.micro_batch(run.world_size)  # nothing is kept for a backward pass
+    size = max(1, min(size, count // (3 * run.world_size)))  # several batches
+    length = min(count, MOST_EXAMPLES)
+    length -= (length - 1) % (size * run.world_size)  # the last batch is one example: the others compute on a dummy
+    dataset = Subset(run.eval_set, range(length)) if length < count else run.eval_set  # type: ignore[arg-type]
+    config = run.config.model_copy(update={"micro_batch_size": size})
+    shortened = subject.at(0, config=config, eval_set=dataset)
+    counts = gather(sum(1 for _ in evaluation_batches(reading_indices(shortened))))
+    is_same = len(set(counts)) == 1 and counts[0] > 0
+    measured = f"{counts[0]} on each process" if is_same else f"{', '.join(map(str, counts))} by process"
+    yield row("batches", measured, "as many on each", is_same)
+    if not is_same:
+        return
+    subject.copy_to_reference()
+    with subject.perturbed():
+        run.model.train()
+        evaluation = subject.evaluate(shortened, subject.stop)
+        is_training = run.model.training
+        by_hand = evaluate(run.task, Autocast(subject.reference, subject.autocast_dtype), dataset, size)
+    assert evaluation  # as no one asks it to stop
+    found, expected = evaluation.metrics, gather(by_hand)[0]
+    examples, of = found["eval/examples"], "" if length == count else f" (the first of {count:,})"
+    yield row(f"examples{of}", f"{examples:,}", f"{length:,}", examples == length)
+    yield row("mode afterwards", "training" if is_training else "evaluation", "training", is_training)
+    for name in sorted(expected.keys() - {"examples"}):
+        bound = max(METRIC_IN_HALF, 0 if name == "loss" else FEW / length) if subject.is_half else EXACT
+        here, there = found.get(f"eval/{name}", math.nan), expected[name]
+        is_close = math.isclose(here, there, rel_tol=bound, abs_tol=bound) or (math.isnan(here) and math.isnan(there))
+        yield row(name, f"{here:.6g}, by hand {there:.6g}", f"within {bound:g}", is_close)
+
+
+def check_checkpoint(subject: Subject) -> Iterator[Row]:
+    """Save and restore in a folder of its own in the output folder, deleted afterwards."""
+    run = subject.run
+    if subject.drifted():
+        yield finding("Checkpoint", "not examined", "the replicas differ, and a checkpoint has one of them")
+        return
+    folder = run.config.folder / "tmp_check"
+    if run.is_main:
+        shutil.rmtree(folder, ignore_errors=True)  # of an examination that was killed
+        folder.mkdir(parents=True)
+    run.accelerator.wait_for_everyone()
+    try:
+        # else the order of atomic additions shows
+        torch.use_deterministic_algorithms(run.device.type != "cpu", warn_only=True)
+        settings = {"output_dir": str(folder), "checkpoint": Checkpoint(), "resume": "auto", "check": False}
+        config = run.config.model_copy(update=settings)
+        metadata = run.metadata | {"config": config.model_dump(mode="json")}
+        yield from _save_and_restore(subject, subject.at(STEPS, config=config, metadata=metadata))
+        run.accelerator.wait_for_everyone()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        if run.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _save_and_restore(subject: Subject, run: Run) -> Iterator[Row]:
+    row, messages = partial(finding, "Checkpoint"), list[str]()
+    subject.seed()
+    writer = CheckpointWriter(run, messages.append)
+    writer.save({})
+    writer.close()
+    if writer.newest is None:
+        yield row("saved", messages[-1], "saved", False)
+        return
+    losses, sums = _continue(subject, run)
+    resume = find_checkpoint(run.accelerator, run.config)
+    for optimizer in run.optimizers:
+        optimizer.state.clear()  # as in a new process
+    restored = replace(run, resume=resume, progress=resume.progress)
+    load_checkpoint(restored)
+    losses_again, sums_again = _continue(subject, restored)
+    says, says_again = (", ".join(f"{loss:.9g}" for loss in found) for found in (losses, losses_again))
+    measured = f"{says}; restored {says_again}"
+    yield row("losses of the next two steps", measured, "the same, bitwise", losses == losses_again)
+    same = [here == there for here, there in zip(gather(sums), gather(sums_again), strict=True)]
+    measured = "the same on all processes" if all(same) else f"differ on process {same.index(False)}"
+    yield row("weights, optimizer after them", measured, "the same, bitwise", all(same))
+
+
+def _continue(subject: Subject, run: Run) -> tuple[list[float], str]:
+    """Return the losses of the next steps, and the checksum of what they leave on this process."""
+    steps = subject.micro_batches(run.progress.step)
+    losses = [subject.step(run, next(steps)).loss for _ in range(STEPS)]
+    left = run_tensors(run.model, run.optimizers)
+    return losses, checksum([left[name] for name in sorted(left)])
