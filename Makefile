@@ -5,7 +5,7 @@ BIN := .venv/bin
 # One thread per core; without it the launcher prints that it chose so itself.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: help setup train test testslow lint format bench bench-check clean
+.PHONY: help setup train test testslow lint format clean
 
 help:  ## list what there is
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,15 +39,7 @@ format: setup  ## let the linter and the formatter change what they can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: .venv/peers  ## measure against peers, 25 minutes; ARGS='--data_dir=DIR' where MNIST is there already
-	@$(BIN)/python -m benchmarks $(ARGS)
-
-bench-check: .venv/peers  ## measure, and fail where a ratio is worse than the committed one
-	@$(BIN)/python -m benchmarks --check $(ARGS)
-
-.venv/peers: .venv/installed benchmarks/requirements.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
-	@touch $@
+-include benchmarks/bench.mk  # make bench, make bench-check
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
 	@rm -rf .venv .*_cache

@@ -115,12 +115,14 @@ def new_model(config: Config, launch: Launch) -> tuple[nn.Module, dict[str, Any]
     """Return the task's model, the same on all processes, and facts about it by name."""
     set_seed(config.seed)
     model = config.task.build_model()
-    tuned = tune_for_cpu(model, launch.precision) if launch.device == "cpu" else []
+    tuned = [name for name in ("compile", "cuda_graphs") if getattr(config, name)]
+    if launch.device == "cpu":
+        tuned += tune_for_cpu(model, launch.precision)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return model, {
         "parameters": sum(size for size, _ in sizes),
         "trained_parameters": sum(size for size, is_trained in sizes if is_trained),
-        "tuned": [*tuned, *(name for name in ("compile", "cuda_graphs") if getattr(config, name))],
+        "tuned": tuned,
     }
 
 

@@ -151,8 +151,8 @@ def describe(model: type[Settings]) -> str:
     lines = []
     for name, field in fields(model):
         default = yaml.safe_dump(field.get_default(call_default_factory=True), default_flow_style=True)
-        choices = " | ".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
-        lines.append(f"  --{name}={default.splitlines()[0]}" + (f"   ({choices})" if choices else ""))
+        choices = map(str, get_args(field.annotation)) if get_origin(field.annotation) is Literal else ()
+        lines.append(f"  --{name}={default.splitlines()[0]}" + (f"   ({' | '.join(choices)})" if choices else ""))
         lines.append(f"        {' '.join((field.description or '').split())}")
     return "\n".join(lines)
 
