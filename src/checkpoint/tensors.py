@@ -71,6 +71,10 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
         optimizer.zero_grad()
     tensors = run_tensors(model, optimizers)
     read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved})
+    unsaved = {id(tensor) for name, tensor in tensors.items() if name not in saved}  # of parameters without gradients
+    for state in (optimizer.state for optimizer in optimizers):
+        for parameter in [p for p, values in state.items() if any(id(value) in unsaved for value in values.values())]:
+            del state[parameter]
 
 
 def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
