@@ -14,11 +14,9 @@ Tools = list[Any]
 """Descriptions of tools, each a mapping."""
 Spans = list[tuple[int, int]]
 """Parts of a text, each from one character up to another."""
-ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
-    "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
-    "observation": "tool",
-}  # fmt: skip
+ROLES = dict.fromkeys(("human", "user"), "user")
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant")
+ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}
 """The roles in ShareGPT's `from`, as templates call them."""
 PROBE = "x7Qz"
 """Stands for an answer, to see what the template puts around one."""
@@ -26,10 +24,7 @@ PROBE = "x7Qz"
 
 def normalize_chat(chat: Any) -> Chat:
     """Return the messages of OpenAI's or ShareGPT's kind as templates take them, content as text, without nulls.
-
-    Raises:
-        ValueError: a message is something else; says what.
-    """
+    Raise a ValueError that says what is wrong where one is something else."""
     if not isinstance(chat, list):
         raise ValueError("is not a list of messages")
     if not chat:
@@ -109,15 +104,9 @@ def normalize_tools(tools: Any) -> Tools | None:
 def render_chat(
     chat: Chat, tools: Tools | None, tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
 ) -> tuple[str, Spans | None, Spans]:
-    """Write a chat as its template does.
-
-    Returns:
-        The text, what of it is to be learnt (the assistant's turns; None: all), and of that what the chat itself says,
-        without what the template puts around it.
-
-    Raises:
-        UserError: the template fails, leaves out tools or calls of them, or a turn cannot be found in the text.
-    """
+    """Return a chat as its template writes it, what of that is to be learnt (the assistant's turns; None: all), and
+    what of it is said in the chat, without what the template puts around it. Raise a UserError where the template
+    fails, leaves out tools or calls of them, or writes a turn so that it cannot be found."""
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     calls = [call for message in chat for call in message.get("tool_calls", ())]

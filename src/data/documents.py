@@ -67,10 +67,7 @@ class Chunker:
 
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table with the columns of CHUNK_FEATURES; a second time, also in another process, from the cache.
-
-        Raises:
-            UserError: the chat template fails, or writes a chat so that the assistant's turns cannot be told apart.
-        """
+        Raise a UserError where a chat template does not do (see `render_chat`)."""
         rows = rows.select_columns([*self.row_format.columns])
         return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
@@ -95,12 +92,8 @@ class Chunker:
         return _Text(prompt + completion, spans, spans)
 
     def _cut(self, text: _Text, tokens: np.ndarray, begin: list[int], end: list[int]) -> Iterator[dict[str, Any]]:
-        """Yield a row's chunks: of raw text all, else the first one.
-
-        Args:
-            tokens: as `_encode` returns them.
-            begin, end: the special tokens around them. Those at the end are always learnt.
-        """
+        """Yield a row's chunks: of raw text all, else the first one. The tokens are as `_encode` returns them; `begin`
+        and `end` are the special ones around them, of which the last are always learnt."""
         ids, starts, ends = tokens
         codes = np.frombuffer(text.text.encode("utf-32-le", "surrogatepass"), np.uint32)
         sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)  # in UTF-8

@@ -60,11 +60,8 @@ def files_by_split(path: Path) -> dict[str, list[Path]]:
 
 def read_files(files: list[Path], column_names: list[str]) -> Dataset:
     """Return the rows of files of one kind. Every column of a .csv or .tsv is text as it stands there: "null" and "NA"
-    are words; where it has no header, `column_names` are its columns.
-
-    Raises:
-        UserError: a file cannot be read, has no row, or not the columns that it should have.
-    """
+    are words; where it has no header, `column_names` are its columns. Raise a UserError where a file cannot be read,
+    has no row, or not the columns that it should have."""
     if empty := [file for file in files if file.stat().st_size == 0]:
         raise UserError(f"task.dataset={empty[0]}: the file is empty")
     suffix, names = files[0].suffix.lower(), [glob.escape(str(file)) for file in files]
