@@ -184,18 +184,19 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
         share: (r, n): to look at every n-th file only, from the r-th on.
     """
     try:
+        name = MANIFEST
         try:
-            files = json.loads((checkpoint / MANIFEST).read_text())["files"]
-            entries = [(name, int(facts["bytes"]), str(facts["sha256"])) for name, facts in files.items()]
+            files = json.loads((checkpoint / name).read_text())["files"]
+            entries = [(file, int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()]
+            name = STATE
+            json.loads((checkpoint / name).read_text()).keys()
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-            yield f"{MANIFEST} is {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
+            yield f"{name} is {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
             return
         there = {path.name for path in checkpoint.iterdir()}
         yield from (f"{name} does not belong to it" for name in sorted(there - files.keys() - {MANIFEST}))
         if STATE not in files:
             yield f"{STATE} is not in the manifest"
-        elif STATE in there and not _is_json_object(checkpoint / STATE):
-            yield f"{STATE} is damaged"
         first, every = share
         for name, size, checksum in entries[first::every]:
             file = checkpoint / name
@@ -212,13 +213,6 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
         raise UserError(f"{error.filename} cannot be read, {error.strerror}: have it made readable for you") from error
     except OSError as error:
         yield f"{error.filename} cannot be read, {error.strerror}"
-
-
-def _is_json_object(file: Path) -> bool:
-    try:
-        return isinstance(json.loads(file.read_text()), dict)
-    except ValueError:
-        return False
 
 
 def _sync(folder: Path) -> None:

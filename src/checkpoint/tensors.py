@@ -55,26 +55,24 @@ def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> d
 def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
     """Read the weights, and the state of `optimizers`, in place, whatever strategy and number of processes wrote them;
     raise a UserError where the checkpoint is of another model. Collective where there are processes."""
-    saved = saved_tensors(checkpoint)
+    saved, own = saved_tensors(checkpoint), model_tensors(model)
     there = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
-    here = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
+    here = {name: tuple(tensor.shape) for name, tensor in own.items()}
     if differing := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
         name, others = differing[0], len(differing) - 1
         raise UserError(
             f"{checkpoint} is of another model: {name.removeprefix('model.')} is {there.get(name, 'not there')} in it "
             f"and {here.get(name, 'not there')} in this one" + (f", and {others} more differ" if others else "")
         )
-    for optimizer in optimizers if len(saved) > len(there) else ():  # else it had taken no step
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    stateful = {name.rpartition(".")[0] for name in saved}  # not of parameters that never had a gradient
+    for name, parameter in own.items():
+        if optimizers and name.replace("model.", "optimizer.", 1) in stateful:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # makes its state, which is then read as the weights are, over what this did to them
+    for optimizer in optimizers:
+        optimizer.step()  # makes the state, which is then read as the weights are, over what this did to them
         optimizer.zero_grad()
     tensors = run_tensors(model, optimizers)
     read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved})
-    unsaved = {id(tensor) for name, tensor in tensors.items() if name not in saved}  # of parameters without gradients
-    for state in (optimizer.state for optimizer in optimizers):
-        for parameter in [p for p, values in state.items() if any(id(value) in unsaved for value in values.values())]:
-            del state[parameter]
 
 
 def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -101,14 +101,14 @@ class StorageWriter(HuggingFaceStorageWriter):
         self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}")
         super().__init__(str(self.folder), save_distributed=True)
         self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no stream of a GPU is needed
-        self._random, self._random_file = random_state(run.device), random_file(run.rank)
-        self._settings = run.config.checkpoint
+        self._run, self._random = run, random_state(run.device)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this process's shard and random numbers; return one entry, their facts for the manifest."""
         shards = {result.storage_data.relative_path for result in super().write_data(plan, planner).wait()}
-        write_json(self.folder / self._random_file, self._random)
-        facts = {name: file_facts(self.folder / name) for name in sorted({*shards, self._random_file})}
+        random = random_file(self._run.rank)
+        write_json(self.folder / random, self._random)
+        facts = {name: file_facts(self.folder / name) for name in sorted({*shards, random})}
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
         return done
@@ -125,6 +125,6 @@ class StorageWriter(HuggingFaceStorageWriter):
                 raise OSError(f"{file} is not as its process wrote it: all machines must share output_dir")
         publish(self.folder, files, self.checkpoint)
         try:
-            rotate(self.checkpoint.parent, self._settings, self.state.progress.evaluations)
+            rotate(self.checkpoint.parent, self._run.config.checkpoint, self.state.progress.evaluations)
         except Exception as error:  # whatever it is, the new one is published
             warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=1)
