@@ -60,11 +60,9 @@ def check_data(subject: Subject) -> Iterator[Row]:
     yield row("examples, as drawn", measured, "the same", not other)
     orders = [np.concatenate([step for own in epoch for step in own]) for epoch in epochs]
     is_shuffled = expected[:steps] != expected[steps:]
-    measured = "another number of examples"
-    if len(orders[0]) == len(orders[1]):
-        measured = f"{np.mean(orders[0] == orders[1]):.1%} of the positions as in epoch 1"
-    is_anew = not np.array_equal(orders[0], orders[1])
-    yield row("epoch 2: shuffled anew", measured, "less than all" if is_shuffled else "", is_anew)
+    same = np.mean(orders[0] == orders[1]) if len(orders[0]) == len(orders[1]) else 0.0
+    measured = f"{same:.1%} of the positions as in epoch 1"
+    yield row("epoch 2: shuffled anew", measured, "less than all" if is_shuffled else "", same < 1)
     evaluated = gather(_indices([batch] for batch in evaluation_batches(indexed)))
     yield _each_once("evaluation: examples read", evaluated, len(run.eval_set))
     yield from _packing(subject)
@@ -81,9 +79,7 @@ def _by_hand(run: Run, epoch: int) -> Iterator[np.ndarray]:
 
 
 def _each_once(what: str, read: list[list[list[int]]], num_examples: int) -> Row:
-    """Args:
-    read: indices by process and step.
-    """
+    """Hold the indices that were read, by process and step, against each example once."""
     found = [index for steps in read for step in steps for index in step]
     counts = np.bincount(np.array(found, dtype=np.int64), minlength=num_examples)
     absent, again = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
