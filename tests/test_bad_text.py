@@ -20,7 +20,7 @@ from src.config import load_config
 from src.data.byte_tokenizer import byte_tokenizer
 from src.exit_codes import exit_codes
 from tests import tiny
-from tests.conftest import Launch
+from tests.launching import Launch
 
 Refused = Callable[..., list[str]]
 

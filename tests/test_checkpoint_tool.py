@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.conftest import Launch, Run, run_command
-from tests.faults.runs import EACH_STEP, Whole, weights
+from tests.faults.runs import EACH_STEP, weights
+from tests.launching import Launch, Run, Whole, run_command
 
 
 def tool(*arguments: str | Path) -> Run:

@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from src.config import load_config
 from src.export import push
 from tests import tiny
-from tests.conftest import BIN, PROJECT, Launch, Run, run_command
 from tests.hub import Hub, hub
+from tests.launching import BIN, PROJECT, Launch, Run, run_command
 
 CLASSIFIER = ("--task.name=text_classification", "--task.sequence_length=32")
 NAMES = ("--task.model=team/model", "--task.dataset=team/data")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import tiny
-from tests.conftest import PROJECT
+from tests.launching import PROJECT
 
 
 @dataclass(frozen=True)
