@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from src.config import load_config
 from src.export import push
 from tests import tiny
-from tests.conftest import BIN, PROJECT, Launch, Run, run_command
+from tests.launching import BIN, PROJECT, Launch, Run, run_command
 from tests.hub import Hub, hub
 
 CLASSIFIER = ("--task.name=text_classification", "--task.sequence_length=32")
@@ -143,11 +143,11 @@ def ends(*runs: tuple[str, ...], **environment: str) -> list[End]:
 UNUSABLE = {
     "unknown model": (
         ("--task.model=team/unknown", "--task.dataset=team/data"),
-        r"task\.model=team/unknown: no such folder here, and not to be had from the Hub \(",
+        r"task\.model=team/unknown: no such folder here, and not available on the Hub \(",
     ),
     "unknown dataset": (
         ("--task.model=team/model", "--task.dataset=team/unknown"),
-        r"task\.dataset=team/unknown: no such file or folder here, and not to be had from the Hub \(",
+        r"task\.dataset=team/unknown: no such file or folder here, and not available on the Hub \(",
     ),
     "unknown revision": ((*NAMES, "--task.revision=v9"), r"task\.model=team/model: .*v9"),
     "model without weights": (

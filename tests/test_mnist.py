@@ -14,7 +14,7 @@ from torchvision import datasets
 
 from src.data.mnist import IDX_FILES, Digits, bundled_digits, mnist
 from src.models.mnist_cnn import MnistCnn
-from tests.conftest import MNIST, needs_mnist
+from tests.launching import MNIST, needs_mnist
 
 
 def write_mnist(folder: Path, examples: int = 5) -> None:

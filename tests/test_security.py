@@ -16,8 +16,8 @@ from src.checkpoint import folders
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import read_model
 from src.models.mnist_cnn import MnistCnn
-from tests.conftest import PROJECT, Launch
-from tests.faults.runs import EACH_STEP, SHORT, Whole, cut_back
+from tests.faults.runs import EACH_STEP, SHORT, cut_back
+from tests.launching import PROJECT, Launch, Whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 FILES = ["shard-00001-model-00001-of-00001.safetensors", "rng_00001.json", "state.json", "manifest.json"]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from src.config import Config, load_config
-from tests.conftest import PROJECT
+from tests.launching import PROJECT
 
 
 def mistakes(*argv: str) -> list[str]:

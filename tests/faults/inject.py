@@ -1,4 +1,4 @@
-"""train.py with a fault in it, started by the tests in its place: FAULT says which, FAULT_RANK where, FAULT_STEP when.
+"""Faults that `plant` puts into a process before it runs train.py: FAULT says which, FAULT_RANK where, FAULT_STEP when.
 
 Each fault patches what the fault would reach in real life: the loss, the file system, the process.
 """
@@ -6,7 +6,6 @@ Each fault patches what the fault would reach in real life: the loss, the file s
 import atexit
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,12 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import train
 from src.checkpoint import folders
-from src.checkpoint.writer import Writer
+from src.checkpoint.write import Writer
 from src.data.mnist import Digits
 from src.tasks.mnist import Mnist
 
 STEP = int(os.environ.get("FAULT_STEP", "0"))
-IS_HERE = os.environ.get("FAULT_RANK", os.environ.get("RANK", "0")) == os.environ.get("RANK", "0")
 
 
 def before(owner: Any, name: str, fault: Callable[..., Any]) -> None:
@@ -110,7 +105,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "count batches": count_batches,
 }
 
-if __name__ == "__main__":
-    if IS_HERE:
+
+def plant() -> None:
+    """In this process, if it is the one: by default, the first."""
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("FAULT_RANK", rank) == rank:
         FAULTS[os.environ["FAULT"]]()
-    train.main()

@@ -11,8 +11,8 @@ import torch
 from src.checkpoint import folders
 from src.checkpoint.tensors import read_model
 from src.models.mnist_cnn import MnistCnn
-from tests.conftest import Launch
-from tests.faults.runs import EACH_STEP, SHORT, Whole, assert_same_run, checkpoints, cut_back
+from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back
+from tests.launching import Launch, Whole
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 

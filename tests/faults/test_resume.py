@@ -16,20 +16,8 @@ from src.checkpoint.resume import Found, _require_whole_record
 from src.config import config_from, load_config
 from src.tasks.text_classification import TextClassification
 from tests import tiny
-from tests.conftest import Launch, Run
-from tests.faults.runs import (
-    EACH_STEP,
-    INJECT,
-    SHORT,
-    Started,
-    Whole,
-    assert_same_run,
-    checkpoints,
-    curve,
-    cut_back,
-    lines,
-    weights,
-)
+from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, curve, cut_back, lines, weights
+from tests.launching import Launch, Run, Started, Whole
 
 Arguments = tuple[str, ...]
 
@@ -333,7 +321,7 @@ def test_resuming_reads_no_batch_twice(launch: Launch, whole: Whole) -> None:
     origin = whole("cpu", *EACH_STEP)
     source = origin.folder / "checkpoints" / "step_00000022"
     arguments = (*SHORT, f"--resume={source}", "--max_steps=23", "--checkpoint.accept_changes=true")
-    run = launch("cpu", *arguments, script=INJECT, FAULT="count batches").succeeded()
+    run = launch("cpu", *arguments, FAULT="count batches").succeeded()
     assert "batches made: 7" in run.stdout
     assert curve(run) == [record for record in curve(origin) if record["step"] == 23]
 
