@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
-from benchmarks.runs import launch_command, launched
+from benchmarks.runs import Side, arguments, launch
 from src.config import load_config
 from src.data.mnist import mnist
 from src.launch import build_accelerator, prepare
@@ -48,8 +48,8 @@ class Linear(nn.Module):
         return self.layer(images.flatten(1).float() / 255)
 
 
-def theirs(accelerator: Accelerator, model: nn.Module, loader: DataLoader[dict[str, torch.Tensor]]) -> int:
-    """Returns: correct answers."""
+def correct_answers(accelerator: Accelerator, model: nn.Module, loader: DataLoader[dict[str, torch.Tensor]]) -> int:
+    """Count them as Accelerate's examples do."""
     model.eval()
     loss_sum, metric = 0.0, Accuracy()
     for batch in loader:
@@ -62,49 +62,49 @@ def theirs(accelerator: Accelerator, model: nn.Module, loader: DataLoader[dict[s
     return round(metric.compute()["accuracy"] * TESTED)
 
 
-def process(data_dir: str, file: str) -> None:
-    """One of the two; the first writes what it measured."""
-    config = load_config([f"--task.data_dir={data_dir}", "--global_batch_size=128", f"--output_dir={file}.run"])
+def measure_in_process(data_dir: str) -> None:
+    """Measure as one of the two; the first writes its times."""
+    config = load_config(arguments({"task.data_dir": data_dir, "global_batch_size": 128}))
     accelerator, _ = build_accelerator()
-    test_set = mnist(data_dir)[1]
+    test_set: Any = mnist(data_dir)[1]  # torch's Dataset need not have a length
     stop = StopRequest(accelerator, config)
 
-    def compared(model: nn.Module) -> list[list[float]]:
+    def seconds(count: Callable[[], int], counts: set[int]) -> float:
+        accelerator.wait_for_everyone()
+        started = time.perf_counter()
+        counts.add(count())
+        return time.perf_counter() - started
+
+    def compare(model: nn.Module) -> list[list[float]]:
         model, _ = prepare(accelerator, model, [torch.optim.SGD(model.parameters(), lr=1.0)])
-        rows: Any = test_set  # torch's Dataset need not have a length
-        loader = accelerator.prepare(DataLoader(rows, batch_size=64, collate_fn=config.task.collate))
+        loader = accelerator.prepare(DataLoader(test_set, batch_size=64, collate_fn=config.task.collate))
         counts: set[int] = set()
 
         def ours() -> int:
             results = evaluate(accelerator, config, model, test_set, stop)
             assert results
-            return round(results[0]["eval/accuracy"] * len(test_set))
+            return round(results[0]["eval/accuracy"] * TESTED)
 
-        def seconds(evaluated: Callable[[], int]) -> float:
-            accelerator.wait_for_everyone()
-            started = time.perf_counter()
-            counts.add(evaluated())
-            return time.perf_counter() - started
+        def theirs() -> int:
+            return correct_answers(accelerator, model, loader)
 
         ours()  # imports `evaluate`
-        found = in_turn(ROUNDS, lambda: seconds(ours), lambda: seconds(lambda: theirs(accelerator, model, loader)))
+        found = in_turn(ROUNDS, lambda: seconds(ours, counts), lambda: seconds(theirs, counts))
         assert len(counts) == 1, f"other counts: {counts}"
         return found
 
     torch.manual_seed(0)
-    found = {"linear": compared(Linear()), "CNN": compared(MnistCnn())}
+    found = [compare(Linear()), compare(MnistCnn())]
     if accelerator.is_main_process:
-        Path(file).write_text(json.dumps(found))
+        Path("found.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
-def measure(data_dir: str) -> list[Comparison]:
+def measure(data_dir: Path) -> list[Comparison]:
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/found.json"
-        launched([*launch_command("ddp", 2), "-m", "benchmarks.evaluation", "--process", data_dir, file])
-        found = json.loads(Path(file).read_text())
-    (linear, their_linear), (cnn, their_cnn) = found["linear"], found["CNN"]
+        Side([*launch("ddp", 2), "-m", "benchmarks.evaluation", "--process", str(data_dir)], Path(folder)).run()
+        (linear, their_linear), (cnn, their_cnn) = json.loads(Path(folder, "found.json").read_text())
     return [
         Comparison("evaluation x2: the loop (linear model)", "s", linear, their_linear, 5, is_gain=True),
         Comparison("evaluation x2: with the CNN's forward pass", "s", cnn, their_cnn, 1, is_gain=True),
@@ -113,6 +113,6 @@ def measure(data_dir: str) -> list[Comparison]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--process"]:
-        process(*sys.argv[2:])
+        measure_in_process(sys.argv[2])
     else:
         pairs.main(measure, __doc__)

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import signal
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +48,7 @@ class Comparison:
 
 
 def in_turn(rounds: int, *variants: Callable[[], float]) -> list[list[float]]:
-    """Calls each in each round, one after the other.
+    """Call each in each round, one after the other.
 
     Returns:
         What each returned, shape (variants, rounds).
@@ -55,8 +57,13 @@ def in_turn(rounds: int, *variants: Callable[[], float]) -> list[list[float]]:
     return [list(of_variant) for of_variant in zip(*values, strict=True)]
 
 
+def drift(values: Iterable[float], expected: Iterable[float]) -> float:
+    """Return the largest relative difference."""
+    return max(abs(a / b - 1) for a, b in zip(values, expected, strict=True))
+
+
 def table(comparisons: Iterable[Comparison]) -> str:
-    """A row each, with the medians; behind the ratio its smallest and largest value."""
+    """Return a row for each, with the medians; behind the ratio its smallest and largest value."""
     head = ("question", "ours", "theirs", "ratio", "spread", "asked")
     rows = [head]
     for c in comparisons:
@@ -76,17 +83,18 @@ def load(file: Path) -> list[Comparison]:
     return [Comparison(**row) for row in json.loads(file.read_text())]
 
 
-def main(measure: Callable[[str], list[Comparison]], doc: str | None) -> None:
-    """The command line of a benchmark.
+def main(measure: Callable[[Path], list[Comparison]], doc: str | None) -> None:
+    """Run the command line of a benchmark.
 
     Args:
         measure: answers its questions; takes the folder with MNIST.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", default="data", help="folder with MNIST; downloaded into it where missing")
+    parser.add_argument("--data_dir", type=Path, default="data", help="folder with MNIST; downloaded where missing")
     parser.add_argument("--save", type=Path, help="a file for the rows, as JSON")
-    arguments = parser.parse_args()
-    rows = measure(arguments.data_dir)
+    chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else it would leave stopped processes behind
+    rows = measure(chosen.data_dir.absolute())
     print(table(rows))
-    if arguments.save:
-        save(rows, arguments.save)
+    if chosen.save:
+        save(rows, chosen.save)
