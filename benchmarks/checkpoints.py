@@ -5,14 +5,13 @@ export takes. One process, CPU.
 
 - pause: for how long a save keeps the loop from training, of a Llama of 100M parameters with AdamW's state (1.3 GB),
   against `accelerator.save_state` of the same. In turn; ours is written in the background, while it trains.
-- resume: a whole session of train.py that goes on from 1% and from 99% of an epoch of 60,000 images for one step.
+- resume: a whole session of train.py that goes on from 99% of an epoch of 60,000 images for one step, against from 1%.
 - size: all files of a checkpoint against the bytes of its tensors.
 - export: the peak of resident memory of `python -m src.checkpoint export`, beyond that of the same for a tiny model,
   against the bytes of the model and of one shard, which is mapped into memory: here the whole checkpoint.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from accelerate import Accelerator
 
 from benchmarks import pairs
 from benchmarks.language import Plan, write_text
-from benchmarks.language_peers import new_adamw, new_llama
+from benchmarks.language_peers import new_llama
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import CNN, NEVER, PROJECT, Side, running, train_py, write_images
 
@@ -43,7 +42,7 @@ def save_states() -> None:
     """Print the milliseconds that each save_state takes."""
     accelerator = Accelerator(cpu=True)
     model: Any = new_llama(LLAMA, length=32)
-    model, optimizer = accelerator.prepare(model, new_adamw(model, lr=1e-3))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -76,12 +75,11 @@ def bytes_of_tensors(checkpoint: Path, group: str) -> int:
 
 
 def peak_of_export(checkpoint: Path) -> int:
-    """Return the bytes that the tool has resident at most."""
-    command = [sys.executable, "-m", "src.checkpoint", "export", str(checkpoint)]
-    tool = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(tool.pid, 0)
-    assert status == 0
-    return usage.ru_maxrss * 1024
+    """Return the bytes that the tool has resident at most; a small process starts it, whose own don't count."""
+    code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True);"
+    code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    command = [sys.executable, "-c", code, sys.executable, "-m", "src.checkpoint", "export", str(checkpoint)]
+    return int(subprocess.check_output(command, cwd=PROJECT, text=True).split()[-1]) * 1024
 
 
 def session(folder: Path, steps: int, resume: Path | None = None) -> tuple[float, Path]:
@@ -93,26 +91,24 @@ def session(folder: Path, steps: int, resume: Path | None = None) -> tuple[float
     return time.perf_counter() - started, newest(side)
 
 
-def measure(_: Path) -> list[Comparison]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_text(folder, sequences=(REPEATS + 2) * STEPS, length=32)
-        write_images(folder / "images", 60_000)
-        ours = llama(folder, LLAMA, NEVER)
-        theirs = Side([sys.executable, "-m", "benchmarks.checkpoints", "--theirs"], folder / "theirs", **PAUSES)
-        with running(ours, theirs):
-            for side in (ours, theirs):
-                side.start()
-                side.turn()
-            in_turn(REPEATS, ours.turn, theirs.turn)
-        checkpoint, tiny = newest(ours), llama(folder, LLAMA | {"hidden_size": 48, "vocab_size": 300}, 1)
-        tiny.run()
-        size = sum(file.stat().st_size for file in checkpoint.iterdir())
-        tensors, model = bytes_of_tensors(checkpoint, ""), bytes_of_tensors(checkpoint, "model.")
-        peak = peak_of_export(checkpoint) - peak_of_export(newest(tiny))
-        early = session(folder, 9)[1]
-        late = session(folder, 929, early)[1]
-        times = in_turn(REPEATS, lambda: session(folder, 10, early)[0], lambda: session(folder, 930, late)[0])
+def measure(_: Path, folder: Path) -> list[Comparison]:
+    write_text(folder, sequences=(REPEATS + 2) * STEPS, length=32)
+    write_images(folder / "images", 60_000)
+    ours = llama(folder, LLAMA, NEVER)
+    theirs = Side([sys.executable, "-m", "benchmarks.checkpoints", "--theirs"], folder / "theirs", **PAUSES)
+    with running(ours, theirs):
+        for side in (ours, theirs):
+            side.start()
+            side.turn()
+        in_turn(REPEATS, ours.turn, theirs.turn)
+    checkpoint, tiny = newest(ours), llama(folder, LLAMA | {"hidden_size": 48, "vocab_size": 300}, 1)
+    tiny.run()
+    size = sum(file.stat().st_size for file in checkpoint.iterdir())
+    tensors, model = bytes_of_tensors(checkpoint, ""), bytes_of_tensors(checkpoint, "model.")
+    peak = peak_of_export(checkpoint) - peak_of_export(newest(tiny))
+    early = session(folder, 9)[1]
+    late = session(folder, 929, early)[1]
+    times = in_turn(REPEATS, lambda: session(folder, 10, early)[0], lambda: session(folder, 930, late)[0])
     print(f"size on disk / bytes of tensors   {size / tensors:.4f}")
     print(f"peak memory of an export          {peak / 1e9:.2f} GB")
     print(f"  model, one shard                {model / 1e9:.2f} GB, {size / 1e9:.2f} GB")

@@ -17,7 +17,6 @@ numbers, takes 3 to 6 ms more on two virtual cores; the gradients, 4.8 MB throug
 import shlex
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 from benchmarks import pairs
@@ -31,22 +30,20 @@ COMPARED = {"by hand": 1e-5, "ddp": 1e-5, "ddp_bf16_hook": 1e-3}
 """How far the first loss may be from that of one process."""
 
 
-def measure(_: Path) -> list[Comparison]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        settings = CNN | {"task.dropout": 0, "task.data_dir": folder / "data"}
-        settings |= {"global_batch_size": BATCH, "max_steps": STEPS, "log_every": INTERVAL}
-        half = settings | {"global_batch_size": BATCH // 2}
-        other = half | {"max_steps": 3 * STEPS, "output_dir": "other"}  # it goes on for as long as it is needed
-        apart = f"{shlex.join(train_py(other))} & {shlex.join(train_py(half))}; code=$?; kill -9 $! && exit $code"
-        one = Side(train_py(settings), folder / "one")
-        by_hand = Side([*BY_HAND, *arguments(settings)], folder / "by hand")
-        by_hand.file, by_hand.ends, by_hand.every = "log", r"^step \d+  loss (.*)$", INTERVAL
-        ddp, hooked = (Side(train_py(settings, yaml, 2), folder / yaml) for yaml in ("ddp", "ddp_bf16_hook"))
-        sides = [one, by_hand, ddp, hooked, Side(["bash", "-c", apart], folder / "apart")]
-        write_images(folder / "data", STEPS * BATCH)
-        turns = take_turns(ROUNDS, sides)
-        losses = {side.folder.name: statistics.mean(side.values[: side.every]) for side in sides}
+def measure(_: Path, folder: Path) -> list[Comparison]:
+    settings = CNN | {"task.dropout": 0, "task.data_dir": folder / "data"}
+    settings |= {"global_batch_size": BATCH, "max_steps": STEPS, "log_every": INTERVAL}
+    half = settings | {"global_batch_size": BATCH // 2}
+    other = half | {"max_steps": 3 * STEPS, "output_dir": "other"}  # it goes on for as long as it is needed
+    apart = f"{shlex.join(train_py(other))} & {shlex.join(train_py(half))}; code=$?; kill -9 $! && exit $code"
+    one = Side(train_py(settings), folder / "one")
+    by_hand = Side([*BY_HAND, *arguments(settings)], folder / "by hand")
+    by_hand.file, by_hand.ends, by_hand.every = "log", r"^step \d+  loss (.*)$", INTERVAL
+    ddp, hooked = (Side(train_py(settings, yaml, 2), folder / yaml) for yaml in ("ddp", "ddp_bf16_hook"))
+    sides = [one, by_hand, ddp, hooked, Side(["bash", "-c", apart], folder / "apart")]
+    write_images(folder / "data", STEPS * BATCH)
+    turns = take_turns(ROUNDS, sides)
+    losses = {side.folder.name: statistics.mean(side.values[: side.every]) for side in sides}
     for compared, within in COMPARED.items():
         off = drift([losses[compared]], [losses["one"]])
         assert off <= within, f"{compared}: a loss {off:.0e} away from that of one process"

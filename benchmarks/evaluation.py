@@ -13,7 +13,6 @@ themselves, as a GPU would. Of ours, the metric takes the larger part (`evaluate
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,10 +100,9 @@ def measure_in_process(data_dir: str) -> None:
     accelerator.end_training()
 
 
-def measure(data_dir: Path) -> list[Comparison]:
-    with tempfile.TemporaryDirectory() as folder:
-        Side([*launch("ddp", 2), "-m", "benchmarks.evaluation", "--process", str(data_dir)], Path(folder)).run()
-        (linear, their_linear), (cnn, their_cnn) = json.loads(Path(folder, "found.json").read_text())
+def measure(data_dir: Path, folder: Path) -> list[Comparison]:
+    Side([*launch("ddp", 2), "-m", "benchmarks.evaluation", "--process", str(data_dir)], folder).run()
+    (linear, their_linear), (cnn, their_cnn) = json.loads((folder / "found.json").read_text())
     return [
         Comparison("evaluation x2: the loop (linear model)", "s", linear, their_linear, 5, is_gain=True),
         Comparison("evaluation x2: with the CNN's forward pass", "s", cnn, their_cnn, 1, is_gain=True),

@@ -14,7 +14,6 @@ losses within 1e-6, and the same evaluation loss in the end; and that all that i
 """
 
 import shlex
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -48,16 +47,14 @@ def assert_equal_work(on: Side, off: Side) -> None:
     assert off_by < 1e-6, f"losses {off_by:.0e} apart"
 
 
-def measure(_: Path) -> list[Comparison]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        settings = CNN | {"task.data_dir": folder / "data", "max_steps": STEPS, "log_every": LOG_EVERY}
-        switched_on = settings | {"wandb.mode": "offline", "save_every": SAVE_EVERY}
-        on = Side(in_terminal(train_py(switched_on)), folder / "on", CORES)
-        off = Side(train_py(settings), folder / "off", CORES)
-        write_images(folder / "data", STEPS * BATCH)
-        turns = take_turns(ROUNDS * TURNS, (on, off), WARM_UP * TURNS)
-        assert_equal_work(on, off)
+def measure(_: Path, folder: Path) -> list[Comparison]:
+    settings = CNN | {"task.data_dir": folder / "data", "max_steps": STEPS, "log_every": LOG_EVERY}
+    switched_on = settings | {"wandb.mode": "offline", "save_every": SAVE_EVERY}
+    on = Side(in_terminal(train_py(switched_on)), folder / "on", CORES)
+    off = Side(train_py(settings), folder / "off", CORES)
+    write_images(folder / "data", STEPS * BATCH)
+    turns = take_turns(ROUNDS * TURNS, (on, off), WARM_UP * TURNS)
+    assert_equal_work(on, off)
     ours, theirs = (1e3 * np.reshape(turns, (2, ROUNDS, TURNS)).sum(-1) / SAVE_EVERY).tolist()
     question = "everything on against everything off: step, MNIST CNN, fp32"
     return [Comparison(question, "ms", ours, theirs, 1.03, is_gain=False)]

@@ -2,53 +2,48 @@
 
     python -m benchmarks.gpu [mnist] [llama] [packing] [fp8] [offload] [--data_dir=DIR] [--smoke]
 
-On one NVIDIA GPU, made for an H100 or H200; without any download. After 7.75 minutes whatever still runs is ended;
-offload, alone, needs most of that. Rows are printed and benchmarks/gpu_results.json is written after each question. A
-question that this machine can't answer is left out, with a line that says why. --smoke tries the whole script on the
-CPU, with tiny models: its figures mean nothing.
+On one NVIDIA H100 or H200; MNIST is downloaded where DIR lacks it. After 7.75 minutes whatever still runs is ended;
+offload, alone, needs most of that. benchmarks/gpu_results.json is written after each question; where one has no answer,
+it says why. --smoke tries the whole script on the CPU, with tiny models: its figures mean nothing.
 
 - mnist: configs/mnist_reference.yaml (14 epochs) to 99.1% in 10 seconds, configs/mnist_fast.yaml to 99% in 2, both with
   --cuda_graphs=true; and how many times as fast a step is with it as without. The clock is `seconds` in summary.json:
-  from the first step to the end, with all evaluations, checkpoints and the export, without start-up. The real MNIST
-  has to be in DIR.
+  from the first step to the end, with all evaluations, checkpoints and the export, without start-up.
 - llama: 1.1 billion parameters in TinyLlama's shape, sequences of 4,096, bf16 with fp32 weights and optimizer, under
   single_gpu.yaml and fsdp.yaml (one process), --compile=true. Peers: the Trainer of transformers and a plain Accelerate
   loop as run_clm_no_trainer.py has it, both with sdpa, autocast and fused AdamW, and not compiled, as is their default.
   MFU = tokens/s x (6 N + 12 L H Q T) / the GPU's dense bf16 peak, as PaLM and nanochat have it: N parameters without
   the input embedding, L layers, H heads of size Q, T tokens per sequence. It counts attention in full, though half of
   it is masked, and nothing that is computed twice. Omitted for a GPU whose peak isn't in PEAKS.
-- packing: fine-tuning on instructions of very different lengths (log-normal), packed, against Trainer with batches
-  padded to their longest document, as it does by default; both not compiled. Real tokens per second.
+- packing: fine-tuning on instructions of log-normal length, packed, against Trainer with batches padded to their
+  longest document, as it does by default; both not compiled. Real tokens per second.
 - fp8: fsdp_fp8.yaml (needs torchao) against fsdp.yaml, on the model of llama; also how far the losses are apart.
   Recorded, nothing is asked.
 - offload: the largest Llama that trains three steps with fsdp.yaml and with fsdp_offload.yaml, and what a step costs
-  with offload at the largest size that fits both. Memory grows by the layer: it is measured at two small sizes, the
-  largest is calculated, and is only reported after it has trained. Largest means: up to 95% of the GPU's memory, or 80%
-  of what is free of the CPU's.
+  with offload at the largest size that fits both. It is calculated from two small sizes, as memory grows by the layer,
+  and has to train: up to 95% of the GPU's memory, or 80% of what is free of the CPU's.
 
 Equal work, which is asserted: parameters, steps, tokens and precision, and in llama the loss in the end within 2%,
-which needs the same first weights and sequences; the micro-batch is the same for all sides. In packing: the same
-documents and targets per epoch, in about as many steps. Each side runs in a fresh process, one after the other. Speeds
-are of intervals of steps, the first not counted (compiling, first allocations). The runs of train.py are ended at their
-last measured step: checkpoint and export of such a model would be 17 GB.
+which needs the same first weights and sequences. In packing: the same documents and targets per epoch, in about as many
+steps. Each side runs in a fresh process, one after the other. Speeds are of intervals of steps, the first not counted
+(compiling, first allocations). The runs of train.py are ended at their last measured step.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -67,20 +62,14 @@ LLAMA = {
 BATCH, INTERVAL, INTERVALS = 8, 5, 4
 MICRO = 4
 """Sequences at once: eager, a token takes 110 kB in each layer, 40 GB of them all; 18 GB are for parameters."""
-SMALL = {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-}  # fmt: skip
+SMALL = LLAMA | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
+del SMALL["vocab_size"]  # bytes
 LADDER = LLAMA | {"hidden_size": 4096, "intermediate_size": 8192, "num_key_value_heads": 32}
 """168 million parameters per layer, in matrices of 2^n bytes: pinned memory is handed out in such pieces."""
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
-
-
-class Left(Exception):  # noqa: N818  # no error
-    """The question is left out; says why."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +85,17 @@ class Bench:
             shape, length = shape | TINY | ({"vocab_size": 512} if "vocab_size" in shape else {}), 64
         return Plan(shape, length, batch, lr=1e-4, is_cuda=not self.is_smoke, **fields)
 
-    def side(self, command: list[str], folder: Path) -> Side:
-        return Side(command, folder, threads=1 if self.is_smoke else None)
-
     def ours(self, settings: dict[str, Any], yaml: str, folder: Path) -> Side:
         """Return a run of train.py. A yaml means its GPUs: on the CPU the precision is that of the command line."""
         precision = ("fp8" if yaml == "fsdp_fp8" else "bf16") if self.is_smoke else ""
-        return self.side(train_py(settings, yaml, precision=precision), folder)
+        return Side(train_py(settings, yaml, precision=precision), folder, 1 if self.is_smoke else None)
 
     def gpu(self, field: str) -> str:
         """Ask nvidia-smi, which takes none of the GPU's memory."""
         which = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         query = ["nvidia-smi", f"--id={which}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
         if self.is_smoke:
-            return {"name": "CPU", "compute_cap": "9.0"}.get(field, "1000")
+            return "CPU" if field == "name" else "1000"
         return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
@@ -129,13 +115,13 @@ def train(bench: Bench, yaml: str, plan: Plan, folder: Path, **settings: Any) ->
 
 def peer(bench: Bench, name: str, plan: Plan, folder: Path) -> tuple[Side, list[float]]:
     """Run a peer to its end. Return it, and the seconds of each interval but the first."""
-    side = bench.side(plan.peer(f"language_peers.{name}", folder), folder / name)
+    side = Side(plan.peer(f"language_peers.{name}", folder), folder / name, 1 if bench.is_smoke else None)
     side.run()
     return side, np.diff([record["time"] for record in side.records]).tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------- mnist
-def mnist(bench: Bench) -> list[Comparison]:
+def mnist(bench: Bench) -> Iterator[Comparison]:
     def run(config: str, name: str, has_graphs: bool, **settings: Any) -> Side:
         settings |= {"config": PROJECT / "configs" / f"{config}.yaml", "task.data_dir": bench.data_dir}
         if bench.is_smoke:
@@ -152,9 +138,6 @@ def mnist(bench: Bench) -> list[Comparison]:
         records = run("mnist_reference", name, has_graphs, **settings).records
         return [64e3 / record["perf/samples_per_second"] for record in records][1:]
 
-    if not any(bench.data_dir.rglob("train-images-idx3-ubyte")):
-        raise Left(f"MNIST is not in {bench.data_dir}: --data_dir=DIR")
-    rows = []
     for config, epochs, seconds, accuracy in (("mnist_reference", 14, 10.0, 99.1), ("mnist_fast", None, 2.0, 99.0)):
         found = run(config, config, has_graphs=True, save_every=NEVER, log_every=938).summary
         assert bench.is_smoke or (found["device"] == "cuda" and epochs in (None, round(found["epoch"])))
@@ -162,13 +145,11 @@ def mnist(bench: Bench) -> list[Comparison]:
             f"{config}: {found['step']} steps, {found['epoch']:.3g} epochs, {found['eval/accuracy']:.2%} in "
             f"{found['seconds']:.2f} s, {found['save_pause_seconds']:.2f} of them pauses for checkpoints"
         )
-        rows += [
-            Comparison(f"{config}, single_gpu.yaml", "s", [found["seconds"]], [seconds], 1.0, is_gain=False),
-            Comparison(f"{config}: accuracy", "%", [100 * found["eval/accuracy"]], [accuracy], 1.0, True, True),
-        ]
+        yield Comparison(f"{config}, single_gpu.yaml", "s", [found["seconds"]], [seconds], 1.0, is_gain=False)
+        yield Comparison(f"{config}: accuracy", "%", [100 * found["eval/accuracy"]], [accuracy], 1.0, True, True)
     ours, theirs = milliseconds("with_graphs", True), milliseconds("without", False)
     question = "mnist: a step with cuda_graphs against one without"
-    return [*rows, Comparison(question, "ms", ours, theirs, 1.0, is_gain=True)]
+    yield Comparison(question, "ms", ours, theirs, 1.0, is_gain=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- llama
@@ -185,7 +166,7 @@ def train_llama(bench: Bench, yaml: str) -> tuple[Side, list[float]]:
     return side, [record["perf/tokens_per_second"] for record in side.records[1:]]
 
 
-def llama(bench: Bench) -> list[Comparison]:
+def llama(bench: Bench) -> Iterator[Comparison]:
     runs = {yaml: train_llama(bench, yaml) for yaml in ("single_gpu", "fsdp")}
     plan = bench.plan(LLAMA, 4096, BATCH, interval=INTERVAL, micro=MICRO, passes=BATCH // MICRO)
     peers = {name: peer(bench, name, plan, bench.folder / "llama") for name in ("sequential", "plain")}
@@ -199,20 +180,18 @@ def llama(bench: Bench) -> list[Comparison]:
     width, layers = plan.shape["hidden_size"], plan.shape["num_hidden_layers"]  # H x Q is the width
     per_token = 6 * (done["parameters"] - plan.shape["vocab_size"] * width) + 12 * layers * width * plan.length
     peak = next((peak for name, peak in PEAKS.items() if name in bench.gpu("name")), None)
-    rows = []
     for yaml, (_, ours) in runs.items():
         what = f"llama {done['parameters'] / 1e9:.2g}B, {yaml}.yaml"
         if peak:
             mfu = [speed * per_token / peak for speed in ours]
-            rows.append(Comparison(f"{what}: MFU", "of the peak", mfu, [1.0] * len(mfu), 0.55, True, True))
+            yield Comparison(f"{what}: MFU", "of the peak", mfu, [1.0] * len(mfu), 0.55, True, True)
         for name, label in (("sequential", "trainer"), ("plain", "plain")):
             theirs = [INTERVAL * BATCH * plan.length / seconds for seconds in peers[name][1]]
-            rows.append(Comparison(f"{what}, {label}", "tokens/s", ours, theirs, 1.25, True, True))
-    return rows
+            yield Comparison(f"{what}, {label}", "tokens/s", ours, theirs, 1.25, True, True)
 
 
 # --------------------------------------------------------------------------------------------------------- packing
-def packing(bench: Bench) -> list[Comparison]:
+def packing(bench: Bench) -> Iterator[Comparison]:
     folder, (documents, median) = bench.folder / "packing", (200, 15) if bench.is_smoke else (1024, 200)
     plan = bench.plan(SMALL, 2048, 8, epochs=3)
     write_instructions(folder, documents, median, plan.length)
@@ -237,94 +216,59 @@ def packing(bench: Bench) -> list[Comparison]:
         f"{1 - done['tokens'] / padded:.1%} padded, {off:+.1%} steps there"
     )
     question, speeds = f"packing {done['parameters'] / 1e6:.3g}M, Trainer padded", [data["tokens"] / s for s in seconds]
-    return [Comparison(question, "real tokens/s", ours, speeds, 3.0, is_gain=True, is_speed=True)]
+    yield Comparison(question, "real tokens/s", ours, speeds, 3.0, is_gain=True, is_speed=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- fp8
-def fp8(bench: Bench) -> list[Comparison]:
-    if not find_spec("torchao"):
-        raise Left("pip install torchao")
-    if float(bench.gpu("compute_cap")) < 8.9:
-        raise Left(f"{bench.gpu('name')} has no fp8")
+def fp8(bench: Bench) -> Iterator[Comparison]:
     (half, half_speeds), (eighth, speeds) = (train_llama(bench, yaml) for yaml in ("fsdp", "fsdp_fp8"))
     assert_same_work({"fsdp": work(half) | {"precision": "fp8"}, "fsdp_fp8": work(eighth)})
     print(f"fp8: losses up to {drift(eighth.values, half.values):.2%} apart: {eighth.values}, {half.values}")
     question = "fsdp_fp8.yaml against fsdp.yaml"
-    return [
-        Comparison(question, "tokens/s", speeds, half_speeds, 0.0, is_gain=True, is_speed=True),
-        Comparison(f"{question}: loss", "nats", eighth.values, half.values, 0.0, is_gain=True),
-    ]
+    yield Comparison(question, "tokens/s", speeds, half_speeds, 0.0, is_gain=True, is_speed=True)
+    yield Comparison(f"{question}: loss", "nats", eighth.values, half.values, 0.0, is_gain=True)
 
 
 # --------------------------------------------------------------------------------------------------------- offload
-class Rung(NamedTuple):
-    """A size that trained: parameters in billions, the GPU's memory in MiB, seconds of a step."""
-
-    layers: int
-    parameters: float
-    memory: int
-    seconds: float
-    is_largest: bool
-
-
-def train_layers(bench: Bench, yaml: str, layers: int, is_largest: bool = False) -> Rung | None:
-    """Train three steps, of which the first allocates. Return None where they don't fit."""
+@cache
+def train_layers(bench: Bench, yaml: str, layers: int) -> tuple[float, float, int] | None:
+    """Train three steps. Return billions of parameters, seconds per step and MiB of the GPU; None: they don't fit."""
     folder, plan = bench.folder / f"{yaml}_{layers}", bench.plan(LADDER, 1024, 1)
-    plan.shape["num_hidden_layers"] = layers
-    if not folder.exists():
-        write_text(folder, 3, plan.length)
+    write_text(folder, 3, plan.length)
     try:
-        side, memory = train(bench, yaml, plan, folder)
+        side, memory = train(bench, yaml, replace(plan, shape=plan.shape | {"num_hidden_layers": layers}), folder)
     except RuntimeError as error:
         print(f"offload: {yaml}, {layers} layers: {str(error)[-2000:]}", flush=True)
         return None
-    done, seconds = work(side), [1 / record["perf/samples_per_second"] for record in side.records[1:]]
-    assert done["precision"] == "bf16"
-    memory = 100 * layers if bench.is_smoke else memory
-    rung = Rung(layers, done["parameters"] / 1e9, memory, float(np.median(seconds)), is_largest)
-    print(f"offload: {yaml}: {rung}", flush=True)
-    return rung
+    seconds = min(1 / record["perf/samples_per_second"] for record in side.records)  # the first step allocates
+    found = work(side)["parameters"] / 1e9, seconds, 100 * layers if bench.is_smoke else memory
+    print(f"offload: {yaml}, {layers} layers: {found}", flush=True)
+    return found
 
 
-def climb(bench: Bench, yaml: str, most: int, between: int, found: list[Rung]) -> None:
-    """Train two small sizes, which show how memory grows, a size `between`, and the largest that fits and that is no
-    larger than `most` layers; add those that trained to `found`."""
-    found += [rung for layers in (2, 4) if (rung := train_layers(bench, yaml, layers))]
-    assert len(found) == 2, "not even the smallest sizes"
-    per_layer = (found[1].memory - found[0].memory) / 2
-    room = 0.95 * int(bench.gpu("memory.total")) - found[0].memory  # 95%: there are always gaps
-    largest = min(2 + int(room / max(per_layer, 1)), most)
-    if 4 < between < largest and (rung := train_layers(bench, yaml, between)):
-        found.append(rung)
-    for layers in (largest, round(largest * 0.95), round(largest * 0.88)):
-        if rung := train_layers(bench, yaml, layers, is_largest=True):
-            found.append(rung)
-            break
+def largest(bench: Bench, yaml: str, most: int) -> int:
+    """Return the number of layers, no more than `most`, that has trained and nearly fills the GPU."""
+    small, larger = (train_layers(bench, yaml, layers) for layers in (2, 4))
+    assert small
+    assert larger
+    room = 0.95 * int(bench.gpu("memory.total")) - small[2]  # 95%: there are always gaps
+    fitting = min(2 + int(room / max((larger[2] - small[2]) / 2, 1)), most)
+    return next(n for n in (fitting, round(fitting * 0.95), round(fitting * 0.88)) if train_layers(bench, yaml, n))
 
 
-def offload(bench: Bench) -> list[Comparison]:
+def offload(bench: Bench) -> Iterator[Comparison]:
     shape = bench.plan(LADDER, 1024, 1).shape
     width, rest = shape["hidden_size"], 2 * shape["vocab_size"] * shape["hidden_size"]
     # of the CPU's memory a parameter takes 16 bytes, as it would of the GPU's, and there are the copies of a block
     most = int((usable_memory() / 17 - rest) / (4 * width**2 + 3 * width * shape["intermediate_size"]))
-    without: list[Rung] = []
-    offloaded: list[Rung] = []
-    try:
-        climb(bench, "fsdp", NEVER, 0, without)
-        climb(bench, "fsdp_offload", most, without[-1].layers, offloaded)
-    except TimeoutError:
-        print("offload: not done in time", flush=True)
-    if not without or not without[-1].is_largest:
-        raise Left("no largest size without offload was found, see above")
-    rows = []
-    if both := [(a, b) for a in offloaded for b in without if a.layers == b.layers > 4]:
-        a, b = both[-1]
-        question = f"offload: a step at {a.parameters:.3g}B parameters, fsdp.yaml"
-        rows.append(Comparison(question, "s", [a.seconds], [b.seconds], 0.0, is_gain=True))
-    if offloaded and offloaded[-1].is_largest:
-        ours, theirs = ([side[-1].parameters] for side in (offloaded, without))
-        rows.append(Comparison("offload: the largest model, fsdp.yaml", "B", ours, theirs, 1.0, True, True))
-    return rows
+    layers = largest(bench, "fsdp", NEVER)
+    theirs, ours = (train_layers(bench, yaml, layers) for yaml in ("fsdp", "fsdp_offload"))
+    assert theirs
+    if ours:
+        question = f"offload: a step at {ours[0]:.3g}B parameters, fsdp.yaml"
+        yield Comparison(question, "s", [ours[1]], [theirs[1]], 0.0, is_gain=True)
+    if ours := train_layers(bench, "fsdp_offload", largest(bench, "fsdp_offload", most)):
+        yield Comparison("offload: the largest model, fsdp.yaml", "B", [ours[0]], [theirs[0]], 1.0, True, True)
 
 
 def usable_memory() -> int:
@@ -338,7 +282,6 @@ def usable_memory() -> int:
 
 # ------------------------------------------------------------------------------------------------------------ main
 QUESTIONS = {"mnist": mnist, "llama": llama, "packing": packing, "fp8": fp8, "offload": offload}
-"""In this order: offload takes what time is left."""
 
 
 def no_time_left(*_: Any) -> None:
@@ -348,46 +291,38 @@ def no_time_left(*_: Any) -> None:
 def main() -> None:
     started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", choices=[*QUESTIONS, []], metavar="question", help=", ".join(QUESTIONS))
-    parser.add_argument("--data_dir", type=Path, default=Path("data"), help="folder with MNIST; nothing is downloaded")
+    parser.add_argument("questions", nargs="*", default=list(QUESTIONS), help=", ".join(QUESTIONS))
+    parser.add_argument("--data_dir", type=Path, default=Path("data"), help="folder with MNIST")
     parser.add_argument("--smoke", action="store_true", help="on the CPU, tiny, to try the script")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else it would leave processes behind
     signal.signal(signal.SIGALRM, no_time_left)
     rows: list[Comparison] = []
-    notes: dict[str, str] = {}
+    errors: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(Path(name), chosen.data_dir.absolute(), chosen.smoke)
         facts: dict[str, Any] = {
             "device": f"{bench.gpu('name')}, {bench.gpu('memory.total')} MiB",
             "versions": {name: metadata.version(name) for name in ("torch", "accelerate", "transformers")},
             "date": time.strftime("%Y-%m-%d"),
-            "command": shlex.join(sys.orig_argv),
         }
-        print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n", flush=True)
-        for question in [name for name in QUESTIONS if name in (chosen.questions or QUESTIONS)]:
+        print(facts, flush=True)
+        for question in chosen.questions:
             left = (3600 if chosen.smoke else SECONDS) - (time.perf_counter() - started)
             signal.alarm(max(1, int(left)))
             try:
-                found = QUESTIONS[question](bench)
-                rows += found
-                print(table(found), flush=True)
-            except (Left, TimeoutError) as reason:
-                notes[question] = f"left out: {reason}"
+                for row in QUESTIONS[question](bench):
+                    rows.append(row)
+                    print(table([row]), flush=True)
             except Exception as error:  # the other questions have answers all the same
-                notes[question] = f"failed: {type(error).__name__}: {error}"
+                errors[question] = f"{type(error).__name__}: {error}"
+                print(f"{question}: {errors[question]}", flush=True)
             signal.alarm(0)
-            print(
-                f"{notes.get(question, '')}\n-- {question}: {time.perf_counter() - started:.0f} s so far\n", flush=True
-            )
+            results = facts | {"rows": [asdict(row) for row in rows], "errors": errors}
             file = Path(name if chosen.smoke else Path(__file__).parent, "gpu_results.json")
-            file.write_text(
-                json.dumps(facts | {"rows": [asdict(row) for row in rows], "notes": notes}, indent=1) + "\n"
-            )
+            file.write_text(json.dumps(results, indent=1) + "\n")
     print(table(rows))
-    for question, note in notes.items():
-        print(f"{question}: {note[:300]}")
-    sys.exit(any(note.startswith("failed") for note in notes.values()))
+    sys.exit(bool(errors))
 
 
 if __name__ == "__main__":

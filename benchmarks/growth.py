@@ -19,7 +19,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,7 @@ def run(steps: int, processes: int = 1, batch: int = BATCH, **task: Any) -> tupl
         "save_every": steps // 20,  # the first one, which imports and allocates, within the first tenth
         **{f"task.{name}": value for name, value in task.items()},
     }
-    resident: dict[int, int] = {}
-    """Bytes of the training process by the number of records, when there first were so many: what the end of the run
-    takes, with its export, comes after the last."""
+    resident: dict[int, int] = {}  # bytes by the number of records, when there first were so many
     with tempfile.TemporaryDirectory() as folder:
         side = Side(train_py(settings, "cpu" if processes == 1 else "ddp", processes), Path(folder))
         with running(side):
@@ -73,26 +71,21 @@ def run(steps: int, processes: int = 1, batch: int = BATCH, **task: Any) -> tupl
     return times, [resident[max(n for n in resident if n < end)] for end in ends], summary["peak_memory_bytes"]
 
 
-def with_images(folder: Path) -> list[tuple[float, float]]:
-    curve = []
+def with_images(folder: Path) -> Iterator[tuple[float, float]]:
     for count in IMAGES:
         times, _, (peak,) = run(STEPS, data_dir=folder / str(count))
-        curve.append((statistics.median(times[1:]), float(peak - count * BYTES_PER_IMAGE)))
-    return curve
+        yield statistics.median(times[1:]), peak - count * BYTES_PER_IMAGE
 
 
-def with_steps(folder: Path) -> list[tuple[float, float]]:
+def with_steps(folder: Path) -> Iterator[tuple[float, float]]:
     times, sizes, _ = run(10 * STEPS, data_dir=folder / str(IMAGES[0]))
-    return [(times[n - 1], float(sizes[n - 1])) for n in TENTHS]
+    yield from ((times[n - 1], sizes[n - 1]) for n in TENTHS)
 
 
-def with_processes(_: Path) -> list[tuple[float, float]]:
-    cores = len(os.sched_getaffinity(0))
-    curve = []
+def with_processes(_: Path) -> Iterator[tuple[float, float]]:
     for processes in PROCESSES:
-        times, _unused, peaks = run(STEPS_OF_DIGITS, processes, BATCH_OF_DIGITS, source="digits")
-        curve.append((statistics.median(times[1:]) * min(1, cores / processes), float(max(peaks))))
-    return curve
+        times, _resident, peaks = run(STEPS_OF_DIGITS, processes, BATCH_OF_DIGITS, source="digits")
+        yield statistics.median(times[1:]) * min(1, len(os.sched_getaffinity(0)) / processes), max(peaks)
 
 
 QUESTIONS = {
@@ -126,22 +119,21 @@ def draw(medians: dict[str, np.ndarray]) -> None:
     figure.savefig(PROJECT / "docs" / "growth.svg", metadata={"Date": None})
 
 
-def measure(_: Path) -> list[Comparison]:
+def measure(_: Path, folder: Path) -> list[Comparison]:
     medians, rows = {}, []
-    with tempfile.TemporaryDirectory() as folder:
-        for count in IMAGES:
-            write_images(Path(folder, str(count)), count)
-        for name, (sizes, curve) in QUESTIONS.items():
-            found = np.array([curve(Path(folder)) for _ in range(ROUNDS)])  # shape (rounds, sizes, 2)
-            medians[name] = np.median(found, axis=0)
-            of_time, of_memory = slopes(sizes, medians[name])
-            print(f"{name:<9}  slope of time {of_time:+.3f}, of memory {of_memory:+.3f}", flush=True)
-            small = 1 if name == "processes" else 0
-            theirs, ours = (found[:, i] * (1e3, 1e-6) for i in (small, -1))
-            what = f"{sizes[-1] / sizes[small]:g}x the {name}"
-            for value, question, unit, target in ((0, "time per step", "ms", 1.05), (1, "memory", "MB", 1.02)):
-                values = ours[:, value].tolist(), theirs[:, value].tolist()
-                rows.append(Comparison(f"growth: {question}, {what}", unit, *values, target, is_gain=False))
+    for count in IMAGES:
+        write_images(folder / str(count), count)
+    for name, (sizes, curve) in QUESTIONS.items():
+        found = np.array([list(curve(folder)) for _ in range(ROUNDS)])  # shape (rounds, sizes, 2)
+        medians[name] = np.median(found, axis=0)
+        of_time, of_memory = slopes(sizes, medians[name])
+        print(f"{name:<9}  slope of time {of_time:+.3f}, of memory {of_memory:+.3f}", flush=True)
+        small = 1 if name == "processes" else 0
+        theirs, ours = (found[:, i] * (1e3, 1e-6) for i in (small, -1))
+        what = f"{sizes[-1] / sizes[small]:g}x the {name}"
+        for value, question, unit, target in ((0, "time per step", "ms", 1.05), (1, "memory", "MB", 1.02)):
+            values = ours[:, value].tolist(), theirs[:, value].tolist()
+            rows.append(Comparison(f"growth: {question}, {what}", unit, *values, target, is_gain=False))
     draw(medians)
     return rows
 

@@ -28,16 +28,14 @@ class Plan:
     length: int
     """Tokens of a sequence."""
     batch: int
-    """Sequences per step."""
+    """Sequences per step; a peer makes it of `passes` with `micro` sequences, or padded documents, each."""
     interval: int = 1
     """Steps between two records of the loss."""
     epochs: int = 1
     lr: float = 1e-3
     precision: str = "bf16"
     micro: int = 0
-    """Sequences, or padded documents, per forward pass of a peer."""
     passes: int = 1
-    """Forward passes per step of a peer."""
     is_cuda: bool = False
 
     def settings(self, data: Path) -> dict[str, Any]:
@@ -60,8 +58,8 @@ class Plan:
     def peer(self, name: str, folder: Path) -> list[str]:
         """Return the command of a peer, MODULE.ARGUMENT, to be started inside `folder`, where the data are."""
         (folder / "plan.json").write_text(json.dumps(asdict(self)))
-        module, _, function = name.rpartition(".")
-        return [sys.executable, "-m", f"benchmarks.{module}", function]
+        module, argument = name.split(".")
+        return [sys.executable, "-m", f"benchmarks.{module}", argument]
 
 
 # -------------------------------------------------------------------------------------------------------------- data

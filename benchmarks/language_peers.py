@@ -16,45 +16,28 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from accelerate import Accelerator
 from torch import Tensor
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
-from transformers import (
-    DataCollatorForSeq2Seq,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    get_scheduler,
-    set_seed,
-)
 
 from benchmarks.language import SEED, WEIGHT_DECAY, Plan, tokenised
 from src.data.byte_tokenizer import byte_tokenizer
 
 
-def new_llama(shape: dict[str, Any], length: int) -> LlamaForCausalLM:
+def new_llama(shape: dict[str, Any], length: int) -> transformers.LlamaForCausalLM:
     """Return one in fp32, on the CPU, without a key-value cache, which of the peers only Trainer would switch off."""
     tokenizer = byte_tokenizer()
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     fields: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": length, **shape, **ids}
-    model = LlamaForCausalLM(LlamaConfig(use_cache=False, **fields))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(use_cache=False, **fields))
     assert model.config._attn_implementation == "sdpa"
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     return model
 
 
-def new_adamw(model: torch.nn.Module, lr: float) -> AdamW:
-    """Return train.py's: vectors don't decay."""
-    parameters = list(model.parameters())
-    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY}
-    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
-    return AdamW([matrices, vectors], lr=lr, fused=True)
-
-
-class CountingCollator(DataCollatorForSeq2Seq):
+class CountingCollator(transformers.DataCollatorForSeq2Seq):
     """Pads to a batch's longest document; `tokens` are those that another one follows, `targets` are to be learnt."""
 
     tokens = targets = 0
@@ -73,7 +56,7 @@ class Peer:
         shared = Path("..")
         self.plan = plan = Plan(**json.loads((shared / "plan.json").read_text()))
         assert torch.cuda.is_available() == plan.is_cuda
-        set_seed(SEED)
+        transformers.set_seed(SEED)
         self.model = new_llama(plan.shape, plan.length)
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
         self.model.model.layers[0].mlp.down_proj.register_forward_hook(self._look_inside)
@@ -92,7 +75,11 @@ class Peer:
         return DataLoader(self.dataset, batch_size=self.plan.micro, pin_memory=self.plan.is_cuda)
 
     def optimizer(self) -> AdamW:
-        return new_adamw(self.model, self.plan.lr)
+        """Return train.py's: vectors don't decay."""
+        parameters = list(self.model.parameters())
+        matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY}
+        vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
+        return AdamW([matrices, vectors], lr=self.plan.lr, fused=True)
 
     def count(self, loss: Tensor) -> None:
         """Call it after each pass, in a loop that doesn't record by itself."""
@@ -132,7 +119,7 @@ class Peer:
 def train_trainer(strategy: str, peer: Peer) -> None:
     """Train with its defaults but for what the plan says, on sequences in our order or on padded documents."""
 
-    class Record(TrainerCallback):
+    class Record(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in logs:
                 peer.steps = state.global_step
@@ -140,7 +127,7 @@ def train_trainer(strategy: str, peer: Peer) -> None:
 
     plan, has_documents = peer.plan, strategy != "sequential"
     collator = CountingCollator(byte_tokenizer())
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         output_dir="trainer",
         use_cpu=not plan.is_cuda,
         bf16=plan.precision == "bf16",
@@ -161,7 +148,7 @@ def train_trainer(strategy: str, peer: Peer) -> None:
         seed=SEED,
     )
     extra: dict[str, Any] = {"data_collator": collator, "processing_class": byte_tokenizer()} if has_documents else {}
-    Trainer(peer.model, arguments, train_dataset=peer.dataset, callbacks=[Record()], **extra).train()
+    transformers.Trainer(peer.model, arguments, train_dataset=peer.dataset, callbacks=[Record()], **extra).train()
     counted = {"tokens": collator.tokens, "targets": collator.targets, "padded_tokens": peer.tokens}
     peer.finish(**(counted if has_documents else {}))
 
@@ -175,7 +162,7 @@ def train_plain(peer: Peer) -> None:
         gradient_accumulation_steps=plan.passes,
     )
     optimizer: Any = peer.optimizer()
-    scheduler: Any = get_scheduler("constant", optimizer)
+    scheduler: Any = transformers.get_scheduler("constant", optimizer)
     model: Any = peer.model
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, peer.loader(), scheduler)
     model.train()
@@ -191,8 +178,7 @@ def train_plain(peer: Peer) -> None:
 
 
 if __name__ == "__main__":
-    name = sys.argv[1]
-    if name == "plain":
+    if sys.argv[1] == "plain":
         train_plain(Peer())
     else:
-        train_trainer(name, Peer())
+        train_trainer(sys.argv[1], Peer())

@@ -12,7 +12,6 @@ loss over the first turn, within 10%, as their shuffling differs.
 import math
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,25 +79,24 @@ def by_hand(config: Config) -> None:
                 break
 
 
-def compare(question: str, target: float, steps: int, settings: dict[str, Any]) -> Comparison:
+def compare(question: str, target: float, steps: int, settings: dict[str, Any], folder: Path) -> Comparison:
     words = arguments(SETTINGS | settings | {"max_steps": (1 + ROUNDS) * steps})
     script = [sys.executable, "-m", "benchmarks.loop"]
-    with tempfile.TemporaryDirectory() as folder:
-        ours = Side([*script, "train", *words], Path(folder, "ours"), every=steps // LOG_EVERY)
-        theirs = Side([*script, "by_hand", *words], Path(folder, "theirs"), ends=r"^loss (.*)$", file="log")
-        theirs.every = ours.every
-        turns = take_turns(ROUNDS, (ours, theirs))
-        losses = [statistics.mean(side.values[: side.every]) for side in (ours, theirs)]
+    every = steps // LOG_EVERY
+    ours = Side([*script, "train", *words], folder / "ours", every=every)
+    theirs = Side([*script, "by_hand", *words], folder / "theirs", every=every, ends=r"^loss (.*)$", file="log")
+    turns = take_turns(ROUNDS, (ours, theirs))
+    losses = [statistics.mean(side.values[:every]) for side in (ours, theirs)]
     assert drift(losses[:1], losses[1:]) < 0.1, losses
     our_times, their_times = ([1000 * seconds / steps for seconds in of_side] for of_side in turns)
     return Comparison(question, "ms/step", our_times, their_times, target, is_gain=False)
 
 
-def measure(data_dir: Path) -> list[Comparison]:
+def measure(data_dir: Path, folder: Path) -> list[Comparison]:
     epochs = (1 + ROUNDS) * 4000 * BATCH // MLP_EXAMPLES
     return [
-        compare("loop: MNIST CNN, step", 1.03, 100, {"task.data_dir": data_dir}),
-        compare("loop: MLP of 0.15 ms, step", 1.25, 4000, {"task.name": "mlp", "epochs": epochs}),
+        compare("loop: MNIST CNN, step", 1.03, 100, {"task.data_dir": data_dir}, folder / "cnn"),
+        compare("loop: MLP of 0.15 ms, step", 1.25, 4000, {"task.name": "mlp", "epochs": epochs}, folder / "mlp"),
     ]
 
 

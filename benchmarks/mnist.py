@@ -18,7 +18,7 @@ activation, a tenth the floats that dropout draws, some 6% the images through PI
 import re
 import signal
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,39 +59,38 @@ def ours(data_dir: Path, folder: Path, config: str, precision: str, **settings: 
     return Epochs(train_py(settings, precision=precision), folder, CORES, ends=r'"eval/accuracy": ([\d.]+)')
 
 
-def measure(data_dir: Path, epochs: int = 4) -> list[Comparison]:
+def measure(data_dir: Path, folder: Path, epochs: int = 4) -> list[Comparison]:
     mnist(str(data_dir))  # downloads it where it is missing
     short = epochs if epochs == 14 else 2
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        main = theirs(data_dir, folder, epochs)
-        bf16 = ours(data_dir, folder / "bf16", "mnist_reference", "bf16", max_steps=epochs * STEPS)
-        fp32 = ours(data_dir, folder / "fp32", "mnist_reference", "fp32", max_steps=short * STEPS)
-        with running(main, bf16, fp32):
-            for run in (main, bf16, fp32):
-                run.start()
-            for epoch in range(epochs):
-                for run in (main, bf16, fp32)[: 3 if epoch < short else 2]:
-                    run.turn()
-            for run in (main, bf16, fp32):
-                run.finish()
-        reached = [right / TESTED for right in main.values]
-        for run, length, precision in ((bf16, epochs, "bf16"), (fp32, short, "fp32")):
-            last, expected, summary = run.values[-1], reached[length - 1], run.summary
-            print(f"test accuracy after {length} epochs of {precision}: {last:.4f}, theirs {expected:.4f}", flush=True)
-            assert last > expected - (0.001 if length == 14 else 0.003)
-            assert (summary["epoch"], summary["step"], summary["precision"]) == (length, STEPS * length, precision)
-            assert summary["parameters"] == 1_199_882
-        first = next((i for i, accuracy in enumerate(reached, start=1) if accuracy >= 0.99), epochs)
-        print(f"theirs {'reached' if reached[first - 1] >= 0.99 else 'did not reach'} 99% by epoch {first}")
-        times = []
-        for seed in range(2):
-            fast = ours(data_dir, folder / f"fast-{seed}", "mnist_fast", "bf16", seed=seed)
-            with running(fast):
-                fast.start()
-                while not fast.values or fast.values[-1] < 0.99:
-                    fast.turn()
-            times.append(sum(fast.seconds))
+    main = theirs(data_dir, folder, epochs)
+    bf16 = ours(data_dir, folder / "bf16", "mnist_reference", "bf16", max_steps=epochs * STEPS)
+    fp32 = ours(data_dir, folder / "fp32", "mnist_reference", "fp32", max_steps=short * STEPS)
+    runs = (main, bf16, fp32)
+    with running(*runs):
+        for run in runs:
+            run.start()
+        for epoch in range(epochs):
+            for run in runs[: 3 if epoch < short else 2]:
+                run.turn()
+        for run in runs:
+            run.finish()
+    reached = [right / TESTED for right in main.values]
+    for run, length, precision in ((bf16, epochs, "bf16"), (fp32, short, "fp32")):
+        last, expected, summary = run.values[-1], reached[length - 1], run.summary
+        print(f"test accuracy after {length} epochs of {precision}: {last:.4f}, theirs {expected:.4f}", flush=True)
+        assert last > expected - (0.001 if length == 14 else 0.003)
+        assert (summary["epoch"], summary["step"], summary["precision"]) == (length, STEPS * length, precision)
+        assert summary["parameters"] == 1_199_882
+    first = next((i for i, accuracy in enumerate(reached, start=1) if accuracy >= 0.99), epochs)
+    print(f"theirs {'reached' if reached[first - 1] >= 0.99 else 'did not reach'} 99% by epoch {first}")
+    times = []
+    for seed in range(2):
+        fast = ours(data_dir, folder / f"fast-{seed}", "mnist_fast", "bf16", seed=seed)
+        with running(fast):
+            fast.start()
+            while not fast.values or fast.values[-1] < 0.99:
+                fast.turn()
+        times.append(sum(fast.seconds))
     needed = [sum(main.seconds[:first])] * len(times)
     recipe = "MNIST, reference recipe"
     return [
@@ -104,4 +103,4 @@ def measure(data_dir: Path, epochs: int = 4) -> list[Comparison]:
 if __name__ == "__main__":
     is_full = "--full" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--full"]
-    pairs.main(lambda data_dir: measure(data_dir, 14 if is_full else 4), __doc__)
+    pairs.main(partial(measure, epochs=14 if is_full else 4), __doc__)

@@ -17,7 +17,6 @@ padded is asserted in tests/test_language_model.py.
 Where the time goes: on padding, three quarters of a batch in random order, 40% sorted by length, a few percent packed.
 """
 
-import tempfile
 from pathlib import Path
 
 from benchmarks import pairs
@@ -33,24 +32,22 @@ SHAPE = {
 }  # fmt: skip
 
 
-def measure(_: Path) -> list[Comparison]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_instructions(folder, DOCUMENTS, MEDIAN, LENGTH)
-        settings = Plan(SHAPE, LENGTH, BATCH, epochs=1 + ROUNDS).settings(folder / "data")
-        task = load_config(arguments(settings | {"output_dir": folder / "none"})).task
-        steps = -(-len(task.build_datasets()[0]) // BATCH)
-        plan = Plan(SHAPE, LENGTH, BATCH, epochs=1 + ROUNDS, micro=-(-DOCUMENTS // steps))
-        every = {"log_every": steps, "eval_every": (1 + ROUNDS) * steps}
-        ours = Side(train_py(settings | every, precision="bf16"), folder / "packed", CORES)
-        padded, grouped = (
-            Side(plan.peer(f"language_peers.{strategy}", folder), folder / strategy, CORES)
-            for strategy in ("random", "group_by_length")
-        )
-        turns = take_turns(ROUNDS, (ours, padded, grouped))
-        data, done = train_data(ours), [work(side) for side in (padded, grouped)]
-        padding = [1 - theirs["tokens"] / theirs.pop("padded_tokens") for theirs in done]
-        expected = work(ours) | {"targets": (1 + ROUNDS) * data["targets"]}
+def measure(_: Path, folder: Path) -> list[Comparison]:
+    write_instructions(folder, DOCUMENTS, MEDIAN, LENGTH)
+    settings = Plan(SHAPE, LENGTH, BATCH, epochs=1 + ROUNDS).settings(folder / "data")
+    task = load_config(arguments(settings | {"output_dir": folder / "none"})).task
+    steps = -(-len(task.build_datasets()[0]) // BATCH)
+    plan = Plan(SHAPE, LENGTH, BATCH, epochs=1 + ROUNDS, micro=-(-DOCUMENTS // steps))
+    every = {"log_every": steps, "eval_every": (1 + ROUNDS) * steps}
+    ours = Side(train_py(settings | every, precision="bf16"), folder / "packed", CORES)
+    padded, grouped = (
+        Side(plan.peer(f"language_peers.{strategy}", folder), folder / strategy, CORES)
+        for strategy in ("random", "group_by_length")
+    )
+    turns = take_turns(ROUNDS, (ours, padded, grouped))
+    data, done = train_data(ours), [work(side) for side in (padded, grouped)]
+    padding = [1 - theirs["tokens"] / theirs.pop("padded_tokens") for theirs in done]
+    expected = work(ours) | {"targets": (1 + ROUNDS) * data["targets"]}
     assert data["truncated"] == 0
     assert_same_work({"packed": expected, "padded": done[0], "grouped": done[1]})
     print(f"{expected}; padding {1 - data['tokens'] / (data['sequences'] * LENGTH):.1%}, theirs {padding}")

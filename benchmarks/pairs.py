@@ -5,6 +5,7 @@ import json
 import signal
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,11 +18,9 @@ class Comparison:
     question: str
     """What is compared, in a few words; names the row in results.json."""
     unit: str
-    """Of `ours` and `theirs`."""
     ours: list[float]
-    """One value per round."""
+    """In `unit`, one value per round, as `theirs`: each was measured right before or after ours."""
     theirs: list[float]
-    """Of the same rounds: each was measured right before or after ours."""
     target: float
     """What the median ratio is to reach."""
     is_gain: bool
@@ -83,18 +82,15 @@ def load(file: Path) -> list[Comparison]:
     return [Comparison(**row) for row in json.loads(file.read_text())]
 
 
-def main(measure: Callable[[Path], list[Comparison]], doc: str | None) -> None:
-    """Run the command line of a benchmark.
-
-    Args:
-        measure: answers its questions; takes the folder with MNIST.
-    """
+def main(measure: Callable[[Path, Path], list[Comparison]], doc: str | None) -> None:
+    """Run the command line of a benchmark: `measure` takes the folder with MNIST, and one to work in."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", type=Path, default="data", help="folder with MNIST; downloaded where missing")
     parser.add_argument("--save", type=Path, help="a file for the rows, as JSON")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else it would leave stopped processes behind
-    rows = measure(chosen.data_dir.absolute())
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(chosen.data_dir.absolute(), Path(folder))
     print(table(rows))
     if chosen.save:
         save(rows, chosen.save)

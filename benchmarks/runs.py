@@ -53,15 +53,16 @@ def arguments(settings: dict[str, Any]) -> list[str]:
 
 @dataclass
 class Side:
-    """A command in a session of its own, which can be made to compute only while it is its turn."""
+    """A command in a session of its own, which can be made to compute only while it is its turn.
+
+    It runs in `folder`, on as many threads (None: as the libraries choose, and one GPU). A turn ends when `every` more
+    matches of the pattern `ends`, whose group is a number, are in `file`.
+    """
 
     command: list[str]
     folder: Path
-    """Where it runs; is created."""
     threads: int | None = 1
-    """None: as many as the libraries choose, and one GPU."""
     ends: str = LOSS
-    """A turn ends when `every` more matches of this pattern are in `file`; its group is a number."""
     every: int = 1
     file: str = "run/metrics.jsonl"
     process: psutil.Popen | None = None
@@ -114,17 +115,16 @@ class Side:
         self.signal(signal.SIGSTOP)
         return time.perf_counter() - started
 
-    def finish(self) -> str:
-        """Let it come to its end. Return what it printed."""
+    def finish(self) -> None:
+        """Let it come to its end."""
         self.signal(signal.SIGCONT)
         self.wait()
-        return self.log
 
-    def run(self) -> str:
-        """Start it and wait for its end. Return what it printed."""
+    def run(self) -> None:
+        """Start it and wait for its end."""
         with running(self):
             self.start()
-            return self.finish()
+            self.wait()
 
     def wait(self, is_done: Callable[[], bool] | None = None) -> None:
         """Wait until `is_done`; without it, until the process has ended.

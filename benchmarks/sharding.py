@@ -14,7 +14,6 @@ as tests/count_bytes.py counts them under the same yaml: resident memory would a
 """
 
 import json
-import tempfile
 from pathlib import Path
 
 from benchmarks import pairs
@@ -43,22 +42,21 @@ def assert_equal_work(side: Side, ddp: Side) -> None:
 
 def bytes_held(yaml: str, folder: Path) -> float:
     """Return those of the process that holds most."""
-    printed = Side([*launch(yaml, PROCESSES), "-m", "tests.count_bytes"], folder / f"bytes-{yaml}").run()
-    counts = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    side = Side([*launch(yaml, PROCESSES), "-m", "tests.count_bytes"], folder / f"bytes-{yaml}")
+    side.run()
+    counts = [json.loads(line) for line in side.log.splitlines() if line.startswith("{")]
     assert [count["strategy"] for count in counts] == [yaml] * PROCESSES
     return max(count["parameters"] + count["gradients"] + count["optimizer"] for count in counts)
 
 
-def measure(_: Path) -> list[Comparison]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_text(folder, (WARM_UP + ROUNDS) * BATCH, LENGTH)
-        settings = Plan(LLAMA, LENGTH, BATCH).settings(folder / "data")
-        sides = [Side(train_py(settings, yaml, PROCESSES), folder / yaml) for yaml in YAMLS]
-        ddp, fsdp, grad_op = take_turns(ROUNDS, sides, WARM_UP)
-        for side in sides:
-            assert_equal_work(side, sides[0])
-        ddp_bytes, fsdp_bytes, grad_op_bytes = ([bytes_held(yaml, folder) / 1e6] for yaml in YAMLS)
+def measure(_: Path, folder: Path) -> list[Comparison]:
+    write_text(folder, (WARM_UP + ROUNDS) * BATCH, LENGTH)
+    settings = Plan(LLAMA, LENGTH, BATCH).settings(folder / "data")
+    sides = [Side(train_py(settings, yaml, PROCESSES), folder / yaml) for yaml in YAMLS]
+    ddp, fsdp, grad_op = take_turns(ROUNDS, sides, WARM_UP)
+    for side in sides:
+        assert_equal_work(side, sides[0])
+    ddp_bytes, fsdp_bytes, grad_op_bytes = ([bytes_held(yaml, folder) / 1e6] for yaml in YAMLS)
     what = "against ddp, 97.5M Llama, fp32, x2"
     return [
         Comparison(f"sharding: step, fsdp {what}", "s", fsdp, ddp, 1.35, is_gain=False),

@@ -32,13 +32,12 @@ def until(says: str, command: list[str]) -> Callable[[], float]:
     return seconds
 
 
-def measure(data_dir: Path) -> list[Comparison]:
+def measure(data_dir: Path, folder: Path) -> list[Comparison]:
     settings = {"config": PROJECT / "configs/mnist.yaml", "task.data_dir": data_dir, "log_every": 1, "max_steps": 2}
-    with tempfile.TemporaryDirectory() as folder:
-        empty = Path(folder) / "empty.py"
-        empty.write_text("from accelerate import Accelerator\nAccelerator()\nprint('built', flush=True)\n")
-        first_step = until("step      1/", train_py(settings))
-        ours, theirs = in_turn(5, first_step, until("built", [*launch("cpu"), str(empty)]))
+    empty = folder / "empty.py"
+    empty.write_text("from accelerate import Accelerator\nAccelerator()\nprint('built', flush=True)\n")
+    first_step = until("step      1/", train_py(settings))
+    ours, theirs = in_turn(5, first_step, until("built", [*launch("cpu"), str(empty)]))
     return [Comparison("start-up: first MNIST step, empty script", "s", ours, theirs, 1.6, is_gain=False)]
 
 
