@@ -45,9 +45,9 @@ def worse(rows: list[Comparison], committed: dict[str, Comparison]) -> dict[str,
     found = {}
     for now in rows:
         then = committed.get(now.question, now)
-        best_gain, least_gain = max(now.ratios), min(then.ratios) * (1 - MARGIN)
-        least_cost, most_cost = min(now.ratios), max(then.ratios) * (1 + MARGIN)
-        if best_gain < least_gain if now.is_gain else least_cost > most_cost:
+        has_less = max(now.ratios) < min(then.ratios) * (1 - MARGIN)
+        has_more = min(now.ratios) > max(then.ratios) * (1 + MARGIN)
+        if has_less if now.is_gain else has_more:
             found[now.question] = f"{now.question}: {now.ratio:.3g}, was {then.ratio:.3g}"
     return found
 

@@ -56,7 +56,7 @@ def save_states() -> None:
 def llama(folder: Path, shape: dict[str, int], steps: int) -> Side:
     """Return a training that saves each STEPS steps and tells the pauses, in ms."""
     settings = Plan(shape, length=32, batch=1).settings(folder / "data") | {"max_steps": steps, "save_every": STEPS}
-    return Side(train_py(settings | {"eval_every": NEVER}), folder / f"llama-{shape['hidden_size']}", **PAUSES)
+    return Side(train_py(settings), folder / f"llama-{shape['hidden_size']}", **PAUSES)
 
 
 def newest(side: Side) -> Path:
@@ -109,9 +109,8 @@ def measure(_: Path, folder: Path) -> list[Comparison]:
     early = session(folder, 9)[1]
     late = session(folder, 929, early)[1]
     times = in_turn(REPEATS, lambda: session(folder, 10, early)[0], lambda: session(folder, 930, late)[0])
-    print(f"size on disk / bytes of tensors   {size / tensors:.4f}")
-    print(f"peak memory of an export          {peak / 1e9:.2f} GB")
-    print(f"  model, one shard                {model / 1e9:.2f} GB, {size / 1e9:.2f} GB")
+    print(f"size on disk / bytes of tensors: {size / tensors:.4f}")
+    print(f"peak memory of an export: {peak / 1e9:.2f} GB; model, one shard: {model / 1e9:.2f} GB, {size / 1e9:.2f} GB")
     return [
         Comparison("pause per save, 100M, save_state", "ms", ours.values[1:], theirs.values[1:], 1, is_gain=False),
         Comparison("session resumed at 99%, at 1%", "s", times[1], times[0], 1.05, is_gain=False),

@@ -49,17 +49,14 @@ def measure(_: Path, folder: Path) -> list[Comparison]:
         assert off <= within, f"{compared}: a loss {off:.0e} away from that of one process"
     names = [side.folder.name for side in sides]
     times = {name: [1e3 * s / INTERVAL for s in seconds] for name, seconds in zip(names, turns, strict=True)}
-
-    def compare(what: str, ours: str, theirs: str, target: float) -> Comparison:
-        return Comparison(what, "ms/step", times[ours], times[theirs], target, is_gain=True)
-
-    return [
-        compare("2 processes, bf16 hook, against 1", "ddp_bf16_hook", "one", 1.55),
-        compare("2 processes, DDP, against 1", "ddp", "one", 1.43),
-        compare("2 processes, bf16 hook, against by hand", "ddp_bf16_hook", "by hand", 1.4),
-        compare("2 processes, DDP, against by hand", "ddp", "by hand", 1.3),
-        compare("2 processes that share nothing (the limit), against 1", "apart", "one", 1),
-    ]
+    questions = (
+        ("2 processes, bf16 hook, against 1", "ddp_bf16_hook", "one", 1.55),
+        ("2 processes, DDP, against 1", "ddp", "one", 1.43),
+        ("2 processes, bf16 hook, against by hand", "ddp_bf16_hook", "by hand", 1.4),
+        ("2 processes, DDP, against by hand", "ddp", "by hand", 1.3),
+        ("2 processes that share nothing (the limit), against 1", "apart", "one", 1),
+    )
+    return [Comparison(what, "ms/step", times[a], times[b], target, is_gain=True) for what, a, b, target in questions]
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@
 
 MNIST's 10,000 test images, on gloo, one thread each, batches of 64, fp32. Theirs is the loop of Accelerate's examples:
 `.item()` of the loss, `gather_for_metrics` of predictions and labels and `add_batch` of the metric in each batch. Ours
-is `evaluate` of train.py: sums in a local tensor, one reduce, one gather and the same metric at the end, and, unlike
-theirs, a loss that counts no example twice. Both give the same number of correct answers, asserted.
-
-Two models: the CNN, whose forward pass takes most of the time on a CPU, and a linear one, which shows the loops
-themselves, as a GPU would. Of ours, the metric takes the larger part (`evaluate` looks at each number by itself).
+is `evaluate` of train.py: one reduce, one gather and the same metric at the end, and, unlike theirs, a loss that counts
+no example twice. Both give the same number of correct answers, asserted. Two models: the CNN, whose forward pass takes
+most of the time on a CPU, and a linear one, which shows the loops themselves, as a GPU would.
 """
 
 import json
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -47,20 +44,6 @@ class Linear(nn.Module):
         return self.layer(images.flatten(1).float() / 255)
 
 
-def correct_answers(accelerator: Accelerator, model: nn.Module, loader: DataLoader[dict[str, torch.Tensor]]) -> int:
-    """Count them as Accelerate's examples do."""
-    model.eval()
-    loss_sum, metric = 0.0, Accuracy()
-    for batch in loader:
-        with torch.no_grad():
-            logits = model(batch["images"])
-        loss_sum += cross_entropy(logits, batch["labels"]).item()
-        predictions, references = accelerator.gather_for_metrics((logits.argmax(1), batch["labels"]))
-        metric.add_batch(predictions=predictions, references=references)
-    model.train()
-    return round(metric.compute()["accuracy"] * TESTED)
-
-
 def measure_in_process(data_dir: str) -> None:
     """Measure as one of the two; the first writes its times."""
     config = load_config(arguments({"task.data_dir": data_dir, "global_batch_size": 128}))
@@ -85,7 +68,16 @@ def measure_in_process(data_dir: str) -> None:
             return round(results[0]["eval/accuracy"] * TESTED)
 
         def theirs() -> int:
-            return correct_answers(accelerator, model, loader)
+            model.eval()
+            loss_sum, metric = 0.0, Accuracy()
+            for batch in loader:
+                with torch.no_grad():
+                    logits = model(batch["images"])
+                loss_sum += cross_entropy(logits, batch["labels"]).item()
+                predictions, references = accelerator.gather_for_metrics((logits.argmax(1), batch["labels"]))
+                metric.add_batch(predictions=predictions, references=references)
+            model.train()
+            return round(metric.compute()["accuracy"] * TESTED)
 
         ours()  # imports `evaluate`
         found = in_turn(ROUNDS, lambda: seconds(ours, counts), lambda: seconds(theirs, counts))

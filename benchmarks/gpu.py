@@ -100,11 +100,7 @@ class Bench:
 
 
 def train(bench: Bench, yaml: str, plan: Plan, folder: Path, **settings: Any) -> tuple[Side, int]:
-    """Run train.py on folder/data until it has trained the plan's epochs, and end it there.
-
-    Returns:
-        The run, and the GPU's memory in use by then, in MiB.
-    """
+    """Run train.py on folder/data for the plan's epochs, and end it there. Return it, and the GPU's MiB in use then."""
     side = bench.ours(plan.settings(folder / "data") | {"save_every": NEVER, **settings}, yaml, folder / yaml)
     with running(side):
         side.start()
@@ -120,39 +116,33 @@ def peer(bench: Bench, name: str, plan: Plan, folder: Path) -> tuple[Side, list[
     return side, np.diff([record["time"] for record in side.records]).tolist()
 
 
-# ----------------------------------------------------------------------------------------------------------- mnist
 def mnist(bench: Bench) -> Iterator[Comparison]:
-    def run(config: str, name: str, has_graphs: bool, **settings: Any) -> Side:
+    def run(config: str, has_graphs: bool, **settings: Any) -> Side:
         settings |= {"config": PROJECT / "configs" / f"{config}.yaml", "task.data_dir": bench.data_dir}
+        settings |= {"save_every": NEVER, "cuda_graphs": has_graphs and not bench.is_smoke}
         if bench.is_smoke:
             settings |= {"max_steps": 20, "eval_every": NEVER, "log_every": 5}
-        elif has_graphs:
-            settings["cuda_graphs"] = True
-        side = bench.ours(settings, "single_gpu", bench.folder / name)
+        side = bench.ours(settings, "single_gpu", Path(tempfile.mkdtemp(dir=bench.folder)))
         side.run()
         return side
 
-    def milliseconds(name: str, has_graphs: bool) -> list[float]:
+    def milliseconds(has_graphs: bool) -> list[float]:
         """Return those of a step in an epoch, in each interval but the first, in which libraries are loaded."""
-        settings = {"max_steps": 938, "log_every": 134, "eval_every": NEVER, "save_every": NEVER}
-        records = run("mnist_reference", name, has_graphs, **settings).records
+        records = run("mnist_reference", has_graphs, max_steps=938, log_every=134, eval_every=NEVER).records
         return [64e3 / record["perf/samples_per_second"] for record in records][1:]
 
     for config, epochs, seconds, accuracy in (("mnist_reference", 14, 10.0, 99.1), ("mnist_fast", None, 2.0, 99.0)):
-        found = run(config, config, has_graphs=True, save_every=NEVER, log_every=938).summary
+        found = run(config, has_graphs=True, log_every=938).summary
         assert bench.is_smoke or (found["device"] == "cuda" and epochs in (None, round(found["epoch"])))
         print(
-            f"{config}: {found['step']} steps, {found['epoch']:.3g} epochs, {found['eval/accuracy']:.2%} in "
-            f"{found['seconds']:.2f} s, {found['save_pause_seconds']:.2f} of them pauses for checkpoints"
+            config, {name: found[name] for name in ("step", "epoch", "eval/accuracy", "seconds", "save_pause_seconds")}
         )
         yield Comparison(f"{config}, single_gpu.yaml", "s", [found["seconds"]], [seconds], 1.0, is_gain=False)
         yield Comparison(f"{config}: accuracy", "%", [100 * found["eval/accuracy"]], [accuracy], 1.0, True, True)
-    ours, theirs = milliseconds("with_graphs", True), milliseconds("without", False)
     question = "mnist: a step with cuda_graphs against one without"
-    yield Comparison(question, "ms", ours, theirs, 1.0, is_gain=True)
+    yield Comparison(question, "ms", milliseconds(True), milliseconds(False), 1.0, is_gain=True)
 
 
-# ----------------------------------------------------------------------------------------------------------- llama
 @cache
 def train_llama(bench: Bench, yaml: str) -> tuple[Side, list[float]]:
     """Run it once per yaml: the questions share it. Return it, and the tokens per second of each interval but one."""
@@ -190,7 +180,6 @@ def llama(bench: Bench) -> Iterator[Comparison]:
             yield Comparison(f"{what}, {label}", "tokens/s", ours, theirs, 1.25, True, True)
 
 
-# --------------------------------------------------------------------------------------------------------- packing
 def packing(bench: Bench) -> Iterator[Comparison]:
     folder, (documents, median) = bench.folder / "packing", (200, 15) if bench.is_smoke else (1024, 200)
     plan = bench.plan(SMALL, 2048, 8, epochs=3)
@@ -211,15 +200,12 @@ def packing(bench: Bench) -> Iterator[Comparison]:
     off, padded = theirs.pop("steps") / done.pop("steps") - 1, theirs.pop("padded_tokens")
     assert abs(off) < 0.05, f"their steps are {off:+.0%}"
     assert_same_work({"packed": done | {"targets": plan.epochs * data["targets"]}, "padded": theirs})
-    print(
-        f"packing: {done}; padding {1 - data['tokens'] / (data['sequences'] * plan.length):.1%} packed, "
-        f"{1 - done['tokens'] / padded:.1%} padded, {off:+.1%} steps there"
-    )
+    paddings = 1 - data["tokens"] / (data["sequences"] * plan.length), 1 - done["tokens"] / padded
+    print(f"packing: {done}; padding {paddings[0]:.1%} packed, {paddings[1]:.1%} padded, {off:+.1%} steps there")
     question, speeds = f"packing {done['parameters'] / 1e6:.3g}M, Trainer padded", [data["tokens"] / s for s in seconds]
     yield Comparison(question, "real tokens/s", ours, speeds, 3.0, is_gain=True, is_speed=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- fp8
 def fp8(bench: Bench) -> Iterator[Comparison]:
     (half, half_speeds), (eighth, speeds) = (train_llama(bench, yaml) for yaml in ("fsdp", "fsdp_fp8"))
     assert_same_work({"fsdp": work(half) | {"precision": "fp8"}, "fsdp_fp8": work(eighth)})
@@ -229,7 +215,6 @@ def fp8(bench: Bench) -> Iterator[Comparison]:
     yield Comparison(f"{question}: loss", "nats", eighth.values, half.values, 0.0, is_gain=True)
 
 
-# --------------------------------------------------------------------------------------------------------- offload
 @cache
 def train_layers(bench: Bench, yaml: str, layers: int) -> tuple[float, float, int] | None:
     """Train three steps. Return billions of parameters, seconds per step and MiB of the GPU; None: they don't fit."""
@@ -280,7 +265,6 @@ def usable_memory() -> int:
     return int(0.8 * free)
 
 
-# ------------------------------------------------------------------------------------------------------------ main
 QUESTIONS = {"mnist": mnist, "llama": llama, "packing": packing, "fp8": fp8, "offload": offload}
 
 

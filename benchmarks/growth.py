@@ -4,13 +4,11 @@
 
 The MNIST CNN in fp32, one thread per process; each run in fresh processes, twice. Nothing here should grow, which is a
 slope of 0 in a log-log fit, but for DDP's exchange, which one process doesn't have: it is compared from 2 to 4.
-- images: as many steps on 6,000, 20,000 and 60,000 images (random ones). Memory is that of the process at its peak
-  without the data set itself, 792 bytes an image.
-- steps: the first, fifth and last tenth of one long run, which has saves in each. Memory is what
-  is resident at the end of each tenth, so that a leak of a few bytes per step shows: a peak would hide it.
-- processes: 1, 2 and 4 (ddp.yaml, gloo) with the same micro-batch of each, on bundled digits. More processes than
-  cores wait for each other: time is a step's, divided by the number of processes that share a core.
-
+- images: as many steps on 6,000 to 60,000 random images. Memory is that at the peak without the data set itself.
+- steps: the first, fifth and last tenth of one long run, which has saves in each. Memory is what is resident at the end
+  of each tenth, so that a leak of a few bytes per step shows.
+- processes: 1, 2 and 4 (ddp.yaml, gloo) with the same micro-batch of each, on bundled digits. Time is a step's, divided
+  by the number of processes that share a core.
 Equal work, which is asserted: the same number of steps and of images per step and process.
 """
 

@@ -1,7 +1,5 @@
 """Language models: what train.py and its peers are both told, the data, and what each says that it did."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -62,7 +60,6 @@ class Plan:
         return [sys.executable, "-m", f"benchmarks.{module}", argument]
 
 
-# -------------------------------------------------------------------------------------------------------------- data
 def generated(size: int, source: random.Random) -> str:
     """Return `size` bytes of words that a model can learn: a few are frequent, most are rare."""
     words = ["".join(source.choices("etaoinshrdlu", k=source.randint(1, 8))) for _ in range(1000)]
@@ -103,12 +100,8 @@ def tokenised(folder: Path) -> list[dict[str, list[int]]]:
     return documents
 
 
-# -------------------------------------------------------------------------------------------------------------- work
 def work(side: Side) -> dict[str, Any]:
-    """Return what a side did: parameters, steps, tokens, device and precision; a peer counts it itself.
-
-    Of documents, tokens are those that are followed by another of theirs, and there are targets too.
-    """
+    """Return what a side did. Of documents, tokens are those that are followed by another of theirs."""
     if (side.folder / "work.json").exists():
         return json.loads((side.folder / "work.json").read_text())
     last = side.records[-1]

@@ -2,11 +2,9 @@
 
     python -m benchmarks.language_peers sequential|random|group_by_length|plain
 
-Started by the benchmarks in a folder of its own, next to plan.json and the data. Each writes run/metrics.jsonl as
-train.py does, with a loss and a time per interval, and work.json at the end.
+Started in a folder of its own, next to plan.json and the data. Each writes run/metrics.jsonl as train.py does, with a
+loss and a time per interval, and work.json at the end.
 """
-
-from __future__ import annotations
 
 import json
 import sys
@@ -53,20 +51,18 @@ class Peer:
     """A fresh model, and what a training of it did: counted in the model, so that no loop can be wrong about it."""
 
     def __init__(self) -> None:
-        shared = Path("..")
-        self.plan = plan = Plan(**json.loads((shared / "plan.json").read_text()))
+        self.plan = plan = Plan(**json.loads(Path("../plan.json").read_text()))
         assert torch.cuda.is_available() == plan.is_cuda
         transformers.set_seed(SEED)
         self.model = new_llama(plan.shape, plan.length)
-        self.model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self.model.model.layers[0].mlp.down_proj.register_forward_hook(self._look_inside)
+        self.model.model.layers[0].mlp.down_proj.register_forward_hook(self._count)
         self.dataset: Any
-        if (shared / "sequences.npy").exists():
-            rows = torch.from_numpy(np.load(shared / "sequences.npy"))
+        if Path("../sequences.npy").exists():
+            rows = torch.from_numpy(np.load("../sequences.npy"))
             self.dataset = [{"input_ids": row, "labels": row} for row in rows]
         else:
-            self.dataset = tokenised(shared)
-        self.tokens, self.steps, self.passes = 0, 0, 0
+            self.dataset = tokenised(Path(".."))
+        self.tokens = self.steps = self.passes = 0
         self.loss: Any = 0.0
         self.dtype, self.device = torch.float32, "cpu"
         Path("run").mkdir()
@@ -109,10 +105,8 @@ class Peer:
         }
         Path("work.json").write_text(json.dumps(work | counted))
 
-    def _count(self, module: Any, inputs: Any, arguments: dict[str, Any]) -> None:
-        self.tokens += arguments["input_ids"].numel()
-
-    def _look_inside(self, module: Any, inputs: Any, output: Tensor) -> None:
+    def _count(self, module: Any, inputs: Any, output: Tensor) -> None:
+        self.tokens += output.shape[:2].numel()
         self.dtype, self.device = output.dtype, output.device.type
 
 

@@ -1,8 +1,6 @@
-"""What language models are compared with besides: the Trainer of Lightning, and a loop on Lightning Fabric.
+"""Peers as in benchmarks/language_peers.py: the Trainer of Lightning, and a loop on Lightning Fabric.
 
-    python -m benchmarks.lightning_peers trainer|fabric
-
-See benchmarks/language_peers.py. Lightning is among benchmarks/requirements.txt.
+python -m benchmarks.lightning_peers trainer|fabric
 """
 
 import sys
@@ -37,10 +35,7 @@ def train_trainer(peer: Peer) -> None:
         accelerator="cpu",
         precision=PRECISIONS[peer.plan.precision],
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     trainer.fit(Module(), peer.loader())
     peer.finish()

@@ -101,9 +101,8 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
 
 
 if __name__ == "__main__":
-    trained = {"train": train, "by_hand": by_hand}.get("".join(sys.argv[1:2]))
-    if trained:
+    if sys.argv[1:2] in (["train"], ["by_hand"]):
         TASKS["mlp"] = Mlp
-        trained(load_config(sys.argv[2:]))
+        (train if sys.argv[1] == "train" else by_hand)(load_config(sys.argv[2:]))
     else:
         pairs.main(measure, __doc__)

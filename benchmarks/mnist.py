@@ -3,16 +3,14 @@
     python -m benchmarks.mnist [--data_dir=DIR] [--full]
 
 Theirs is mnist/main.py of pytorch/examples, unchanged (peers/mnist_main.py), on the CPU. Ours is
-configs/mnist_reference.yaml, its recipe, in bf16 and in fp32. The three take turns of an epoch, training and test, with
-a line each ten steps; start-up and the first ten steps are apart. Then, alone, configs/mnist_fast.yaml: 99% as soon as
-possible, against what theirs took until it first said so.
+configs/mnist_reference.yaml, its recipe, in bf16 and in fp32. They take turns of an epoch with its test; start-up and
+the first ten steps are apart. Then, alone, configs/mnist_fast.yaml, against what theirs took until it first said 99%.
 
 Of fp32 the first two epochs, of the others four; with --full all 14, half an hour. Asserted: the same number of images,
 steps and parameters, and after each run's last epoch an accuracy that is no more than 0.3 points lower than theirs by
 then (0.1 with --full; one seed's accuracy after 4 epochs varies by 0.1).
 
-Where their time goes, and ours not: a third of a step is memory that glibc fetches from the kernel anew for each
-activation, a tenth the floats that dropout draws, some 6% the images through PIL, one at a time.
+A third of their step is memory fetched from the kernel anew, a tenth dropout's floats, 6% images through PIL.
 """
 
 import re
@@ -32,31 +30,24 @@ STEPS = -(-IMAGES // 64)
 TEN_STEPS = re.compile(r"^(Train Epoch: 1 \[640/|step +10/)", re.MULTILINE)
 
 
-class Epochs(Side):
-    """A training whose turns are epochs, each with its test; before the first of them come ten steps."""
-
-    def start(self) -> None:
-        super().start()
-        self.seconds: list[float] = []
-        self.wait(lambda: TEN_STEPS.search(self.log) is not None)
-        self.signal(signal.SIGSTOP)
-
-    def turn(self) -> float:
-        self.seconds.append(super().turn())
-        return self.seconds[-1]
+def begin(side: Side) -> None:
+    """Start it, and stop it after ten steps, in front of its first turn, which is an epoch with its test."""
+    side.start()
+    side.wait(lambda: TEN_STEPS.search(side.log) is not None)
+    side.signal(signal.SIGSTOP)
 
 
-def theirs(data_dir: Path, folder: Path, epochs: int) -> Epochs:
+def theirs(data_dir: Path, folder: Path, epochs: int) -> Side:
     raw = next(data_dir.rglob("train-images-idx3-ubyte")).parent
     (folder / "data" / "MNIST").mkdir(parents=True)
     (folder / "data" / "MNIST" / "raw").symlink_to(raw)
     command = [sys.executable, f"{PROJECT}/benchmarks/peers/mnist_main.py", "--no-accel", f"--epochs={epochs}"]
-    return Epochs(command, folder / "main", CORES, ends=rf"Accuracy: (\d+)/{TESTED}", file="log")
+    return Side(command, folder / "main", CORES, ends=rf"Accuracy: (\d+)/{TESTED}", file="log")
 
 
-def ours(data_dir: Path, folder: Path, config: str, precision: str, **settings: Any) -> Epochs:
+def ours(data_dir: Path, folder: Path, config: str, precision: str, **settings: Any) -> Side:
     settings |= {"config": PROJECT / "configs" / f"{config}.yaml", "task.data_dir": data_dir, "log_every": 10}
-    return Epochs(train_py(settings, precision=precision), folder, CORES, ends=r'"eval/accuracy": ([\d.]+)')
+    return Side(train_py(settings, precision=precision), folder, CORES, ends=r'"eval/accuracy": ([\d.]+)')
 
 
 def measure(data_dir: Path, folder: Path, epochs: int = 4) -> list[Comparison]:
@@ -68,7 +59,7 @@ def measure(data_dir: Path, folder: Path, epochs: int = 4) -> list[Comparison]:
     runs = (main, bf16, fp32)
     with running(*runs):
         for run in runs:
-            run.start()
+            begin(run)
         for epoch in range(epochs):
             for run in runs[: 3 if epoch < short else 2]:
                 run.turn()
@@ -87,7 +78,7 @@ def measure(data_dir: Path, folder: Path, epochs: int = 4) -> list[Comparison]:
     for seed in range(2):
         fast = ours(data_dir, folder / f"fast-{seed}", "mnist_fast", "bf16", seed=seed)
         with running(fast):
-            fast.start()
+            begin(fast)
             while not fast.values or fast.values[-1] < 0.99:
                 fast.turn()
         times.append(sum(fast.seconds))

@@ -6,15 +6,11 @@ Ours is train.py under `accelerate launch` with packing, theirs the `Trainer` of
 their longest document: in random order, as it does by default, and with train_sampling_strategy="group_by_length",
 which is the best that takes no more than a setting. They take turns, an epoch each, in bf16 with two threads.
 
-The data: 500 prompts with completions, whose lengths together are log-normal as those of instruction data are, with
-a median of 60 bytes, sigma 1, cut at 510. A token is a byte. The model: a Llama of 3.7 million parameters.
-
-Equal work, asserted: the same documents, each once per epoch, of which the completions are learnt; optimizer steps
-(ours with 4 sequences of 512, theirs with as many documents as make as many steps), real tokens, those that are
-followed by another of their document, targets, parameters and precision. That a document's loss is the same packed and
-padded is asserted in tests/test_language_model.py.
-
-Where the time goes: on padding, three quarters of a batch in random order, 40% sorted by length, a few percent packed.
+The data: 500 prompts with completions, log-normal in length, with a median of 60 bytes, cut at 510; a token is a byte.
+The model: a Llama of 3.7 million parameters. Equal work, asserted: the same documents, each once per epoch, of which
+the completions are learnt; optimizer steps (ours with 4 sequences of 512, theirs with as many documents as make as many
+steps), real tokens, those that are followed by another of their document, targets, parameters and precision. That a
+document's loss is the same packed and padded is asserted in tests/test_language_model.py.
 """
 
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a benchmark starts what it measures, lets it take turns, and reads what it wrote about itself."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -12,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +64,8 @@ class Side:
     every: int = 1
     file: str = "run/metrics.jsonl"
     process: psutil.Popen | None = None
-    turns: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """Of its turns."""
 
     @property
     def values(self) -> list[float]:
@@ -109,11 +108,11 @@ class Side:
     def turn(self) -> float:
         """Let it compute until its turn ends. Return the seconds that took."""
         started = time.perf_counter()
-        self.turns += 1
         self.signal(signal.SIGCONT)
-        self.wait(lambda: len(self.values) >= self.turns * self.every)
+        self.wait(lambda: len(self.values) >= (1 + len(self.seconds)) * self.every)
         self.signal(signal.SIGSTOP)
-        return time.perf_counter() - started
+        self.seconds.append(time.perf_counter() - started)
+        return self.seconds[-1]
 
     def finish(self) -> None:
         """Let it come to its end."""

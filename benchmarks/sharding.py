@@ -4,13 +4,11 @@
 
 A Llama of 97.5 million parameters in fp32, two processes of one thread each on gloo: fsdp.yaml, which gathers a block's
 parameters in the forward and again in the backward pass, and fsdp_grad_op.yaml, which gathers them once, both against
-ddp.yaml. They take turns, a step each; the first two, in which memory is touched for the first time, don't count.
+ddp.yaml. They take turns of a step; the first two, in which memory is touched for the first time, don't count. Bytes
+are those that tests/count_bytes.py counts: parameters, gradients and AdamW's state, as held between two steps.
 
 Equal work, which is asserted: the same number of parameters, 8 sequences of 128 tokens a step without padding, in the
 same order, fused AdamW at a constant learning rate; the losses of all steps within 1e-4.
-
-Bytes are those of the tensors that a process holds from one step to the next, parameters, gradients and AdamW's state,
-as tests/count_bytes.py counts them under the same yaml: resident memory would also show what glibc keeps.
 """
 
 import json

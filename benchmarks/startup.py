@@ -9,7 +9,7 @@ reads MNIST besides, and takes a step.
 
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import pairs
@@ -17,27 +17,22 @@ from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import CORES, PROJECT, Side, launch, running, train_py
 
 
-def until(says: str, command: list[str]) -> Callable[[], float]:
-    """Return what measures the seconds from starting the command until it has printed `says`."""
-
-    def seconds() -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            side = Side(command, Path(folder), CORES)
-            with running(side):
-                started = time.perf_counter()
-                side.start()
-                side.wait(lambda: says in side.log)
-                return time.perf_counter() - started
-
-    return seconds
+def seconds_until(says: str, command: list[str], folder: Path) -> float:
+    """Return those from starting the command until it has printed `says`."""
+    side = Side(command, Path(tempfile.mkdtemp(dir=folder)), CORES)
+    with running(side):
+        started = time.perf_counter()
+        side.start()
+        side.wait(lambda: says in side.log)
+        return time.perf_counter() - started
 
 
 def measure(data_dir: Path, folder: Path) -> list[Comparison]:
     settings = {"config": PROJECT / "configs/mnist.yaml", "task.data_dir": data_dir, "log_every": 1, "max_steps": 2}
     empty = folder / "empty.py"
     empty.write_text("from accelerate import Accelerator\nAccelerator()\nprint('built', flush=True)\n")
-    first_step = until("step      1/", train_py(settings))
-    ours, theirs = in_turn(5, first_step, until("built", [*launch("cpu"), str(empty)]))
+    first_step = partial(seconds_until, "step      1/", train_py(settings), folder)
+    ours, theirs = in_turn(5, first_step, partial(seconds_until, "built", [*launch("cpu"), str(empty)], folder))
     return [Comparison("start-up: first MNIST step, empty script", "s", ours, theirs, 1.6, is_gain=False)]
 
 

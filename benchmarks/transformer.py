@@ -5,16 +5,14 @@
 
 A Llama of 10.8 million parameters, 8 sequences of 256 tokens per step, one process with 2 threads. Ours is train.py
 under `accelerate launch`, in bf16 also with --compile=true; the peers stay eager. Ours is compared with whichever of
-them has the best median; the others are printed too. They take turns of 4 steps.
+them has the best median. They take turns of 4 steps.
 
-Equal work, each asserted: the same number of parameters, fp32 weights, matrix products in the same precision (bf16: by
-autocast), the same number of steps and of tokens, and the mean training loss of every interval within 1%, which it is
-only with the same first weights, the same sequences in the same order, and the same optimizer: fused AdamW at a
-constant learning rate, no clipping, no dropout, no decay of vectors. Different: ours learns from 256 targets per
-sequence, the others from 255; ours and Trainer compute the gradients' norm at each step.
+Equal work, each asserted: parameters, steps, tokens, fp32 weights and the precision of products, and the mean loss of
+every interval within 1%, which it is only with the same first weights, the same sequences in the same order, and the
+same optimizer: fused AdamW at a constant learning rate, no clipping, no dropout, no decay of vectors. Different: ours
+learns from 256 targets per sequence, the others from 255; ours and Trainer compute the gradients' norm at each step.
 
-Where the time goes: of 370 ms in bf16, matrix products take 172 and attention 114; frameworks lie within 3% of each
-other. What makes ours faster is oneDNN in place of MKL, on AMD's CPUs with AVX-512.
+Of 370 ms in bf16, products take 172 and attention 114. Ours is faster by oneDNN in place of MKL, on AMD's CPUs.
 """
 
 import statistics
