@@ -13,20 +13,17 @@ it says why. --smoke tries the whole script on the CPU, with tiny models: its fi
   single_gpu.yaml and fsdp.yaml (one process), --compile=true. Peers: the Trainer of transformers and a plain Accelerate
   loop as run_clm_no_trainer.py has it, both with sdpa, autocast and fused AdamW, and not compiled, as is their default.
   MFU = tokens/s x (6 N + 12 L H Q T) / the GPU's dense bf16 peak, as PaLM and nanochat have it: N parameters without
-  the input embedding, L layers, H heads of size Q, T tokens per sequence. It counts attention in full, though half of
-  it is masked, and nothing that is computed twice. Omitted for a GPU whose peak isn't in PEAKS.
-- packing: fine-tuning on instructions of log-normal length, packed, against Trainer with batches padded to their
-  longest document, as it does by default; both not compiled. Real tokens per second.
+  the input embedding, L layers, H heads of size Q, T tokens per sequence; attention in full, nothing counted twice.
+- packing: instructions of log-normal length, packed, against Trainer with batches padded to their longest document, as
+  it does by default; both not compiled. Real tokens per second.
 - fp8: fsdp_fp8.yaml (needs torchao) against fsdp.yaml, on the model of llama; also how far the losses are apart.
-  Recorded, nothing is asked.
 - offload: the largest Llama that trains three steps with fsdp.yaml and with fsdp_offload.yaml, and what a step costs
   with offload at the largest size that fits both. It is calculated from two small sizes, as memory grows by the layer,
   and has to train: up to 95% of the GPU's memory, or 80% of what is free of the CPU's.
 
-Equal work, which is asserted: parameters, steps, tokens and precision, and in llama the loss in the end within 2%,
-which needs the same first weights and sequences. In packing: the same documents and targets per epoch, in about as many
-steps. Each side runs in a fresh process, one after the other. Speeds are of intervals of steps, the first not counted
-(compiling, first allocations). The runs of train.py are ended at their last measured step.
+Equal work, which is asserted: parameters, steps, tokens and precision, in llama the loss in the end within 2%, and in
+packing the documents and targets per epoch, in about as many steps. Each side runs in a fresh process, one after the
+other. Speeds are of intervals of steps, the first not counted. The runs of train.py are ended at their last step.
 """
 
 import argparse

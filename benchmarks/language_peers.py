@@ -149,12 +149,8 @@ def train_trainer(strategy: str, peer: Peer) -> None:
 
 def train_plain(peer: Peer) -> None:
     """Train as transformers' run_clm_no_trainer.py does."""
-    plan = peer.plan
-    accelerator = Accelerator(
-        cpu=not plan.is_cuda,
-        mixed_precision=plan.precision.replace("fp32", "no"),
-        gradient_accumulation_steps=plan.passes,
-    )
+    on_cpu, precision, passes = not peer.plan.is_cuda, peer.plan.precision.replace("fp32", "no"), peer.plan.passes
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, gradient_accumulation_steps=passes)
     optimizer: Any = peer.optimizer()
     scheduler: Any = transformers.get_scheduler("constant", optimizer)
     model: Any = peer.model

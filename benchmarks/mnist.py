@@ -9,8 +9,6 @@ the first ten steps are apart. Then, alone, configs/mnist_fast.yaml, against wha
 Of fp32 the first two epochs, of the others four; with --full all 14, half an hour. Asserted: the same number of images,
 steps and parameters, and after each run's last epoch an accuracy that is no more than 0.3 points lower than theirs by
 then (0.1 with --full; one seed's accuracy after 4 epochs varies by 0.1).
-
-A third of their step is memory fetched from the kernel anew, a tenth dropout's floats, 6% images through PIL.
 """
 
 import re

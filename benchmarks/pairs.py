@@ -47,11 +47,7 @@ class Comparison:
 
 
 def in_turn(rounds: int, *variants: Callable[[], float]) -> list[list[float]]:
-    """Call each in each round, one after the other.
-
-    Returns:
-        What each returned, shape (variants, rounds).
-    """
+    """Call each in each round, one after the other. Return what they returned, shape (variants, rounds)."""
     values = [[variant() for variant in variants] for _ in range(rounds)]
     return [list(of_variant) for of_variant in zip(*values, strict=True)]
 

@@ -162,11 +162,8 @@ def running(*sides: Side) -> Iterator[None]:
 
 
 def take_turns(rounds: int, sides: Sequence[Side], warm_up: int = 1) -> list[list[float]]:
-    """Start each and let it take turns that don't count (imports, compiling, first allocations), then one per round.
-
-    Returns:
-        The seconds of each turn, shape (sides, rounds). All sides have come to their ends.
-    """
+    """Start each and let it take turns that don't count (imports, compiling, first allocations), then one per round,
+    then all come to their ends. Return the seconds of each turn, shape (sides, rounds)."""
     with running(*sides):
         for side in sides:
             side.start()

@@ -2,9 +2,8 @@
 
     python -m benchmarks.startup [--data_dir=DIR]
 
-configs/mnist.yaml, to its first record (log_every=1), against `accelerate launch` of a script that only builds an
-Accelerator(). The launcher is most of both: it imports torch, and then starts a process that imports it again. Ours
-reads MNIST besides, and takes a step.
+configs/mnist.yaml to its first record (log_every=1), against a script that only builds an Accelerator(). The launcher
+is most of both: it imports torch, and then starts a process that imports it again. Ours reads MNIST besides.
 """
 
 import tempfile
