@@ -1,5 +1,4 @@
-"""What checkpoints cost: the pause per save, resuming early and late in an epoch, the size on disk, the memory that an
-export takes. One process, CPU.
+"""What checkpoints cost: the pause per save, resuming, the size on disk, an export's memory. One process, CPU.
 
     python -m benchmarks.checkpoints
 
@@ -29,8 +28,7 @@ from benchmarks.language_peers import new_llama
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import CNN, NEVER, PROJECT, Side, running, train_py, write_images
 
-REPEATS, STEPS = 5, 20
-"""Of saves, and of steps between two of ours, in which the one before is written."""
+REPEATS, STEPS = 5, 20  # saves, and steps between two of ours, in which the one before is written
 LLAMA = {
     "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
     "num_key_value_heads": 12, "vocab_size": 16_000,

@@ -5,8 +5,7 @@
 The MNIST CNN under cpu.yaml: fp32, one process with two threads. On: W&B offline, a checkpoint every 100 steps, the
 progress bar, for which it is started on a terminal. Off: W&B disabled, no checkpoint but the last, no terminal. Both
 write a record every 50 steps, which ends a turn. A pair is two turns of each, with one pause for saving, and with what
-writes in the background. The first 200 steps don't count: W&B's process starts, and what a checkpoint needs is
-imported. Nor do the evaluation and the save at the end, which both sides have.
+writes in the background. The first 200 steps don't count, nor do the evaluation and the save at the end.
 
 Equal work, which is asserted: the same (random) images in the same order and the same steps, and so the same training
 losses within 1e-6, and the same evaluation loss in the end; and that all that is on was.

@@ -34,8 +34,7 @@ ROUNDS, BATCH = 2, 4
 IMAGES, STEPS = (6_000, 20_000, 60_000), 120
 TENTHS = (1, 5, 10)
 PROCESSES, STEPS_OF_DIGITS, BATCH_OF_DIGITS = (1, 2, 4), 80, 16
-PER_TENTH = 4
-"""Records: their median lets a neighbour's burst pass."""
+PER_TENTH = 4  # records: their median lets a neighbour's burst pass
 BYTES_PER_IMAGE = 28 * 28 + 8
 
 

@@ -23,12 +23,10 @@ class Plan:
 
     shape: dict[str, Any]
     """Fields of LlamaConfig; without vocab_size, it is the byte tokenizer's."""
-    length: int
-    """Tokens of a sequence."""
+    length: int  # tokens of a sequence
     batch: int
     """Sequences per step; a peer makes it of `passes` with `micro` sequences, or padded documents, each."""
-    interval: int = 1
-    """Steps between two records of the loss."""
+    interval: int = 1  # steps between two records of the loss
     epochs: int = 1
     lr: float = 1e-3
     precision: str = "bf16"

@@ -88,8 +88,8 @@ def compare(question: str, target: float, steps: int, settings: dict[str, Any], 
     turns = take_turns(ROUNDS, (ours, theirs))
     losses = [statistics.mean(side.values[:every]) for side in (ours, theirs)]
     assert drift(losses[:1], losses[1:]) < 0.1, losses
-    our_times, their_times = ([1000 * seconds / steps for seconds in of_side] for of_side in turns)
-    return Comparison(question, "ms/step", our_times, their_times, target, is_gain=False)
+    ours_ms, theirs_ms = ([1000 * seconds / steps for seconds in of_side] for of_side in turns)
+    return Comparison(question, "ms/step", ours_ms, theirs_ms, target, is_gain=False)
 
 
 def measure(data_dir: Path, folder: Path) -> list[Comparison]:

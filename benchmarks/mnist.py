@@ -36,9 +36,8 @@ def begin(side: Side) -> None:
 
 
 def theirs(data_dir: Path, folder: Path, epochs: int) -> Side:
-    raw = next(data_dir.rglob("train-images-idx3-ubyte")).parent
     (folder / "data" / "MNIST").mkdir(parents=True)
-    (folder / "data" / "MNIST" / "raw").symlink_to(raw)
+    (folder / "data" / "MNIST" / "raw").symlink_to(next(data_dir.rglob("train-images-idx3-ubyte")).parent)
     command = [sys.executable, f"{PROJECT}/benchmarks/peers/mnist_main.py", "--no-accel", f"--epochs={epochs}"]
     return Side(command, folder / "main", CORES, ends=rf"Accuracy: (\d+)/{TESTED}", file="log")
 

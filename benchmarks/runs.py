@@ -64,8 +64,7 @@ class Side:
     every: int = 1
     file: str = "run/metrics.jsonl"
     process: psutil.Popen | None = None
-    seconds: list[float] = field(default_factory=list)
-    """Of its turns."""
+    seconds: list[float] = field(default_factory=list)  # of its turns
 
     @property
     def values(self) -> list[float]:
