@@ -115,8 +115,8 @@ def work(side: Side) -> dict[str, Any]:
 
 def train_data(side: Side) -> dict[str, int]:
     """Return what a run of train.py says of an epoch: sequences, tokens, targets and truncated documents."""
-    (line,) = told(side, r"train +(sequences .*)")
-    return {name: int(count.replace(",", "")) for name, count in re.findall(r"(\w+) ([\d,]*\d)(?:,|$)", line)}
+    counts = re.findall(r"(?:^|, )([a-z ]+) ([\d,]*\d)(?=,|$)", told(side, r"train +(sequences .*)")[0])
+    return {name: int(count.replace(",", "")) for name, count in counts}
 
 
 def told(side: Side, pattern: str) -> tuple[str, ...]:
