@@ -1,4 +1,4 @@
-"""A checkpoint of another format is refused in one line, and stays as it is; what is said of each comes from its state."""
+"""A checkpoint of another format is refused in one line, and stays; what is said of each comes from its state."""
 
 import json
 import shutil
@@ -13,7 +13,8 @@ from src.checkpoint.format import FORMAT_VERSION, best_first, evaluation_of, fil
 from src.checkpoint.resume import find_checkpoint
 from src.config import Checkpoint, load_config
 from src.process import UserError, exit_codes
-from tests.faults.runs import EACH_STEP, Whole, checkpoints, cut_back
+from tests.faults.runs import EACH_STEP, checkpoints, cut_back
+from tests.launching import Whole
 
 STEPS = (22, 23, 24)
 
@@ -93,7 +94,7 @@ def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
     evaluations = {10: {"eval/loss": 1.0}, 20: {"eval/loss": float("nan")}, 30: {"eval/loss": 0.5}, 40: {"eval/x": 1.0}}
     evaluations |= {50: {"eval/loss": 0.5}, 70: {"eval/loss": 0.1}}
     for mode, steps in ((None, [50, 30, 10, 20]), ("max", [10, 50, 30, 20])):
-        best = best_first(newest_first, Checkpoint(mode=mode), evaluations)  # type: ignore[arg-type]
+        best = best_first(newest_first, Checkpoint(mode=mode), evaluations)
         assert [int(path.name.removeprefix("step_")) for path in best] == steps
 
 

@@ -10,8 +10,8 @@ import pytest
 from src.checkpoint.__main__ import main
 from src.process import exit_codes
 from tests import tiny
-from tests.launching import Launch, Run, run_command
-from tests.faults.runs import EACH_STEP, Whole, weights
+from tests.faults.runs import EACH_STEP, weights
+from tests.launching import Launch, Run, Whole, run_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 
 from src.data.byte_tokenizer import byte_tokenizer
 from src.data.classification import label_names, length_grouped, sorted_labels
+from src.run import in_one_line
 from src.tasks.text_classification import TextClassification
-from src.tracking import figures
 from tests import tiny
 
 
@@ -110,7 +110,7 @@ def test_the_labels_are_counted_the_most_frequent_first(bert: Path, tmp_path: Pa
     rows = [f"a,{name}\n" for name in [*"xyyzzz", *map(str, range(30))]]
     classifier = task(bert, write(tmp_path / "data", "text,label\n" + "".join(rows), "text,label\nc,x\n"))
     train, _ = classifier.build_datasets()
-    said = figures(classifier.describe("train", train)).split(", ")
+    said = in_one_line(classifier.describe("train", train)).split(", ")
     assert said[3:7] == ["labels 33", "label z 3", "label y 2", "label x 1"]
     assert len(said) == 4 + 20
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.model_transforms import checkpoint_activations, compile_blocks
+from src.model_transforms import transform
 from src.models import causal_lm
 from src.models.causal_lm import LanguageModel
 from src.models.lora import Lora
@@ -52,6 +52,12 @@ def gradients(model: LanguageModel, inputs: dict[str, Tensor]) -> tuple[Tensor, 
     torch.manual_seed(2)  # the same dropout
     loss = model("loss", **inputs)
     return loss.detach(), list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+def transformed(model: torch.nn.Module, **settings: bool) -> None:
+    """As train.py does it, in place."""
+    config = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False} | settings
+    transform(model, cast("Config", SimpleNamespace(**config)), cast("Accelerator", None))
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -142,9 +148,9 @@ def test_torchs_linear_cross_entropy_sums_in_half_precision() -> None:
 def test_recomputing_activations_draws_the_same_dropout(compiled: bool) -> None:
     model, other = build("gpt2", dropout=0.2), build("gpt2", dropout=0.2)
     if compiled:
-        compile_blocks(model)
-        compile_blocks(other)
-    checkpoint_activations(other)
+        transformed(model, compile=True)
+        transformed(other, compile=True)
+    transformed(other, activation_checkpointing=True)
     loss, wanted = gradients(model, batch())
     recomputed, found = gradients(other, batch())
     assert recomputed == loss
@@ -156,7 +162,7 @@ def test_activations_inside_of_the_blocks_are_not_kept() -> None:
     def kept(checkpointed: bool) -> int:
         model = build("llama")
         if checkpointed:
-            checkpoint_activations(model)
+            transformed(model, activation_checkpointing=True)
         sizes: list[int] = []
 
         def count(tensor: Tensor) -> Tensor:
@@ -175,7 +181,7 @@ def test_one_compilation_serves_all_blocks() -> None:
     torch._dynamo.reset()
     counters.clear()
     model = build("llama", num_hidden_layers=3)
-    compile_blocks(model)
+    transformed(model, compile=True)
     loss, _ = gradients(model, batch())
     assert counters["stats"]["unique_graphs"] == 1
     expected, _ = gradients(build("llama", num_hidden_layers=3), batch())

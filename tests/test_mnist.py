@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torchvision import datasets
 

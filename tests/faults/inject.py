@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from src.checkpoint import folders
-from src.checkpoint.write import Writer
+from src.checkpoint import format, write
 from src.data.mnist import Digits
 from src.tasks.mnist import Mnist
 
@@ -80,7 +79,7 @@ def count_batches() -> None:
 
 
 def is_at_step(checkpoint: Path) -> bool:
-    return folders.step_of(checkpoint) == STEP
+    return format.step_of(checkpoint) == STEP
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -91,14 +90,14 @@ FAULTS: dict[str, Callable[[], None]] = {
     "nan": lambda: not_a_number(range(STEP, STEP + 1)),
     "nan forever": lambda: not_a_number(range(STEP, 10**9)),
     "die before publication": lambda: before(
-        folders, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
+        write, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
     ),
-    "die in rotation": lambda: before(folders.shutil, "rmtree", lambda *_, **__: die()),
+    "die in rotation": lambda: before(format.shutil, "rmtree", lambda *_, **__: die()),
     "slow save": lambda: before(
-        Writer, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer._checkpoint) else None
+        write.StorageWriter, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer.checkpoint) else None
     ),
     "stuck save": lambda: before(
-        Writer, "write_data", lambda writer, *_: time.sleep(10_000) if is_at_step(writer._checkpoint) else None
+        write.StorageWriter, "write_data", lambda writer, *_: time.sleep(10_000) if is_at_step(writer.checkpoint) else None
     ),
     "slow data": lambda: before(Mnist, "build_datasets", lambda *_: time.sleep(10_000)),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),

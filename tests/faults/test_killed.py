@@ -7,16 +7,16 @@ import sys
 import time
 from multiprocessing import resource_sharer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
-from src.data.loading import MicroBatch, training_steps
-from src.checkpoint import folders
+from src.checkpoint.format import problems
 from src.config import config_from
-from src.process import exit_codes
-from src.process import StopSignals
+from src.data.loading import MicroBatch, training_steps
+from src.process import Signals, exit_codes
 from src.tasks.base import Examples
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Started, Whole, run_command
@@ -95,7 +95,7 @@ def test_told_to_end_a_process_has_nothing_to_say_that_another_said(
     monkeypatch.setattr(signal, "raise_signal", seen.append)
     monkeypatch.setattr("src.process.GRACE_SECONDS", 0)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    stop_signals = StopSignals()
+    stop_signals = Signals()
     monkeypatch.setattr("src.process.SIGNALS", stop_signals)
     stop_signals.catch()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -121,7 +121,7 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
 
 
 def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
-    """By torch, or where it dies while it hands over a batch by _naming_the_killed, without which this failed once in
+    """By torch, or where it dies while it hands over a batch by _name_dead_workers, without which this failed once in
     15 times."""
     with Started("cpu", *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:
         started.wait_for("step      9/")
@@ -136,7 +136,7 @@ def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes share memory by name")
 def test_a_loading_process_killed_while_it_hands_over_a_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried without _naming_the_killed: an EOFError with no word of the cause."""
+    """Tried without _name_dead_workers: an EOFError with no word of the cause."""
 
     def is_cut_off(_identifier: object) -> None:
         raise EOFError  # as read from the connection, when the process does not yet count as dead
@@ -147,7 +147,7 @@ def test_a_loading_process_killed_while_it_hands_over_a_batch_is_named(monkeypat
 
 
 def test_a_data_sets_own_lost_connection_is_not_taken_for_a_killed_process() -> None:
-    """Tried without the exception for it in _naming_the_killed."""
+    """Tried without the exception for it in _name_dead_workers."""
     with pytest.raises(ConnectionError, match="the storage"):
         first_window(Losing("the storage"))
 
@@ -170,7 +170,10 @@ class Losing:
 def first_window(dataset: Examples) -> list[MicroBatch]:
     """As loaded by another process."""
     config = config_from({"task": {"name": "mnist", "shift": 0, "rotation": 0}, "num_workers": 1})
-    return next(training_steps(Accelerator(cpu=True), config, dataset, 0, 1))
+    device = torch.device("cpu")
+    facts = {"rank": 0, "world_size": 1, "steps_per_epoch": 1, "total_steps": 1, "device": device}
+    run: Any = SimpleNamespace(config=config, train_set=dataset, **facts)
+    return next(training_steps(run, 0))
 
 
 def test_a_crash_between_writing_and_publishing(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -205,5 +208,5 @@ def test_what_a_killed_first_save_left_is_not_taken_into_the_next(launch: Launch
     assert checkpoints(folder) == []
     again = launch("cpu", *SHORT, folder=folder).succeeded()
     assert "starting over" in again.stdout
-    assert not [problem for path in (folder / "checkpoints").iterdir() for problem in folders.problems(path)]
+    assert not [problem for path in (folder / "checkpoints").iterdir() for problem in problems(path)]
     assert_same_run(again, whole("cpu", *EACH_STEP))
