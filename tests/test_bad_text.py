@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,9 @@ TOO_LONG = "task.sequence_length=16: the model sees at most 8 tokens"
 ONE_OF_TWO = "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
 UNKNOWN = "transformers has no such causal language model"
 REFUSES = "task.architecture: llama refuses it, ***"
-EMPTY = [({name: ""}, NEW, f"task.dataset={name}: the file is empty") for name in map("a{}".format, KINDS.split(", "))]
+EMPTY: list[tuple[dict[str, object], tuple[str, ...], str]] = [
+    ({name: ""}, NEW, f"task.dataset={name}: the file is empty") for name in map("a{}".format, KINDS.split(", "))
+]
 FILES: list[tuple[dict[str, object], tuple[str, ...], str]] = [
     *EMPTY,
     (TRAIN | {"data/test.jsonl": ""}, NEW, "task.dataset=data/test.jsonl: the file is empty"),
@@ -652,13 +655,19 @@ WEIGHTS: dict[str, Callable[[Path], object]] = {
     ),
 }
 CONFIGS = ("{", "[]", "{}", '{"model_type": "lama"}', '{"model_type": "bert", "hidden_size": "wide"}')
+
+
+def write_config(content: str, folder: Path) -> None:
+    (folder / "config.json").write_text(content)
+
+
 MAMBA = '{"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 258}'
 CANNOT = "task.model={}: cannot be loaded, ***"
 NOT_ITS = "task.model={}: not a checkpoint of {}, {} of its weights are missing or of another shape ({}"
 DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     **{f"{name} of {kind}": (kind, damage, CANNOT.format(kind)) for name, damage in WEIGHTS.items()
        for kind in ("bert", "llama")},
-    **{f"config {content}": ("bert", lambda folder, c=content: (folder / "config.json").write_text(c),
+    **{f"config {content}": ("bert", partial(write_config, content),
                              CANNOT.format("bert")) for content in CONFIGS},
     "tokenizer {": ("bert", lambda folder: (folder / "tokenizer.json").write_text("{"), CANNOT.format("bert")),
     # transformers makes a BertTokenizer of nothing, with five tokens: every word is [UNK] to it

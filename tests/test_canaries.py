@@ -38,14 +38,14 @@ def launched(folder: Path, code: str, **config: object) -> Run:
 
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP"])
 def test_without_a_gpu_each_process_believes_to_be_alone(tmp_path: Path, kind: str) -> None:
-    """src/launch.py: why it builds with cpu=True and counts the processes."""
+    """src/distributed.py: why it builds with cpu=True and counts the processes."""
     fsdp = {"fsdp_config": {"fsdp_version": 2}} if kind == "FSDP" else {}
     run = launched(tmp_path, ALONE, distributed_type=kind, use_cpu=True, **fsdp)
     assert sorted(run.stdout.split()) == ["1", "1", "DistributedType.NO", "DistributedType.NO"]
 
 
 def test_a_misspelt_fsdp_key_is_ignored(tmp_path: Path) -> None:
-    """src/launch.py: why it reads the yaml again."""
+    """src/launch_guard.py: why it reads the yaml again."""
     code = "say(os.environ['FSDP_VERSION'])"
     run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config={"fsdp_vresion": 2})
     assert run.stdout.split() == ["1", "1"]
@@ -59,7 +59,7 @@ def test_cpu_ram_efficient_loading_is_on_unless_the_yaml_says_otherwise(tmp_path
 
 
 def test_the_launcher_gives_each_process_one_thread(tmp_path: Path) -> None:
-    """src/launch.py: why it sets the number of threads."""
+    """src/distributed.py: why it sets the number of threads."""
     (tmp_path / "script.py").write_text(SAY + "say(os.environ['OMP_NUM_THREADS'])")
     command = (
         f"unset OMP_NUM_THREADS; {BIN}/accelerate launch --multi_gpu --num_processes=2 --main_process_port=0 script.py"
@@ -69,21 +69,21 @@ def test_the_launcher_gives_each_process_one_thread(tmp_path: Path) -> None:
 
 
 def test_the_launchers_parser_knows_the_fsdp_keys() -> None:
-    """src/launch.py: where the known keys come from."""
+    """src/launch_guard.py: where the known keys come from."""
     names = {action.dest for action in launch_command_parser()._actions}
     assert {"fsdp_version", "fsdp_auto_wrap_policy", "fsdp_offload_params", "config_file", "num_processes"} <= names
     assert "num_cpu_threads_per_process" in names
 
 
 def test_a_processs_parent_is_the_launcher(tmp_path: Path) -> None:
-    """src/launch.py: how it finds the yaml."""
+    """src/launch_guard.py: how it finds the yaml."""
     run = launched(tmp_path, "import psutil; say(psutil.Process().parent().cmdline())", distributed_type="MULTI_GPU")
     for line in run.stdout.splitlines():
         assert "'launch', '--config_file=config.yaml'" in line
 
 
 def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
-    """src/launch.py: gradients are reduced in fp32."""
+    """src/distributed.py: gradients are reduced in fp32."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16  # what it would be
@@ -94,7 +94,7 @@ def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
 
 
 def test_iterating_a_loader_draws_from_the_global_generator() -> None:
-    """src/batches.py: why the loader has a generator of its own."""
+    """src/data/loading.py: why the loader has a generator of its own."""
 
     def draws(generator: torch.Generator | None) -> bool:
         before = torch.get_rng_state()
@@ -106,7 +106,7 @@ def test_iterating_a_loader_draws_from_the_global_generator() -> None:
 
 
 def test_a_loader_asks_for_whole_batches() -> None:
-    """src/batches.py, src/data/mnist.py: `__getitems__`."""
+    """src/data/loading.py, src/data/mnist.py: `__getitems__`."""
 
     class Whole(Dataset):
         def __getitems__(self, indices: list[int]) -> list[int]:
@@ -194,7 +194,7 @@ def imported(code: str, module: str) -> bool:
 
 
 def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
-    """src/launch.py: why `prepare` gives back the optimizers without it."""
+    """src/distributed.py: why `prepare` gives back the optimizers without it."""
     prepared = Accelerator(cpu=True).prepare(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
     with mock.patch("importlib.util.find_spec", wraps=importlib.util.find_spec) as find:
         prepared.step()
@@ -202,31 +202,9 @@ def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
     assert [call.args for call in find.call_args_list].count(("lomo_optim",)) >= 2
 
 
-def test_accelerate_imports_dtensor_to_prepare_a_model() -> None:
-    """src/launch.py: why `prepare` says where to put it."""
-    code = "import torch; from accelerate import Accelerator; Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))"
-    assert imported(code, "torch.distributed.tensor")
-
-
-def test_an_optimizer_imports_the_compiler() -> None:
-    """src/late_dynamo.py: why it is there, and what it does."""
-    code = "import torch; o = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0); o.step()"
-    assert imported(code, "torch._dynamo.eval_frame")
-    late = f"from src.late_dynamo import import_dynamo_late; import_dynamo_late(); {code}"
-    assert not imported(late, "torch._dynamo.eval_frame")
-    assert imported(
-        f"{late}; assert torch.compile(lambda x: x + 1, backend='eager')(1) == 2", "torch._dynamo.eval_frame"
-    )
-    for first in ("import torch._dynamo.config", "import torch._dynamo.exc", "import torch._dynamo.backends.registry"):
-        once = "d = torch._dynamo; assert d.config is d.eval_frame.config; assert d.exc is d.convert_frame.exc"
-        assert imported(f"{late}; {first}; {once}; d.backends.registry", "torch._dynamo.eval_frame")
-
-
 def test_evaluate_imports_transformers_pipelines() -> None:
-    """src/metrics.py: why it hides transformers meanwhile."""
+    """src/tasks/__init__.py: why a metric is imported when it is first needed."""
     assert imported("import evaluate", "transformers.pipelines")
-    assert not imported("import src.tasks.metrics", "transformers.pipelines")
-    assert imported("import src.tasks.metrics, transformers; transformers.AutoConfig", "transformers.models.auto")
 
 
 def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,11 +221,11 @@ needs_glibc = pytest.mark.skipif(
 
 @needs_glibc
 def test_glibc_gives_large_blocks_back() -> None:
-    """src/malloc.py: why it keeps them."""
+    """src/cpu/malloc.py: why it keeps them."""
     count = "resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
     code = "import resource, torch\nfor _ in range(20): torch.ones(10_000_000)\n"
     code += f"before = {count}\nfor _ in range(5): torch.ones(10_000_000)\nprint({count} - before)"
-    keep = "from src.malloc import keep_freed_memory; keep_freed_memory(); "
+    keep = "from src.cpu.malloc import keep_freed_memory; keep_freed_memory(); "
     given_back, kept = (
         int(subprocess.run([sys.executable, "-c", c], cwd=PROJECT, capture_output=True, text=True, check=True).stdout)
         for c in (code, keep + code)
@@ -257,57 +235,17 @@ def test_glibc_gives_large_blocks_back() -> None:
 
 
 def test_torch_computes_with_subnormal_numbers() -> None:
-    """src/launch.py: why it has all threads take them for zero."""
+    """src/distributed.py: why it has all threads take them for zero."""
     code = "import torch\n{}print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
-    build = "from src.distributed import build_accelerator; build_accelerator()\n"
+    build = (
+        "from src.config import config_from; from src.distributed import build_accelerator\n"
+        "build_accelerator(config_from({'task': {'name': 'mnist'}}))\n"
+    )
     counts = [
         subprocess.run([sys.executable, "-c", c], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
         for c in (code.format(""), code.format(build))
     ]
     assert list(map(int, counts)) == [1_000_000, 0]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts what Linux does for a process")
-def test_gloo_gathers_into_a_buffer_of_its_own_and_reduces_all_to_scatter_it(tmp_path: Path) -> None:
-    """src/gloo.py: why FSDP has other collectives on the CPU, which come to the same."""
-    code = (
-        f"import sys; sys.path.append({str(PROJECT)!r})"
-        + """
-import psutil, resource, torch, torch.distributed as dist
-from accelerate import PartialState
-from src.gloo import GatherByBroadcast, ReduceScatterInPairs
-PartialState(cpu=True)
-rank, group, average, shard = dist.get_rank(), dist.group.WORLD, dist.ReduceOp.AVG, 2**23
-bytes_sent = lambda: psutil.Process().io_counters().write_chars
-new_bytes = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
-def amount(counted, collective, *tensors):  # in sizes of a shard
-    dist.barrier()
-    before = counted()
-    collective(*tensors)
-    return (counted() - before) / (shard * 4)
-theirs, ours = torch.ones(2 * shard), torch.ones(2 * shard)
-for whole in (theirs, ours):
-    whole.chunk(2)[rank].copy_(torch.arange(shard) * (rank + 1))
-say(
-    amount(new_bytes, dist.all_gather_into_tensor, theirs, theirs.chunk(2)[rank]),
-    amount(new_bytes, lambda *tensors: GatherByBroadcast()(*tensors, group), ours, ours.chunk(2)[rank]),
-    int(torch.equal(theirs, ours)),
-)
-whole, theirs, ours = torch.rand(2 * shard), torch.ones(shard), torch.ones(shard)
-say(
-    amount(bytes_sent, lambda *tensors: dist.reduce_scatter_tensor(*tensors, op=average), theirs, whole),
-    amount(bytes_sent, lambda *tensors: ReduceScatterInPairs()(*tensors, group, average), ours, whole),
-    int(torch.equal(theirs, ours)),
-)
-"""
-    )
-    run = launched(tmp_path, code, distributed_type="MULTI_GPU", use_cpu=True)
-    lines = run.stdout.splitlines()
-    assert len(lines) == 4
-    for theirs, ours, is_same in (map(float, line.split()) for line in lines):
-        assert theirs > 1.9
-        assert ours < 1.1
-        assert is_same
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
@@ -321,6 +259,5 @@ def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/run"], cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
-    heavy = {"evaluate", "datasets", "sklearn", "transformers", "torchvision", "wandb", "torch._dynamo.eval_frame",
-             "torch.distributed.tensor", "torch.distributed.checkpoint", "pandas", "scipy"}  # fmt: skip
+    heavy = {"evaluate", "datasets", "sklearn", "transformers.modeling_utils", "peft", "pandas", "scipy"}
     assert not heavy & set(done.stdout.splitlines())

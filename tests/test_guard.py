@@ -78,16 +78,20 @@ def test_a_group_that_the_yaml_has_twice(launch: Launch, tmp_path: Path) -> None
     assert refused(launch(file)).startswith(f"{file}: fsdp_config is there 2 times, in line ")
 
 
-def test_a_communication_hook_under_fsdp(launch: Launch, tmp_path: Path) -> None:
-    file = fsdp_yaml(tmp_path, ddp_comm_hook="bf16")
-    assert refused(launch(file)) == f"{file}: ddp_comm_hook is DDP's, FSDP has none: take it out"
+def test_a_communication_hook_under_fsdp(launch: Launch) -> None:
+    says = refused(launch("fsdp", "--ddp_comm_hook=bf16"))
+    assert says == "ddp_comm_hook=bf16 is DDP's, FSDP has none: take it out"
 
 
-def test_a_communication_hook_that_there_is_not(launch: Launch, tmp_path: Path) -> None:
+def test_a_communication_hook_where_it_used_to_be(launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nfsdp_config: {ddp_comm_hook: int8}")
-    says = "ddp_comm_hook=int8: must be bf16 or fp16, or be left out"
-    assert refused(launch(file)) == f"{file}: {says}"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nfsdp_config: {ddp_comm_hook: bf16}")
+    says = "ddp_comm_hook is a setting of train.py now: take it out, and add --ddp_comm_hook=bf16 to the command"
+    assert refused(launch(file, real=True)) == f"{file}: {says}"
+
+
+def test_a_communication_hook_that_there_is_not(launch: Launch) -> None:
+    assert refused(launch("ddp", "--ddp_comm_hook=int8")) == "--ddp_comm_hook=int8: must be 'bf16' or 'fp16'"
 
 
 def test_fsdp1s_sharding_strategy(launch: Launch, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Any decoder of transformers as the loop calls it: packed documents apart, the loss exact and lean on memory."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,8 +57,10 @@ def gradients(model: LanguageModel, inputs: dict[str, Tensor]) -> tuple[Tensor, 
 
 def transformed(model: torch.nn.Module, **settings: bool) -> None:
     """As train.py does it, in place."""
-    config = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False} | settings
-    transform(model, cast("Config", SimpleNamespace(**config)), cast("Accelerator", None))
+    off = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False}
+    config: Any = SimpleNamespace(**(off | settings))
+    accelerator: Any = None
+    transform(model, config, accelerator)
 
 
 @pytest.mark.parametrize("kind", DECODERS)

@@ -58,7 +58,7 @@ def test_accumulation_changes_nothing_but_memory(launch: Launch, digits_alone: R
 
 
 def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(launch: Launch, digits_alone: Run) -> None:
-    losses = launch("ddp_bf16_hook", *DIGITS).succeeded().losses
+    losses = launch("ddp_bf16_hook", "--ddp_comm_hook=bf16", *DIGITS).succeeded().losses
     assert losses != pytest.approx(digits_alone.losses, rel=1e-5)
     assert losses == pytest.approx(digits_alone.losses, rel=2e-2)
 

@@ -333,9 +333,9 @@ def test_an_output_folder_that_cannot_be_written() -> None:
     assert line.endswith("; choose another --output_dir")
     (line,) = mistakes("--output_dir=", "--epochs=1")
     assert line == "--output_dir=: is empty"
-    for says in ("x: has a name of more than 255 bytes", "x/config.yaml, File name too long"):
+    for _ in range(2):  # also where the folder that it would be in is there
         (line,) = mistakes(f"--run_name={'x' * 300}")
-        assert line.endswith(f"{says}; choose another --run_name or --output_dir")
+        assert line.endswith("x: has a name of more than 255 bytes; choose another --run_name or --output_dir")
         Path("runs").mkdir(exist_ok=True)
 
 
@@ -397,14 +397,14 @@ def test_help_documents_every_setting_of_the_chosen_task_with_its_default() -> N
         assert not line.startswith("  --") or documentation.strip(), f"undocumented: {line}"
 
 
-@pytest.mark.parametrize("argument", ["--help", "--nonsense=1"])
-def test_an_answer_comes_before_anything_heavy_is_imported(argument: str) -> None:
+def test_the_libraries_of_a_task_that_is_not_chosen_are_not_imported() -> None:
     code = (
         "import runpy, sys\n"
-        f"sys.argv = ['train.py', {argument!r}]\n"
+        "sys.argv = ['train.py', '--nonsense=1']\n"
         f"try: runpy.run_path({str(PROJECT / 'train.py')!r}, run_name='__main__')\n"
         "except SystemExit: pass\n"
-        "print(sorted({'torch', 'accelerate', 'numpy', 'wandb', 'evaluate'} & set(sys.modules)), file=sys.stderr)"
+        "heavy = {'transformers.modeling_utils', 'datasets', 'evaluate', 'peft', 'sklearn'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
-    assert done.stderr.splitlines()[-1] == "[]"
+    assert done.stderr.splitlines() == ["train.py: --nonsense=1: unknown setting", "[]"]

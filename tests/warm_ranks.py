@@ -128,11 +128,6 @@ def stand_in_for_launcher(request: Request) -> Script:
         code = wait_for(pids, request.seconds)
     except BaseException:
         traceback.print_exc()
-    if log := os.environ.get("CPU_LOG"):
-        t = os.times()
-        Path(log).open("a").write(
-            f"{t.user + t.system:.2f} {t.children_user + t.children_system:.2f} {request.words[1:]}\n"
-        )
     partial = Path(f"{request.result}.partial")
     partial.write_text(str(code))
     partial.rename(request.result)

@@ -97,7 +97,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         write.StorageWriter, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer.checkpoint) else None
     ),
     "stuck save": lambda: before(
-        write.StorageWriter, "write_data", lambda writer, *_: time.sleep(10_000) if is_at_step(writer.checkpoint) else None
+        write.StorageWriter, "write_data", lambda writer, *_: time.sleep(1e4) if is_at_step(writer.checkpoint) else None
     ),
     "slow data": lambda: before(Mnist, "build_datasets", lambda *_: time.sleep(10_000)),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),

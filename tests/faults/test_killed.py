@@ -44,8 +44,8 @@ def test_killed_25_times_at_any_moment_it_ends_as_if_it_had_not_been(
 
 @pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
 def test_one_killed_process_ends_the_run_in_seconds(launch: Launch, whole: Whole, tmp_path: Path, yaml: str) -> None:
-    """And it goes on to the last bit. Tried without ignore_signals_in_worker' PR_SET_PDEATHSIG: the processes that load data
-    hold the launcher for 5 seconds more; without truncating the record: steps come twice."""
+    """And it goes on to the last bit. Tried without PR_SET_PDEATHSIG: the loaders hold the launcher for 5 seconds
+    more; without truncating the record: steps come twice."""
     with Started(yaml, *SHORT, "--num_workers=1", folder=tmp_path / "run", real=yaml == "ddp") as started:
         started.wait_for("step     12/").send(signal.SIGKILL, to=started.trainers[1])
         asked = time.monotonic()

@@ -35,7 +35,7 @@ def test_a_signal_to_the_launcher_saves_and_ends(
     tmp_path: Path, yaml: str, processes: int, number: signal.Signals
 ) -> None:
     """Tried without: the handlers (nothing is saved), looking after the launcher (processes train on after SIGUSR1,
-    and after each signal to the launcher of one process), ignore_signals_in_worker (the loading processes die first)."""
+    and after each signal to the launcher of one process), ignore_signals_in_worker (the loaders die first)."""
     with Started(yaml, *LONG, folder=tmp_path / "run", processes=processes, real=True) as started:
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
 
