@@ -5,10 +5,15 @@ accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=
 To change the loss or add a metric: `loss` and `metrics` of your task in src/tasks/. To change the update: train_step.
 """
 
+from src.process import SIGNALS, RunError, UserError, exit_codes, exit_with_launcher
+
+if __name__ == "__main__":  # the imports below take seconds, in which a signal may come, or the launcher go
+    exit_with_launcher()
+    SIGNALS.catch()
+
 import math
 import sys
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
@@ -16,9 +21,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.check import run_checks
-from src.checkpoint.format import ResumePoint
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
-from src.checkpoint.tensors import frozen_norm
 from src.checkpoint.write import CheckpointWriter
 from src.config import Config, load_config, metric_errors
 from src.data.loading import MicroBatch, evaluation_batches, gather_in_order, training_steps
@@ -28,15 +31,12 @@ from src.launch_guard import resume_command
 from src.model_transforms import transform
 from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr
 from src.preemption import StopSignal
-from src.process import SIGNALS, RunError, UserError, exit_codes, exit_with_launcher
-from src.progress import Progress, StepResult
+from src.progress import StepResult
 from src.run import Evaluation, Run, new_model
 from src.tracking import Tracker, stop_at_start
 
 
 def main() -> None:
-    exit_with_launcher()
-    SIGNALS.catch()
     with exit_codes():
         config = load_config(sys.argv[1:])
     if config.check:  # there is nothing to save
@@ -67,16 +67,15 @@ def build(config: Config) -> Run | None:
     """
     accelerator, launch = build_accelerator(config)
     command, task = resume_command(config), config.task
-    resume = ResumePoint() if config.check else find_checkpoint(accelerator, config)
+    resume = find_checkpoint(accelerator, config)
     if resume.is_finished:
-        accelerator.print(
-            f"{config.folder} holds this run, finished: nothing to do; more --epochs or --max_steps go on"
-        )
+        done = f"{config.folder} holds this run, finished: nothing to do"
+        accelerator.print(f"{done}; more --epochs or --max_steps go on")
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return None
     if accelerator.is_main_process and not config.check:
-        SIGNALS.answer_by(partial(stop_at_start, config, resume, command))
+        SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
     with local_main_process_first(accelerator):  # it downloads and tokenizes
         datasets = task.build_datasets()
     fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_main_process else []
@@ -86,21 +85,14 @@ def build(config: Config) -> Run | None:
 
     model, facts = new_model(config, launch)
     facts["data"] = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
-    metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, frozen_norm(model))
+    metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, model)
     transform(model, config, accelerator)
     model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
     set_seed((config.seed + accelerator.process_index) % 2**32)  # other dropout masks on each process
-    progress = resume.progress
-    run = Run(
-        config, accelerator, launch, resume, command, train_set, eval_set, model, optimizers, metadata, progress, facts
-    )
-    if progress.step > run.total_steps:
-        asked = f"epochs={config.epochs} and max_steps={config.max_steps} make {run.total_steps}"
-        raise UserError(f"{resume.checkpoint} has {progress.step} steps already, and {asked}")
+    data = {"train_set": train_set, "eval_set": eval_set, "metadata": metadata, "facts": facts}
+    run = Run(config, accelerator, launch, resume, command, model, optimizers, resume.progress, **data)
     if resume.state:
         load_checkpoint(run)
-    if not run.is_fp16 or (resume.state and resume.state.precision != "fp16"):
-        progress.loss_scale = Progress().loss_scale if run.is_fp16 else 1.0
     return run
 
 

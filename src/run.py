@@ -40,16 +40,20 @@ class Run:
     """What it continues from."""
     resume_command: str
     """By which the user continues it."""
-    train_set: Examples
-    eval_set: Examples
     model: nn.Module
     """As prepared: within DDP, or sharded."""
     optimizers: list[Optimizer]
+    progress: Progress
+    train_set: Examples
+    eval_set: Examples
     metadata: dict[str, Any]
     """What each checkpoint says of the run."""
-    progress: Progress
     facts: dict[str, Any]
     """Of model and data, for summary.json and the start-up summary."""
+
+    def __post_init__(self) -> None:
+        if not self.is_fp16:
+            self.progress.loss_scale = 1.0
 
     @property
     def task(self) -> Task:

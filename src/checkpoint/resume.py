@@ -13,15 +13,17 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from torch import nn
 
 from src.checkpoint import format
 from src.checkpoint.format import ResumePoint, RunState
 from src.checkpoint.output_folder import folder_errors, list_checkpoints, saved_settings
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
-from src.checkpoint.tensors import load_tensors, require_same_frozen
+from src.checkpoint.tensors import frozen_norm, load_tensors, require_same_frozen
 from src.config import Config, steps_of
 from src.distributed import Launch
 from src.process import SIGNALS, UserError
+from src.progress import Progress
 from src.run import Run
 from src.settings import flatten
 
@@ -36,16 +38,16 @@ ALL_THE_SAME = "or continue all the same with --checkpoint.accept_changes=true"
 
 
 def checkpoint_metadata(
-    config: Config, launch: Launch, num_examples: int, fingerprints: list[str], frozen_norm: float
+    config: Config, launch: Launch, num_examples: int, fingerprints: list[str], model: nn.Module
 ) -> dict[str, Any]:
     """Return the fields of RunState that stay the same in the course of a run. The fingerprints, of the data to train
-    and to evaluate on, are the main process's; the norm is of the model before it was prepared."""
+    and to evaluate on, are the main process's; `model` is not prepared yet."""
     return {
         "config": config.model_dump(mode="json"),
         "data_state": config.task.data_state(),
         "examples": num_examples,
         "data": fingerprints,
-        "frozen_norm": frozen_norm,
+        "frozen_norm": frozen_norm(model),
         "strategy": launch.strategy,
         "precision": launch.precision,
         "num_processes": launch.num_processes,
@@ -56,6 +58,8 @@ def checkpoint_metadata(
 def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     """Return the newest valid checkpoint of the output folder, or else the one that it is to branch off from; raise a
     UserError where none is valid, or continuing from it would make another run of it. All processes look together."""
+    if config.check:
+        return ResumePoint()
     own = config.folder / "checkpoints"
     if accelerator.is_main_process:
         _lock(config.folder)
@@ -98,6 +102,11 @@ def load_checkpoint(run: Run) -> None:
     checkpoint, saved, now = run.resume.checkpoint, run.resume.state, run.metadata
     assert checkpoint
     assert saved
+    if saved.progress.step > run.total_steps:
+        asked = f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
+        raise UserError(f"{checkpoint} has {saved.progress.step} steps already, and {asked}")
+    if run.is_fp16 and saved.precision != "fp16":
+        run.progress.loss_scale = Progress().loss_scale
     require_same_frozen(checkpoint, saved.frozen_norm, now["frozen_norm"])
     if not run.config.checkpoint.accept_changes:
         _require_same_data(checkpoint, vars(saved), now)

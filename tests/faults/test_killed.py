@@ -16,7 +16,7 @@ import torch
 from src.checkpoint.format import problems
 from src.config import config_from
 from src.data.loading import MicroBatch, training_steps
-from src.process import Signals, exit_codes
+from src.process import Signals, UserError, exit_codes
 from src.tasks.base import Examples
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Started, Whole, run_command
@@ -82,8 +82,8 @@ def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(launc
     [
         (RuntimeError("[gloo] closed by peer"), "0", [signal.SIGTERM]),
         (RuntimeError("the root cause"), "1", []),
-        (ValueError("a mistake that all share"), "1", [signal.SIGTERM]),
-        (ValueError("a mistake that all share"), "0", []),
+        (UserError("a mistake that all share"), "1", [signal.SIGTERM]),
+        (UserError("a mistake that all share"), "0", []),
     ],
 )
 def test_told_to_end_a_process_has_nothing_to_say_that_another_said(
