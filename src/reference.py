@@ -12,17 +12,16 @@ process has to call, in the same order, keep them one model:
   at the end none leaves while another still needs it.
 - `broadcast`, once: process 0 sends its weights to the others. The seed made them the same already; this makes sure.
 - `all_reduce` of two numbers, each step: afterwards every process has their sums over all of them. One is the loss, to
-  print it. The other is what it counts, the examples (tokens, …) of the whole batch, which it is divided by: a mean of
-  each process's mean would weigh wrongly where their shares differ, as they do at the end of an epoch.
+  print it. The other is the number of its targets (examples, tokens) in the whole batch, which it is divided by: a mean
+  of each process's mean would weigh wrongly where their shares differ, as they do at the end of an epoch.
 - `all_reduce` of each gradient, each step, after the backward pass: their sum over the processes, divided by that
   count, is the gradient of the whole batch. All processes then take the same step, and their weights stay the same.
 
-DDP computes the same, but faster. Each all_reduce has a latency that doesn't depend on its size, so DDP copies the
-gradients into buckets of 25 MB and reduces a bucket at once: one all_reduce takes a third of the time of eight small
-ones. And the last layer's gradients are ready long before the first one's: DDP starts on each bucket while the
-backward pass goes on, so that most of the communication costs no time at all. `python -m benchmarks.data_parallel`
-measures both against this file. FSDP goes on from there: an all_reduce is a reduce_scatter (each process gets the sum
-of one part) and an all_gather (the parts come together again), and between the two a process needs only its own part.
+DDP computes the same, but faster. Each all_reduce has a latency that doesn't depend on its size, so DDP reduces buckets
+of 25 MB at once; and it starts on each while the backward pass goes on, as the last layer's gradients are ready long
+before the first one's. `python -m benchmarks.data_parallel` measures both against this file. FSDP goes on from there:
+an all_reduce is a reduce_scatter (each process gets the sum of one part) and an all_gather (the parts come together
+again), and between the two a process needs only its own part.
 
 Sources: https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html, and Li et al. 2020 for what DDP does,
 https://arxiv.org/abs/2006.15704.
@@ -31,6 +30,7 @@ https://arxiv.org/abs/2006.15704.
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
 from src.config import Config, load_config
+from src.cpu import tune_for_cpu
 from src.data.loading import fetch
 from src.distributed import float64_tensor
 from src.optim import build_optimizers, lr_at, set_lr
@@ -47,57 +48,43 @@ from src.process import exit_codes
 from src.tasks.base import Examples, Task
 
 
-class DistributedSampler:
-    """One process's share of each global batch: every world_size-th example, from its own rank on."""
-
-    def __init__(self, config: Config, dataset: Examples, rank: int, world_size: int) -> None:
-        self._config, self._dataset, self._rank, self._world_size = config, dataset, rank, world_size
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Each epoch has another order. Without this call all of them have the first one's."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        """Indices into the dataset, int64, an array for each step of the epoch; at its end some can be empty."""
-        config = self._config
-        random = np.random.default_rng([config.seed, self._epoch])  # the same on all processes
-        order = config.task.order(self._dataset, random, config.global_batch_size)
-        for start in range(0, len(order), config.global_batch_size):
-            yield order[start : start + config.global_batch_size][self._rank :: self._world_size]
+def own_share(config: Config, dataset: Examples, epoch: int, rank: int, world_size: int) -> Iterator[np.ndarray]:
+    """Yield the indices of this process's examples in each step of an epoch, int64: every world_size-th of the global
+    batch, from its own rank on; at the epoch's end there can be none. torch's DistributedSampler deals alike, where
+    `set_epoch` tells it the epoch; else it has the first one's order for ever."""
+    random = np.random.default_rng([config.seed, epoch])  # the same on all processes
+    order = config.task.order(dataset, random, config.global_batch_size)
+    for start in range(0, len(order), config.global_batch_size):
+        yield order[start : start + config.global_batch_size][rank::world_size]
 
 
 def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    """Adds to the gradients of `model` those of the summed loss of this process's batches.
+    """Add to the gradients of `model` those of the summed loss of this process's batches.
 
     Returns:
-        The loss's sum and what it counts, float64, shape ().
+        The sum of the loss and the number of its targets, float64, shape ().
     """
     device = next(model.parameters()).device
     sums = float64_tensor([0.0, 0.0], device)
     for batch in batches:
-        loss, count = task.loss(model, send_to_device(batch, device))
-        loss.backward()
-        sums += torch.stack([loss.detach().to(sums), torch.as_tensor(count, device=device).to(sums)])
+        loss_sum, num_targets = task.loss(model, send_to_device(batch, device))
+        loss_sum.backward()
+        sums += torch.stack([loss_sum.detach().to(sums), torch.as_tensor(num_targets, device=device).to(sums)])
     return sums[0], sums[1]
 
 
-def average_gradients(model: nn.Module, count: Tensor) -> None:
-    """From each process's gradients to those of the mean loss of the whole batch.
-
-    Args:
-        count: over all processes.
-    """
+def average_gradients(model: nn.Module, num_targets: Tensor) -> None:
+    """Make of each process's gradients those of the mean loss over the whole batch's targets, of all processes."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:  # this process had no example left
                 parameter.grad = torch.zeros_like(parameter)
             all_reduce(parameter.grad)
-            parameter.grad /= count.clamp(min=1).to(parameter.grad.dtype)
+            parameter.grad /= num_targets.clamp(min=1).to(parameter.grad.dtype)
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """In place, the sum over all processes."""
+    """Sum it over all processes, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
@@ -105,53 +92,55 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> dict[str, float]:
-    """Loss and, on process 0, metrics over the whole dataset, computed by this process alone."""
+    """Return loss and, on process 0, metrics over the whole dataset, computed by this process alone."""
     device = next(model.parameters()).device
     is_training = model.training
     model.eval()
-    loss_sum, count, outputs = 0.0, 0.0, []
+    loss, targets, outputs = 0.0, 0.0, []
     for indices in np.split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size)):
         batch = send_to_device(fetch(task, dataset, indices.tolist()), device)
-        loss, counted, batch_outputs = task.evaluate(model, batch)
-        loss_sum, count = loss_sum + float(loss), count + float(counted)
+        loss_sum, num_targets, batch_outputs = task.evaluate(model, batch)
+        loss, targets = loss + float(loss_sum), targets + float(num_targets)
         outputs.append({name: output.cpu() for name, output in batch_outputs.items()})
     model.train(is_training)
     gathered = {name: torch.cat([batch[name] for batch in outputs]) for name in outputs[0]}
     is_main = not dist.is_initialized() or dist.get_rank() == 0
-    return {"loss": loss_sum / count, "examples": len(dataset), **(task.metrics(gathered) if is_main else {})}
+    return {"loss": loss / targets, "examples": len(dataset), **(task.metrics(gathered) if is_main else {})}
 
 
 def main(argv: list[str]) -> None:
-    """Trains, and prints each step's loss."""
+    """Train, and print each step's loss."""
     config = load_config(argv)
+    task = config.task
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if rank > 0:
         dist.barrier()
-    train_set, eval_set = config.task.build_datasets()
+    train_set, eval_set = task.build_datasets()
     if rank == 0:
         dist.barrier()
     set_seed(config.seed)
-    model = config.task.build_model().to(device)
+    model = task.build_model()
+    if not on_gpu:
+        tune_for_cpu(model, "fp32")  # as train.py does, so that dropout draws the same numbers
+    model.to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
     optimizers = build_optimizers(config.optim, model)
     set_seed((config.seed + rank) % 2**32)  # other dropout on each
 
-    sampler = DistributedSampler(config, train_set, rank, world_size)
     steps_per_epoch = -(-len(train_set) // config.global_batch_size)
     total_steps, schedule_steps = config.steps(steps_per_epoch)
     started, step = time.perf_counter(), 0
     while step < total_steps:
         epoch = step // steps_per_epoch
-        sampler.set_epoch(epoch)
-        epoch_set = config.task.augmented(train_set, [config.seed, epoch, 1])
-        for indices in sampler:
-            batches = [fetch(config.task, epoch_set, indices.tolist())] if len(indices) else []
-            loss_sum, count = map(all_reduce, backward(config.task, model, batches))
-            average_gradients(model, count)
+        epoch_set = task.augmented(train_set, [config.seed, epoch, 1])
+        for indices in islice(own_share(config, train_set, epoch, rank, world_size), total_steps - step):
+            batches = [fetch(task, epoch_set, indices.tolist())] if len(indices) else []
+            loss_sum, num_targets = map(all_reduce, backward(task, model, batches))
+            average_gradients(model, num_targets)
             if config.optim.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
             set_lr(optimizers, lr_at(step, config.optim, schedule_steps, steps_per_epoch))
@@ -160,11 +149,9 @@ def main(argv: list[str]) -> None:
                 optimizer.zero_grad()
             step += 1
             if rank == 0:
-                print(f"step {step}  loss {(loss_sum / count).item():.9g}", flush=True)
-            if step == total_steps:
-                break
+                print(f"step {step}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
     milliseconds = 1000 * (time.perf_counter() - started) / total_steps
-    results = evaluate(config.task, model, eval_set, 1000)
+    results = evaluate(task, model, eval_set, 1000)
     if rank == 0:
         scores = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
         print(f"{milliseconds:.2f} ms per step, {world_size} processes; evaluation: {scores}", flush=True)

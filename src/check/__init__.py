@@ -1,10 +1,8 @@
 """`train.py --check`: proves on the user's own machine that the run is right, with the run's own parts.
 
-The silent faults of distributed training raise no error: the model just comes out worse. Here the run's data path, its
-step, its evaluation and its checkpoints are held against src/reference.py, which does the same by hand;
-docs/check.md says what the ten checks find.
-
-Each process needs memory for an unwrapped copy of the model, its gradients and its optimizer's state.
+Its data path, its step, its evaluation and its checkpoints are held against src/reference.py, which does the same by
+hand; docs/check.md says what the ten checks find. Each process needs memory for an unwrapped copy of the model, its
+gradients and its optimizer's state.
 """
 
 import importlib.metadata
@@ -39,7 +37,6 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "Checkpoint": check_checkpoint,
     "Precision and Cost": check_cost,
 }
-"""In this order: each leaves the run to the next one."""
 
 
 def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:

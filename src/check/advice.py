@@ -2,13 +2,12 @@
 
 ADVICE = {
     "Launch": {
-        "processes": "each process trains a model of its own: launcher and script disagree about what a distributed "
-        "run is",
+        "processes": "each process trains a model of its own: launcher and script disagree on what is distributed",
         "devices": "processes share a device: each must take the one of its LOCAL_RANK",
         "strategy": "the yaml asks for {}, and it was not applied: look for keys that Accelerate ignores, variables "
         "ACCELERATE_* in the environment, and a model that was not passed through prepare()",
-        "sharded units": "only the root is wrapped, or some blocks are not: what is not wrapped is gathered all at "
-        "once, and stays. Name the repeating blocks in the model's _no_split_modules",
+        "sharded units": "only the root is wrapped, or some blocks are not: the rest is gathered at once, and stays. "
+        "Name the repeating blocks in the model's _no_split_modules",
         "parameters": "not all is sharded: {} takes more than its share",
         "where the shards live": "the yaml's fsdp_offload_params was not applied",
     },
@@ -76,10 +75,8 @@ ADVICE = {
         "weights": "as above",
     },
     "Precision": {
-        "products": "{} was asked for and is not what is computed in: the model was not passed through prepare(), or "
-        "casts by itself",
-        "loss": "the loss is computed in half precision, with 8 to 11 bits, and so is its gradient: take it of "
-        "logits.float()",
+        "products": "{} was asked for, and not computed in: the model missed prepare(), or casts by itself",
+        "loss": "the loss is computed in half precision, and its gradient too: take it of logits.float()",
         "": "small updates are lost in half precision: load the weights in fp32; mixed precision computes in half",
     },
     "Cost": {

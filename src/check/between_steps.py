@@ -67,50 +67,45 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Row]:
-    """Save and restore in a folder of its own in the output folder, deleted afterwards."""
-    run = subject.run
+    """Save, take two steps, restore, and take them again; the folder for it, in the output folder, is then deleted."""
+    row, run, messages = partial(finding, "Checkpoint"), subject.run, list[str]()
     if subject.drifted():
-        yield finding("Checkpoint", "not examined", "the replicas differ, and a checkpoint has one of them")
+        yield row("not examined", "the replicas differ, and a checkpoint has one of them")
         return
     folder = run.config.folder / "tmp_check"
+    settings = {"output_dir": str(folder), "checkpoint": Checkpoint(), "resume": "auto", "check": False}
+    config = run.config.model_copy(update=settings)
+    saved = subject.at(STEPS, config=config, metadata=run.metadata | {"config": config.model_dump(mode="json")})
     if run.is_main:
         shutil.rmtree(folder, ignore_errors=True)  # of an examination that was killed
         folder.mkdir(parents=True)
     run.accelerator.wait_for_everyone()
+    on_gpu = run.device.type != "cpu"
+    torch.use_deterministic_algorithms(on_gpu, warn_only=True)  # else the order of atomic additions shows
+    subject.seed()
     try:
-        # else the order of atomic additions shows
-        torch.use_deterministic_algorithms(run.device.type != "cpu", warn_only=True)
-        settings = {"output_dir": str(folder), "checkpoint": Checkpoint(), "resume": "auto", "check": False}
-        config = run.config.model_copy(update=settings)
-        metadata = run.metadata | {"config": config.model_dump(mode="json")}
-        yield from _save_and_restore(subject, subject.at(STEPS, config=config, metadata=metadata))
+        writer = CheckpointWriter(saved, messages.append)
+        writer.save({})
+        writer.close()
+        if writer.newest is None:
+            yield row("saved", messages[-1], "saved", False)
+            return
+        losses, left = _continue(subject, saved)
+        resume = find_checkpoint(run.accelerator, config)
+        for optimizer in run.optimizers:
+            optimizer.state.clear()  # as in a new process
+        restored = replace(saved, resume=resume, progress=resume.progress)
+        load_checkpoint(restored)
+        losses_again, left_again = _continue(subject, restored)
         run.accelerator.wait_for_everyone()
     finally:
         torch.use_deterministic_algorithms(False)
         if run.is_main:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _save_and_restore(subject: Subject, run: Run) -> Iterator[Row]:
-    row, messages = partial(finding, "Checkpoint"), list[str]()
-    subject.seed()
-    writer = CheckpointWriter(run, messages.append)
-    writer.save({})
-    writer.close()
-    if writer.newest is None:
-        yield row("saved", messages[-1], "saved", False)
-        return
-    losses, sums = _continue(subject, run)
-    resume = find_checkpoint(run.accelerator, run.config)
-    for optimizer in run.optimizers:
-        optimizer.state.clear()  # as in a new process
-    restored = replace(run, resume=resume, progress=resume.progress)
-    load_checkpoint(restored)
-    losses_again, sums_again = _continue(subject, restored)
-    says, says_again = (", ".join(f"{loss:.9g}" for loss in found) for found in (losses, losses_again))
-    measured = f"{says}; restored {says_again}"
+    told, told_again = (", ".join(f"{loss:.9g}" for loss in found) for found in (losses, losses_again))
+    measured = f"{told}; restored {told_again}"
     yield row("losses of the next two steps", measured, "the same, bitwise", losses == losses_again)
-    same = [here == there for here, there in zip(gather(sums), gather(sums_again), strict=True)]
+    same = [here == there for here, there in zip(gather(left), gather(left_again), strict=True)]
     measured = "the same on all processes" if all(same) else f"differ on process {same.index(False)}"
     yield row("weights, optimizer after them", measured, "the same, bitwise", all(same))
 
@@ -119,5 +114,4 @@ def _continue(subject: Subject, run: Run) -> tuple[list[float], str]:
     """Return the losses of the next steps, and the checksum of what they leave on this process."""
     steps = subject.micro_batches(run.progress.step)
     losses = [subject.step(run, next(steps)).loss for _ in range(STEPS)]
-    left = run_tensors(run.model, run.optimizers)
-    return losses, checksum([left[name] for name in sorted(left)])
+    return losses, checksum([tensor for _, tensor in sorted(run_tensors(run.model, run.optimizers).items())])

@@ -99,14 +99,13 @@ def check_cost(subject: Subject) -> Iterator[Row]:
     measured = f"{data + step:,.1f} ms: data {data:,.1f}, compute {compute:,.1f} (by an unwrapped, eager copy), "
     yield row("time per step", f"{measured}communication, waiting, the rest {max(0.0, step - compute):,.1f}")
     del subject.reference, subject.reference_optimizers
-    copies = ", the examination's copies included"
-    if run.device.type != "cpu":  # the peak of a process's resident memory can't be reset
+    on_cpu = run.device.type == "cpu"
+    if not on_cpu:  # the peak of a process's resident memory can't be reset
         gc.collect()
         torch.accelerator.reset_peak_memory_stats()
-        copies = ""
     subject.step(subject.at(0), micro_batches)
     peaks = ", ".join(f"{peak / 1e6:,.0f}" for peak in peak_memory(run.accelerator))
-    yield row("peak memory per process", f"{peaks} MB{copies}")
+    yield row("peak memory per process", f"{peaks} MB" + (", the examination's copies included" if on_cpu else ""))
 
 
 def _precision(subject: Subject, micro_batches: list[MicroBatch], recorder: Recorder) -> Iterator[Row]:
@@ -145,17 +144,15 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
 
     Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7.
     """
-    world_size, model = subject.run.world_size, subject.reference
+    world_size, model, hook = subject.run.world_size, subject.reference, subject.run.launch.comm_hook
     share = (world_size - 1) / world_size
     if world_size == 1:
         return 0.0, 0.0, "nothing"
     if not subject.is_fsdp:
         trained, buffers = _bytes(p for p in model.parameters() if p.requires_grad), _bytes(model.buffers())
-        hook = subject.run.launch.comm_hook
-        formula = "all_reduce of the gradients" + (f" in {hook}" if hook else "")
-        formula += ", broadcast of the buffers" if buffers else ""
         sent = share * (2 * trained * (0.5 if hook else 1.0) + buffers)
-        return sent, sent, formula
+        formula = "all_reduce of the gradients" + (f" in {hook}" if hook else "")
+        return sent, sent, formula + (", broadcast of the buffers" if buffers else "")
     plugin = subject.run.accelerator.state.fsdp_plugin
     policy, is_resharded = plugin.mixed_precision_policy, plugin.reshard_after_forward
     width = policy.param_dtype.itemsize if policy and policy.param_dtype else 4
@@ -169,7 +166,7 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
         again = width * size if is_resharded else 0
         least += width * size + (reduced if name in gradients else 0) + (again if id(p) in in_blocks else 0)
         most += width * size + reduced + again
-    formula = f"{'2' if is_resharded else '1'} all_gather + 1 reduce_scatter"
+    formula = f"{2 if is_resharded else 1} all_gather + 1 reduce_scatter"
     formula += f" x {num_micro_batches} micro-batches" if num_micro_batches > 1 else ""
     return share * num_micro_batches * least, share * num_micro_batches * most, formula
 

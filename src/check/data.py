@@ -15,7 +15,7 @@ from src.check.advice import ADVICE
 from src.check.findings import Row, WorstError, finding, gather, relative_error
 from src.check.subject import Subject, checksum
 from src.data.loading import MicroBatch, evaluation_batches, fetch, samples, training_steps
-from src.reference import DistributedSampler
+from src.reference import own_share
 from src.run import Run
 
 
@@ -42,7 +42,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
         return
     indexed = reading_indices(run)
     found = _indices(training_steps(indexed, 0, 2 * steps))
-    expected = [share.tolist() for epoch in (0, 1) for share in _own_share(run, epoch)]
+    expected = [indices.tolist() for epoch in (0, 1) for indices in _by_hand(run, epoch)]
     epochs = [gather(found[:steps]), gather(found[steps:])]
     for epoch, first in enumerate((0, steps)):
         yield _each_once(f"epoch {epoch + 1}: examples read", epochs[epoch], len(run.train_set))
@@ -60,11 +60,9 @@ def check_data(subject: Subject) -> Iterator[Row]:
     yield row("examples, as drawn", measured, "the same", not other)
     orders = [np.concatenate([step for own in epoch for step in own]) for epoch in epochs]
     is_shuffled = expected[:steps] != expected[steps:]
-    measured = "another number of examples"
-    if len(orders[0]) == len(orders[1]):
-        measured = f"{np.mean(orders[0] == orders[1]):.1%} of the positions as in epoch 1"
-    is_anew = not np.array_equal(orders[0], orders[1])
-    yield row("epoch 2: shuffled anew", measured, "less than all" if is_shuffled else "", is_anew)
+    same = np.mean(orders[0] == orders[1]) if len(orders[0]) == len(orders[1]) else 0.0
+    measured = f"{same:.1%} of the positions as in epoch 1"
+    yield row("epoch 2: shuffled anew", measured, "less than all" if is_shuffled else "", same < 1)
     evaluated = gather(_indices([batch] for batch in evaluation_batches(indexed)))
     yield _each_once("evaluation: examples read", evaluated, len(run.eval_set))
     yield from _packing(subject)
@@ -75,17 +73,13 @@ def _indices(steps: Iterable[list[MicroBatch]]) -> list[list[int]]:
     return [[index for batch in step if batch.weight for index in batch.data] for step in steps]
 
 
-def _own_share(run: Run, epoch: int) -> DistributedSampler:
-    """Return which indices this process reads by hand, for each step of an epoch."""
-    sampler = DistributedSampler(run.config, run.train_set, run.rank, run.world_size)
-    sampler.set_epoch(epoch)
-    return sampler
+def _by_hand(run: Run, epoch: int) -> Iterator[np.ndarray]:
+    """Yield the indices that this process should read in each step of an epoch."""
+    return own_share(run.config, run.train_set, epoch, run.rank, run.world_size)
 
 
 def _each_once(what: str, read: list[list[list[int]]], num_examples: int) -> Row:
-    """Args:
-    read: indices by process and step.
-    """
+    """Hold the indices that were read, by process and step, against each example once."""
     found = [index for steps in read for step in steps for index in step]
     counts = np.bincount(np.array(found, dtype=np.int64), minlength=num_examples)
     absent, again = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
@@ -106,7 +100,7 @@ def _first_drawn_otherwise(run: Run, steps_per_epoch: int) -> str:
         (micro_batches,) = training_steps(run, epoch * steps_per_epoch, epoch * steps_per_epoch + 1)
         set_seed(run.config.seed)
         augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
-        own = next(iter(_own_share(run, epoch))).tolist()
+        own = next(_by_hand(run, epoch)).tolist()
         for start, batch in zip(range(0, len(own), size), micro_batches, strict=False):
             if _checksum(batch.data) != _checksum(fetch(run.task, augmented, own[start : start + size])):
                 return f"epoch {epoch + 1}"

@@ -42,10 +42,8 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     first = subject.micro_batches(0)
     examined = [next(first), next(first), next(subject.micro_batches(subject.steps_per_epoch - 1))]
     steps = [min(step, schedule.steps - 1) for step in (0, 1, schedule.steps // 2)]  # whose learning rate they have
-    # whether the run computes as the reference does under autocast to bf16
-    is_alike = subject.autocast_dtype is torch.bfloat16 and not subject.is_fsdp
-    randomness = _randomness(subject, examined[0], is_alike)
-    factor = NOISE_FACTORS["same" if is_alike else "FSDP" if subject.is_fsdp else "other"]
+    randomness = _randomness(subject, examined[0])
+    factor = NOISE_FACTORS["same" if subject.autocasts_to_bf16 else "FSDP" if subject.is_fsdp else "other"]
     exact = REORDERED if config.compile else EXACT
     bound = max(exact, COMPRESSED if run.launch.comm_hook else 0)
     gradients, norms, losses = WorstError(bound), WorstError(bound), WorstError(HALF_LOSS if subject.is_half else exact)
@@ -56,12 +54,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
             model.train(not randomness.startswith("switched off"))
         subject.copy_to_reference()
         before = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
-        expected, expected_loss = _by_hand(subject, micro_batches)
-        noise = {}
-        if subject.is_half:
-            rough, rough_loss = _by_hand(subject, micro_batches, torch.bfloat16)  # fp16 would need its loss scaled
-            noise = relative_errors(rough, expected)
-            expected, expected_loss = (rough, rough_loss) if is_alike else (expected, expected_loss)
+        expected, expected_loss, noise = _by_hand(subject, micro_batches)
         expected_norm = norm(expected.values())
         max_norm = None
         if config.optim.max_grad_norm is not None:
@@ -96,25 +89,34 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     yield from _replicas(subject)
 
 
-def _by_hand(
-    subject: Subject, micro_batches: list[MicroBatch], dtype: torch.dtype | None = None
+def _by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[dict[str, Tensor], float, dict[str, float]]:
+    """Return a step's gradients, by name, and loss, under autocast where the run does the same to the same operators,
+    else in fp32; and the relative errors that bf16 makes of the gradients, empty in fp32. Collective."""
+    exact, exact_loss = _gradients_by_hand(subject, micro_batches, None)
+    if not subject.is_half:
+        return exact, exact_loss, {}
+    rough, rough_loss = _gradients_by_hand(subject, micro_batches, torch.bfloat16)  # fp16 would need its loss scaled
+    noise = relative_errors(rough, exact)
+    return (rough, rough_loss, noise) if subject.autocasts_to_bf16 else (exact, exact_loss, noise)
+
+
+def _gradients_by_hand(
+    subject: Subject, micro_batches: list[MicroBatch], dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the gradients, by name, and the loss of a step by hand, under autocast to `dtype` or in fp32, with the
-    random numbers that one after `seed` draws. Collective."""
     task, model = subject.run.task, Autocast(subject.reference, dtype)
     subject.seed()
-    loss_sum, count = backward(task, model, [batch.data for batch in micro_batches if batch.weight])
+    loss_sum, num_targets = backward(task, model, [batch.data for batch in micro_batches if batch.weight])
     for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): as many forward passes everywhere
         if not batch.weight:
             (task.loss(model, batch.to(subject.run.device))[0] * 0).backward()
-    loss_sum, count = all_reduce(loss_sum), all_reduce(count)
-    average_gradients(model, count)
+    loss_sum, num_targets = all_reduce(loss_sum), all_reduce(num_targets)
+    average_gradients(model, num_targets)
     gradients = {name: p.grad for name, p in subject.reference.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return gradients, (loss_sum / count.clamp(min=1)).item()
+    return gradients, (loss_sum / num_targets.clamp(min=1)).item()
 
 
-def _randomness(subject: Subject, micro_batches: list[MicroBatch], is_alike: bool) -> str:
+def _randomness(subject: Subject, micro_batches: list[MicroBatch]) -> str:
     """Return what becomes of random numbers that the model draws."""
     losses = []
     for seed in (0, 1):
@@ -126,7 +128,7 @@ def _randomness(subject: Subject, micro_batches: list[MicroBatch], is_alike: boo
         return "the model draws none"
     if subject.run.config.compile:
         return "switched off (eval mode): compiled code draws other numbers"
-    if subject.is_half and not is_alike:  # its tensors may lie in memory in another order
+    if subject.is_half and not subject.autocasts_to_bf16:  # its tensors may lie in memory in another order
         return "switched off (eval mode): in fp32, it may draw others"
     return "on, seeded alike in the run and by hand"
 
@@ -190,10 +192,10 @@ def _replicas(subject: Subject) -> Iterator[Row]:
     differing = ", ".join([name for name in subject.drifted() if name in buffers][:3])
     measured = f"{differing}: differs" if differing else f"{len(buffers)}, none of which drifts apart"
     yield row("buffers", measured, "the same", not differing)
-    local = [name for name, m in model.named_modules() if isinstance(m, BATCH_NORMS) and subject.run.world_size > 1]
-    if local:
-        more = f"{local[0]} and {len(local) - 1} more"
-        yield row("batch norm", f"{more}: each process's examples alone, so that the curve depends on them")
+    local = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
+    if local and subject.run.world_size > 1:
+        says = f"{local[0]} and {len(local) - 1} more: each process's examples alone, so that the curve depends on them"
+        yield row("batch norm", says)
 
 
 def check_accumulation(subject: Subject) -> Iterator[Row]:
@@ -215,12 +217,7 @@ def check_accumulation(subject: Subject) -> Iterator[Row]:
     factor = NOISE_FACTORS["FSDP" if subject.is_fsdp else "other"]
     withheld = [WithheldOptimizer(optimizer) for optimizer in run.optimizers]
     for step, others in ((0, sizes[:1]), (subject.steps_per_epoch - 1, sizes)):
-        noise = {}
-        if subject.is_half:
-            by_hand = [
-                _by_hand(subject, next(subject.micro_batches(step)), dtype)[0] for dtype in (torch.bfloat16, None)
-            ]
-            noise = relative_errors(*by_hand)
+        noise = _by_hand(subject, next(subject.micro_batches(step)))[2] if subject.is_half else {}
         for size in (own, *others):
             again = subject.at(0, optimizers=withheld)
             with capture_update(again) as found:

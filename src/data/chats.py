@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -13,11 +14,9 @@ Tools = list[Any]
 """Descriptions of tools, each a mapping."""
 Spans = list[tuple[int, int]]
 """Parts of a text, each from one character up to another."""
-ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
-    "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
-    "observation": "tool",
-}  # fmt: skip
+ROLES = dict.fromkeys(("human", "user"), "user")
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant")
+ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}
 """The roles in ShareGPT's `from`, as templates call them."""
 PROBE = "x7Qz"
 """Stands for an answer, to see what the template puts around one."""
@@ -25,10 +24,7 @@ PROBE = "x7Qz"
 
 def normalize_chat(chat: Any) -> Chat:
     """Return the messages of OpenAI's or ShareGPT's kind as templates take them, content as text, without nulls.
-
-    Raises:
-        ValueError: a message is something else; says what.
-    """
+    Raise a ValueError that says what is wrong where one is something else."""
     if not isinstance(chat, list):
         raise ValueError("is not a list of messages")
     if not chat:
@@ -64,7 +60,7 @@ def _normalize_message(message: Any) -> dict[str, Any]:
     elif message.get("content") is None:
         raise ValueError(f"without content (its role is {message['role']})")
     content = message.get("content", "")
-    parts = [{"text": content}] if isinstance(content, str) else content if isinstance(content, list) else [content]
+    parts = content if isinstance(content, list) else [{"text": content} if isinstance(content, str) else content]
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -106,9 +102,24 @@ def normalize_tools(tools: Any) -> Tools | None:
 
 
 def render_chat(
-    chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None = None, prompts_answer: bool = False
-) -> str:
-    """Return the chat as its template writes it; with the generation prompt after it where `prompts_answer`."""
+    chat: Chat, tools: Tools | None, tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
+) -> tuple[str, Spans | None, Spans]:
+    """Return a chat as its template writes it, what of that is to be learnt (the assistant's turns; None: all), and
+    what of it is said in the chat, without what the template puts around it. Raise a UserError where the template
+    fails, leaves out tools or calls of them, or writes a turn so that it cannot be found."""
+    render = partial(_render, tokenizer=tokenizer, tools=tools)
+    text = render(chat)
+    calls = [call for message in chat for call in message.get("tool_calls", ())]
+    for desc, parts in (("the tool calls", calls), ("the tools", tools or [])):
+        if any(str(part.get("function", part).get("name", "")) not in text for part in parts):
+            says = f"leaves out {desc} in {_quote(chat)}: set another --task.chat_template"
+            raise UserError(f"the tokenizer's chat template {says}")
+    if train_on_prompts:
+        return text, None, _content_spans(chat, text)
+    return text, *_assistant_spans(chat, text, render, str(tokenizer.eos_token or ""))
+
+
+def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
     try:
         text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=prompts_answer)
     except Exception as error:  # a template is a program: it raises anything
@@ -117,31 +128,12 @@ def render_chat(
     return str(text)
 
 
-def require_tools(chat: Chat, tools: Tools | None, text: str) -> None:
-    """Raise a UserError where the template left the tools, or the calls of them, out of the text."""
-    calls = [call for message in chat for call in message.get("tool_calls", ())]
-    for desc, parts in (("the tool calls", calls), ("the tools", tools or [])):
-        if any(str(part.get("function", part).get("name", "")) not in text for part in parts):
-            raise UserError(
-                f"the tokenizer's chat template leaves out {desc} in {_quote(chat)}: set another --task.chat_template"
-            )
-
-
-def assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str) -> tuple[Spans, Spans]:
+def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str) -> tuple[Spans, Spans]:
     """Find what the assistant wrote: what follows the generation prompt, up to and with the mark that ends the turn.
     Messages of weight 0 are left out, as OpenAI defines it.
 
     Some templates (Qwen3, DeepSeek-R1) leave out the thoughts of a turn, or the empty place for them, once the chat
     goes on: what is left of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
-
-    Args:
-        render: `render_chat` with its tokenizer and tools.
-
-    Returns:
-        The turns, and of each the assistant's own text, without what the template puts around it.
-
-    Raises:
-        UserError: a turn cannot be found in the text.
     """
     turns, texts = [], []
     for i, message in enumerate(chat):
@@ -165,9 +157,8 @@ def assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str)
         left_out = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
         if left_out is None or not is_found:
             raise UserError(
-                f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so that the assistant's "
-                f"cannot be told apart in {_quote(chat)}: set --task.train_on_prompts=true, or another "
-                f"--task.chat_template"
+                f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so that the assistant's in "
+                f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
             )
         head, _, tail = tail.partition(PROBE)
         first = len(head) if turn.startswith(head) else 0
@@ -178,7 +169,7 @@ def assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str)
     return turns, texts
 
 
-def content_spans(chat: Chat, text: str) -> Spans:
+def _content_spans(chat: Chat, text: str) -> Spans:
     """Find the messages in the text that a template made of them, but for those that it changed."""
     spans, end = [], 0
     for content in (message["content"].strip() for message in chat):

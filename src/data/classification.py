@@ -39,11 +39,8 @@ def sorted_labels(labels: list[str]) -> list[str]:
 def tokenize_texts(
     rows: Dataset, labels: list[int], tokenizer: PreTrainedTokenizerFast, sequence_length: int, desc: str
 ) -> Dataset:
-    """Tokenize all columns, with a progress bar named `desc`; a second time it comes from the cache.
-
-    Returns:
-        A table with the model's inputs, `label`, `length` in tokens, and whether the text was `truncated`.
-    """
+    """Return a table of the model's inputs, made of all columns (a second time, from the cache), with `label`, `length`
+    in tokens, and whether the text was `truncated`."""
     tokenize = partial(_tokenize, columns=rows.column_names, tokenizer=tokenizer, sequence_length=sequence_length)
     return cached_map(rows, tokenize, f"tokenizing {desc}").add_column("label", labels)
 
@@ -61,14 +58,8 @@ def _tokenize(
 
 
 def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
-    """Return an order in which each batch has texts of similar lengths, and the batches come at random.
-
-    Args:
-        lengths: shape (examples,).
-
-    Returns:
-        Indices, each once; shape (examples,), int64. The last batch may be smaller.
-    """
+    """Return indices, each once, in an order in which a batch has texts of similar lengths and the batches come at
+    random; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
     order = random.permutation(len(lengths))
     size = MEGA_BATCH * batch_size
     parts = [order[i : i + size] for i in range(0, len(order), size)]

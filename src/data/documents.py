@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
-from src.data import chats
+from src.data.chats import Spans, normalize_chat, normalize_tools, render_chat
 from src.data.text import ColumnKind, cached_map
 
 SLICE = 2**20
@@ -51,8 +51,8 @@ class _Text(NamedTuple):
     """A row as one text; which parts of it are to be learnt, and which are counted as bytes (None: all)."""
 
     text: str
-    targets: chats.Spans | None = None
-    contents: chats.Spans | None = None
+    targets: Spans | None = None
+    contents: Spans | None = None
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,7 @@ class Chunker:
 
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table with the columns of CHUNK_FEATURES; a second time, also in another process, from the cache.
-
-        Raises:
-            UserError: the chat template fails, or writes a chat so that the assistant's turns cannot be told apart.
-        """
+        Raise a UserError where a chat template does not do (see `render_chat`)."""
         rows = rows.select_columns([*self.row_format.columns])
         return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
@@ -88,25 +85,15 @@ class Chunker:
         if columns.text:
             return _Text(row[columns.text])
         if columns.messages:
-            chat = chats.normalize_chat(row[columns.messages])
-            tools = chats.normalize_tools(row.get(columns.tools))
-            render = partial(chats.render_chat, tokenizer=self.tokenizer, tools=tools)
-            text = render(chat)
-            chats.require_tools(chat, tools, text)
-            if self.train_on_prompts:
-                return _Text(text, None, chats.content_spans(chat, text))
-            return _Text(text, *chats.assistant_spans(chat, text, render, str(self.tokenizer.eos_token or "")))
+            chat, tools = normalize_chat(row[columns.messages]), normalize_tools(row.get(columns.tools))
+            return _Text(*render_chat(chat, tools, self.tokenizer, self.train_on_prompts))
         prompt, completion = row[columns.prompt], row[columns.completion]
         spans = None if self.train_on_prompts else [(len(prompt), len(prompt + completion))]
         return _Text(prompt + completion, spans, spans)
 
     def _cut(self, text: _Text, tokens: np.ndarray, begin: list[int], end: list[int]) -> Iterator[dict[str, Any]]:
-        """Yield a row's chunks: of raw text all, else the first one.
-
-        Args:
-            tokens: as `_encode` returns them.
-            begin, end: the special tokens around them. Those at the end are always learnt.
-        """
+        """Yield a row's chunks: of raw text all, else the first one. The tokens are as `_encode` returns them; `begin`
+        and `end` are the special ones around them, of which the last are always learnt."""
         ids, starts, ends = tokens
         codes = np.frombuffer(text.text.encode("utf-32-le", "surrogatepass"), np.uint32)
         sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)  # in UTF-8
@@ -141,11 +128,10 @@ class Chunker:
 
 def cut_document(rows: Dataset, column: str, start: int, end: int) -> Dataset:
     """Return a row's text from character `start` up to `end`, cached so that what is made of it is cached too."""
-    cut = partial(_cut_texts, column=column, start=start, end=end)
-    return cached_map(rows.select_columns(column), cut, "cutting the text")
+    return cached_map(rows, partial(_cut_text, column=column, start=start, end=end), "cutting the text")
 
 
-def _cut_texts(batch: dict[str, list[str]], column: str, start: int, end: int) -> dict[str, list[str]]:
+def _cut_text(batch: dict[str, list[str]], column: str, start: int, end: int) -> dict[str, list[str]]:
     return {column: [text[start:end] for text in batch[column]]}
 
 
@@ -182,7 +168,7 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[np.nda
     return [np.hstack(parts) for parts in found]
 
 
-def _sums_until(values: np.ndarray, spans: chats.Spans | None) -> np.ndarray:
+def _sums_until(values: np.ndarray, spans: Spans | None) -> np.ndarray:
     """Return the sum of the first 0, 1, … of the values, of those in the spans; shape (values + 1,), int64."""
     mask = np.full(len(values), spans is None)
     for start, end in spans or []:

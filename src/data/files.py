@@ -24,22 +24,23 @@ def path_error(path: Path) -> str | None:
     """Return why a file or folder cannot be a dataset, found without reading it; None: it may be one."""
     known = ", ".join(LOADERS)
     if not path.is_dir():
-        return None if _suffix(path) in LOADERS else f"{path.suffix or 'no suffix'} is none of {known}"
+        return None if path.suffix.lower() in LOADERS else f"{path.suffix or 'no suffix'} is none of {known}"
     if saved := [name for name in SAVED_TO_DISK if (path / name).is_file()]:
         return (
             f"was written by save_to_disk ({saved[0]}), which is not read: write each split with to_parquet, to "
             f"train.parquet and validation.parquet"
         )
     used = [file for files in files_by_split(path).values() for file in files]
-    kinds = {_suffix(file) for file in used}
+    kinds = {file.suffix.lower() for file in used}
     if len(kinds) != 1:
         found = "files of several kinds" if kinds else "no file"
         return f"the folder has {found}; it must hold files of one of {known}"
-    others = [file for file in sorted([*path.glob("[!.]*"), *path.glob("[!.]*/[!.]*")]) if file not in used]
-    if unsaid := ", ".join(file.name for file in others if file.parent == path and _suffix(file) in kinds):
+    others = [file for file in sorted([*path.iterdir(), *path.glob("[!.]*/[!.]*")]) if file not in used]
+    if unsaid := ", ".join(file.name for file in others if file.parent == path and file.suffix.lower() in kinds):
         return f"the names of other files say their split, but not {unsaid}: rename or move away what is not to be used"
     for file in others:
-        if _suffix(file.with_suffix("") if _suffix(file) in PACKED else file) in kinds:
+        unpacked = file.with_suffix("") if file.suffix.lower() in PACKED else file
+        if unpacked.suffix.lower() in kinds:
             return f"{file.relative_to(path)} is not read: unpack it, or move it into the folder, or away"
     return None
 
@@ -48,7 +49,7 @@ def files_by_split(path: Path) -> dict[str, list[Path]]:
     """Return the files whose names say their split; where none does, all are to train on."""
     if not path.is_dir():
         return {"train": [path]}
-    files = sorted(file for file in path.iterdir() if _suffix(file) in LOADERS)
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in LOADERS)
     splits: dict[str, list[Path]] = {}
     for file in files:
         words = [re.sub("(?<=.{3})(ing|set|data|split)$", "", w) for w in re.split(r"[^a-z]+", file.stem.lower())]
@@ -59,14 +60,11 @@ def files_by_split(path: Path) -> dict[str, list[Path]]:
 
 def read_files(files: list[Path], column_names: list[str]) -> Dataset:
     """Return the rows of files of one kind. Every column of a .csv or .tsv is text as it stands there: "null" and "NA"
-    are words; where it has no header, `column_names` are its columns.
-
-    Raises:
-        UserError: a file cannot be read, has no row, or not the columns that it should have.
-    """
+    are words; where it has no header, `column_names` are its columns. Raise a UserError where a file cannot be read,
+    has no row, or not the columns that it should have."""
     if empty := [file for file in files if file.stat().st_size == 0]:
         raise UserError(f"task.dataset={empty[0]}: the file is empty")
-    suffix, names = _suffix(files[0]), [glob.escape(str(file)) for file in files]
+    suffix, names = files[0].suffix.lower(), [glob.escape(str(file)) for file in files]
     options: dict[str, Any] = {"sample_by": "document", "encoding": "utf-8-sig"} if suffix == ".txt" else {}
     if suffix in DIALECTS:
         columns, *others = [_columns(file, column_names, **DIALECTS[suffix]) for file in files]
@@ -114,7 +112,3 @@ def _columns(file: Path, column_names: list[str], sep: str, quoting: Any = csv.Q
         says = f"row 1 has {len(row)} fields, and the header {len(names)}: mend such rows; quote texts with {sep!r}"
         raise UserError(f"task.dataset={file}: {says}")
     return names
-
-
-def _suffix(file: Path) -> str:
-    return file.suffix.lower()

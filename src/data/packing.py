@@ -12,7 +12,7 @@ from datasets import Dataset
 class Sequences:
     """Sequences of one or more chunks: a map-style dataset that is asked for whole batches.
 
-    An example is a list of chunks, each `input_ids` and `labels` of shape (length,), int32, and `bytes`, an int.
+    An example is a list of chunks, each with `input_ids` and `labels` of shape (length,), int32, and `bytes`, an int.
     """
 
     chunks: Dataset
@@ -27,9 +27,7 @@ class Sequences:
 
     def __getitems__(self, indices: list[int]) -> list[list[dict[str, Any]]]:
         groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
-        columns = self.chunks[np.concatenate(groups)]
-        names = ("input_ids", "labels", "bytes")
-        chunks = (dict(zip(names, values, strict=True)) for values in zip(*(columns[n] for n in names), strict=True))
+        chunks = iter(self.chunks.__getitems__(np.concatenate(groups)))
         return [[next(chunks) for _ in group] for group in groups]
 
     def describe(self, sequence_length: int) -> dict[str, float]:
@@ -59,23 +57,23 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
     https://arxiv.org/abs/2404.10830.
     """
     lengths = chunks.with_format("numpy")["length"][:]
+    order = np.argsort(-lengths, kind="stable")
     sequences: list[list[int]] = []
-    by_room: dict[int, list[list[int]]] = {}  # the sequences that have so much room left
-    rooms: list[int] = []  # the keys of by_room, sorted
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        i = bisect_left(rooms, lengths[row])
-        if i < len(rooms):
+    by_room: list[list[list[int]]] = [[] for _ in range(sequence_length)]  # the sequences that have so much room left
+    rooms: list[int] = []  # in ascending order, those that a sequence has
+    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        i = bisect_left(rooms, length)
+        if i == len(rooms):
+            room, sequence = sequence_length, list[int]()
+            sequences.append(sequence)
+        else:
             room = rooms[i]
             sequence = by_room[room].pop()
             if not by_room[room]:
-                del by_room[room], rooms[i]
-        else:
-            room, sequence = sequence_length, []
-            sequences.append(sequence)
+                del rooms[i]
         sequence.append(row)
-        if left := room - int(lengths[row]):
-            if left not in by_room:
-                by_room[left] = []
+        if left := room - length:
+            if not by_room[left]:
                 insort(rooms, left)
             by_room[left].append(sequence)
     starts = np.cumsum([0, *map(len, sequences)])

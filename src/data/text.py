@@ -66,10 +66,7 @@ class TextSource(Settings):
 
     def load_rows(self) -> tuple[Dataset, Dataset | None]:
         """Return the rows to train on and, where there is a split of its own for it, to evaluate on.
-
-        Raises:
-            UserError: in one line, what cannot be loaded and what to do.
-        """
+        Raise a UserError that says in one line what cannot be loaded and what to do."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
         path = Path(self.dataset)
         splits: Any = files_by_split(path) if path.exists() else self._load_from_hub()
@@ -107,28 +104,27 @@ class TextSource(Settings):
         return self._skipped_rows
 
     def validate_rows(self, rows: Dataset, part: Literal["train", "eval"], columns: dict[str, ColumnKind]) -> Dataset:
-        """Return the rows whose `columns` hold what they should, none of them empty.
-
-        Raises:
-            UserError: a column is not there, there are other rows and they may not be skipped, or none is left.
-        """
+        """Return the rows whose `columns` hold what they should, none of them empty. Raise a UserError where a column
+        is not there, there are other rows and they may not be skipped, or none is left."""
         where = "the data to train on" if part == "train" else "the data to evaluate on"
-        refused = f"task.dataset={self.dataset}:"
+        dataset = f"task.dataset={self.dataset}"
         if missing := " nor ".join(name for name in columns if name not in rows.column_names):
-            raise UserError(f"{refused} no column {missing} in {where}; its columns are {', '.join(rows.column_names)}")
+            raise UserError(
+                f"{dataset}: no column {missing} in {where}; its columns are {', '.join(rows.column_names)}"
+            )
         bad: dict[int, str] = {}
         for name, kind in columns.items():
             try:
                 bad = {row: f"{name} {why}" for row, why in _bad_rows(rows, name, kind)} | bad
             except (pyarrow.ArrowInvalid, UnicodeError) as error:  # the JSON reader lets other encodings pass
-                raise UserError(f"{refused} cannot be read, column {name} is not UTF-8 ({error})") from error
+                raise UserError(f"{dataset}: cannot be read, column {name} is not UTF-8 ({error})") from error
         if len(bad) == len(rows) and (not bad or self.bad_rows == "skip"):
-            raise UserError(f"{refused} no usable row in {where}{f': in row 1 {bad[0]}' if bad else ''}")
+            raise UserError(f"{dataset}: no usable row in {where}{f': in row 1 {bad[0]}' if bad else ''}")
         if bad and self.bad_rows == "refuse":
             first = min(bad)
             named = ", ".join(str(row + 1) for row in sorted(bad)[:5]) + (", …" if len(bad) > 5 else "")
             raise UserError(
-                f"{refused} {len(bad)} of {len(rows)} rows in {where} have no usable {' or '.join(columns)} "
+                f"{dataset}: {len(bad)} of {len(rows)} rows in {where} have no usable {' or '.join(columns)} "
                 f"(row {named}; the first is 1): in row {first + 1} {bad[first]}; mend them, or leave them out with "
                 f"--task.bad_rows=skip"
             )
@@ -136,17 +132,12 @@ class TextSource(Settings):
         return rows.select([row for row in range(len(rows)) if row not in bad]) if bad else rows
 
     def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
-        """Return `rows` in two: the larger part to train on, the smaller to evaluate on.
-
-        Raises:
-            UserError: there are too few rows.
-        """
+        """Return `rows` in two: the larger part to train on, the smaller to evaluate on. Raise a UserError where there
+        are too few rows."""
         size = round(len(rows) * self.eval_fraction)
         if not 0 < size < len(rows):
-            raise UserError(
-                f"task.dataset={self.dataset}: {len(rows)} rows are too few to keep {self.eval_fraction:g} of them for "
-                f"evaluation (task.eval_fraction)"
-            )
+            says = f"{len(rows)} rows are too few to keep {self.eval_fraction:g} of them for evaluation"
+            raise UserError(f"task.dataset={self.dataset}: {says} (task.eval_fraction)")
         parts = rows.train_test_split(size, shuffle=self.eval_from == "random", seed=self.split_seed)
         return parts["train"], parts["test"]
 

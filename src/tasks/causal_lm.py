@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from src.data.byte_tokenizer import byte_tokenizer
-from src.data.documents import RowFormat, cut_document, make_chunks
+from src.data.documents import Chunker, RowFormat, cut_document
 from src.data.packing import Sequences, pack, unpacked
 from src.data.text import TextSource, table_checksum
 from src.models.causal_lm import LanguageModel, explain_refusal, new_config
@@ -178,7 +178,7 @@ class CausalLM(TextSource, ModelSource, Task):
 
     def _sequences(self, rows: Dataset, part: str) -> Sequences:
         length = self.sequence_length
-        chunks = make_chunks(rows, self._row_format, self._tokenizer, length, self.train_on_prompts, part)
+        chunks = Chunker(self._row_format, self._tokenizer, length, self.train_on_prompts).make_chunks(rows, part)
         if not chunks.with_format("numpy")["targets"][:].any():
             raise UserError(
                 f"task.dataset={self.dataset}: the {part} has nothing to predict: no row has a completion, or a turn "
