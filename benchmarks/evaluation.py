@@ -4,30 +4,26 @@
 
 MNIST's 10,000 test images, on gloo, one thread each, batches of 64, fp32. Theirs is the loop of Accelerate's examples:
 `.item()` of the loss, `gather_for_metrics` of predictions and labels and `add_batch` of the metric in each batch. Ours
-is `evaluate` of train.py: sums in a local tensor, one reduce, one gather and the same metric at the end, and, unlike
-theirs, a loss that counts no example twice. Both give the same number of correct answers, asserted.
-
-Two models: the CNN, whose forward pass takes most of the time on a CPU, and a linear one, which shows the loops
-themselves, as a GPU would. Of ours, the metric takes the larger part (`evaluate` looks at each number by itself).
+is `evaluate` of train.py: one reduce, one gather and the same metric at the end, and, unlike theirs, a loss that counts
+no example twice. Both give the same number of correct answers, asserted. Two models: the CNN, whose forward pass takes
+most of the time on a CPU, and a linear one, which shows the loops themselves, as a GPU would.
 """
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
-from benchmarks.runs import launch_command, launched
+from benchmarks.runs import Side, arguments, launch
 from src.config import load_config
 from src.data.mnist import mnist
 from src.launch import build_accelerator, prepare
@@ -39,72 +35,62 @@ from train import evaluate
 ROUNDS, TESTED = 9, 10_000
 
 
-class Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(784, 10)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.layer(images.flatten(1).float() / 255)
+class Linear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.flatten(1).float() / 255)
 
 
-def theirs(accelerator: Accelerator, model: nn.Module, loader: DataLoader[dict[str, torch.Tensor]]) -> int:
-    """Returns: correct answers."""
-    model.eval()
-    loss_sum, metric = 0.0, Accuracy()
-    for batch in loader:
-        with torch.no_grad():
-            logits = model(batch["images"])
-        loss_sum += cross_entropy(logits, batch["labels"]).item()
-        predictions, references = accelerator.gather_for_metrics((logits.argmax(1), batch["labels"]))
-        metric.add_batch(predictions=predictions, references=references)
-    model.train()
-    return round(metric.compute()["accuracy"] * TESTED)
-
-
-def process(data_dir: str, file: str) -> None:
-    """One of the two; the first writes what it measured."""
-    config = load_config([f"--task.data_dir={data_dir}", "--global_batch_size=128", f"--output_dir={file}.run"])
+def measure_in_process(data_dir: str) -> None:
+    """Measure as one of the two; the first writes its times."""
+    config = load_config(arguments({"task.data_dir": data_dir, "global_batch_size": 128}))
     accelerator, _ = build_accelerator()
-    test_set = mnist(data_dir)[1]
+    test_set: Any = mnist(data_dir)[1]  # torch's Dataset need not have a length
     stop = StopRequest(accelerator, config)
 
-    def compared(model: nn.Module) -> list[list[float]]:
+    def seconds(count: Callable[[], int], counts: set[int]) -> float:
+        accelerator.wait_for_everyone()
+        started = time.perf_counter()
+        counts.add(count())
+        return time.perf_counter() - started
+
+    def compare(model: nn.Module) -> list[list[float]]:
         model, _ = prepare(accelerator, model, [torch.optim.SGD(model.parameters(), lr=1.0)])
-        rows: Any = test_set  # torch's Dataset need not have a length
-        loader = accelerator.prepare(DataLoader(rows, batch_size=64, collate_fn=config.task.collate))
+        loader = accelerator.prepare(DataLoader(test_set, batch_size=64, collate_fn=config.task.collate))
         counts: set[int] = set()
 
         def ours() -> int:
             results = evaluate(accelerator, config, model, test_set, stop)
             assert results
-            return round(results[0]["eval/accuracy"] * len(test_set))
+            return round(results[0]["eval/accuracy"] * TESTED)
 
-        def seconds(evaluated: Callable[[], int]) -> float:
-            accelerator.wait_for_everyone()
-            started = time.perf_counter()
-            counts.add(evaluated())
-            return time.perf_counter() - started
+        def theirs() -> int:
+            model.eval()
+            loss_sum, metric = 0.0, Accuracy()
+            for batch in loader:
+                with torch.no_grad():
+                    logits = model(batch["images"])
+                loss_sum += cross_entropy(logits, batch["labels"]).item()
+                predictions, references = accelerator.gather_for_metrics((logits.argmax(1), batch["labels"]))
+                metric.add_batch(predictions=predictions, references=references)
+            model.train()
+            return round(metric.compute()["accuracy"] * TESTED)
 
         ours()  # imports `evaluate`
-        found = in_turn(ROUNDS, lambda: seconds(ours), lambda: seconds(lambda: theirs(accelerator, model, loader)))
+        found = in_turn(ROUNDS, lambda: seconds(ours, counts), lambda: seconds(theirs, counts))
         assert len(counts) == 1, f"other counts: {counts}"
         return found
 
     torch.manual_seed(0)
-    found = {"linear": compared(Linear()), "CNN": compared(MnistCnn())}
+    found = [compare(Linear(784, 10)), compare(MnistCnn())]
     if accelerator.is_main_process:
-        Path(file).write_text(json.dumps(found))
+        Path("found.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
-def measure(data_dir: str) -> list[Comparison]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/found.json"
-        launched([*launch_command("ddp", 2), "-m", "benchmarks.evaluation", "--process", data_dir, file])
-        found = json.loads(Path(file).read_text())
-    (linear, their_linear), (cnn, their_cnn) = found["linear"], found["CNN"]
+def measure(data_dir: Path, folder: Path) -> list[Comparison]:
+    Side([*launch("ddp", 2), "-m", "benchmarks.evaluation", "--process", str(data_dir)], folder).run()
+    (linear, their_linear), (cnn, their_cnn) = json.loads((folder / "found.json").read_text())
     return [
         Comparison("evaluation x2: the loop (linear model)", "s", linear, their_linear, 5, is_gain=True),
         Comparison("evaluation x2: with the CNN's forward pass", "s", cnn, their_cnn, 1, is_gain=True),
@@ -113,6 +99,6 @@ def measure(data_dir: str) -> list[Comparison]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--process"]:
-        process(*sys.argv[2:])
+        measure_in_process(sys.argv[2])
     else:
         pairs.main(measure, __doc__)

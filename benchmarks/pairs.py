@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import signal
 import statistics
+import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +18,9 @@ class Comparison:
     question: str
     """What is compared, in a few words; names the row in results.json."""
     unit: str
-    """Of `ours` and `theirs`."""
     ours: list[float]
-    """One value per round."""
+    """In `unit`, one value per round, as `theirs`: each was measured right before or after ours."""
     theirs: list[float]
-    """Of the same rounds: each was measured right before or after ours."""
     target: float
     """What the median ratio is to reach."""
     is_gain: bool
@@ -46,17 +47,18 @@ class Comparison:
 
 
 def in_turn(rounds: int, *variants: Callable[[], float]) -> list[list[float]]:
-    """Calls each in each round, one after the other.
-
-    Returns:
-        What each returned, shape (variants, rounds).
-    """
+    """Call each in each round, one after the other. Return what they returned, shape (variants, rounds)."""
     values = [[variant() for variant in variants] for _ in range(rounds)]
     return [list(of_variant) for of_variant in zip(*values, strict=True)]
 
 
+def drift(values: Iterable[float], expected: Iterable[float]) -> float:
+    """Return the largest relative difference."""
+    return max(abs(a / b - 1) for a, b in zip(values, expected, strict=True))
+
+
 def table(comparisons: Iterable[Comparison]) -> str:
-    """A row each, with the medians; behind the ratio its smallest and largest value."""
+    """Return a row for each, with the medians; behind the ratio its smallest and largest value."""
     head = ("question", "ours", "theirs", "ratio", "spread", "asked")
     rows = [head]
     for c in comparisons:
@@ -76,17 +78,15 @@ def load(file: Path) -> list[Comparison]:
     return [Comparison(**row) for row in json.loads(file.read_text())]
 
 
-def main(measure: Callable[[str], list[Comparison]], doc: str | None) -> None:
-    """The command line of a benchmark.
-
-    Args:
-        measure: answers its questions; takes the folder with MNIST.
-    """
+def main(measure: Callable[[Path, Path], list[Comparison]], doc: str | None) -> None:
+    """Run the command line of a benchmark: `measure` takes the folder with MNIST, and one to work in."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", default="data", help="folder with MNIST; downloaded into it where missing")
+    parser.add_argument("--data_dir", type=Path, default="data", help="folder with MNIST; downloaded where missing")
     parser.add_argument("--save", type=Path, help="a file for the rows, as JSON")
-    arguments = parser.parse_args()
-    rows = measure(arguments.data_dir)
+    chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else it would leave stopped processes behind
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(chosen.data_dir.absolute(), Path(folder))
     print(table(rows))
-    if arguments.save:
-        save(rows, arguments.save)
+    if chosen.save:
+        save(rows, chosen.save)

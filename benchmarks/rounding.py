@@ -1,19 +1,20 @@
 """How far plain PyTorch drifts from itself in 50 steps, only because it sums a batch of 64 as two of 32.
 
-    python -m benchmarks.rounding --data_dir=DIR
+    python -m benchmarks.rounding [--data_dir=DIR]
 
 One process, no code of ours but the CNN: this is what no strategy can undercut. Rounding differs by 1e-7; how training
 magnifies it depends on the learning rate. Printed: the largest relative difference of the training loss, per seed.
 """
 
-import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adadelta, AdamW, Optimizer
 
+from benchmarks import pairs
 from src.data.mnist import Digits, mnist
 from src.models.mnist_cnn import MnistCnn
 
@@ -26,34 +27,30 @@ RECIPES: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def losses(train_set: Digits, recipe: Callable[[nn.Module], Optimizer], seed: int, parts: int) -> torch.Tensor:
-    """The losses of STEPS steps, each batch of 64 passed through the model in `parts`; shape (STEPS,), float64."""
+def losses(train_set: Digits, recipe: Callable[[nn.Module], Optimizer], seed: int, parts: int) -> list[float]:
+    """Return those of STEPS steps, each batch of 64 passed through the model in `parts`."""
     torch.manual_seed(seed)
     model = MnistCnn(dropout=0)
     optimizer = recipe(model)
-    sums = torch.zeros(STEPS, dtype=torch.float64)
+    sums = [0.0] * STEPS
     for step, window in enumerate(torch.randperm(len(train_set))[: 64 * STEPS].split(64)):
         for part in window.split(64 // parts):
             batch = train_set.__getitems__(part.tolist())
             loss = cross_entropy(model(batch["images"]), batch["labels"], reduction="sum") / 64
             loss.backward()
-            sums[step] += loss.detach()
+            sums[step] += loss.item()
         optimizer.step()
         optimizer.zero_grad()
     return sums
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", default="data")
-    train_set, _ = mnist(parser.parse_args().data_dir)
+def measure(data_dir: Path, _: Path) -> list[pairs.Comparison]:
+    train_set = mnist(str(data_dir))[0]
     for name, recipe in RECIPES.items():
-        drifts = []
-        for seed in range(SEEDS):
-            whole, halves = (losses(train_set, recipe, seed, parts) for parts in (1, 2))
-            drifts.append(((whole - halves).abs() / whole).max().item())
+        drifts = [pairs.drift(*(losses(train_set, recipe, seed, parts) for parts in (2, 1))) for seed in range(SEEDS)]
         print(f"{name:<52}", *(f"{drift:.0e}" for drift in sorted(drifts)), flush=True)
+    return []
 
 
 if __name__ == "__main__":
-    main()
+    pairs.main(measure, __doc__)

@@ -1,67 +1,181 @@
-"""Runs of train.py as a user starts them, each in fresh processes, and what they write down about themselves."""
+"""How a benchmark starts what it measures, lets it take turns, and reads what it wrote about itself."""
 
 import contextlib
 import json
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-PROJECT = Path(__file__).parent.parent
+from benchmarks.pairs import in_turn
+
+PROJECT = Path(__file__).resolve().parent.parent
+CORES = 2
+NEVER = 1_000_000_000
+CNN: dict[str, Any] = {
+    "config": PROJECT / "configs" / "mnist.yaml",
+    "task.rotation": 0,
+    "task.shift": 0,
+    "eval_every": NEVER,
+    "save_every": NEVER,
+}
+"""The MNIST CNN without augmentation, fp32; neither evaluated nor saved before its end."""
+LOSS = r'"train/loss": ([^,}]+)'
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run wrote down about itself."""
-
-    summary: dict[str, Any]
-    records: list[dict[str, Any]]
-    """Those of the training, without evaluations."""
+def launch(yaml: str, processes: int = 1, precision: str = "") -> list[str]:
+    """Return the launcher's part of a command line; without a precision, it is the yaml's."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port=0"]
+    launcher += [f"--config_file={PROJECT}/accelerate_configs/{yaml}.yaml", f"--num_processes={processes}"]
+    return [*launcher, *([f"--mixed_precision={precision.replace('fp32', 'no')}"] if precision else [])]
 
 
-def launch_command(yaml: str, processes: int) -> list[str]:
-    launcher = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port=0"]
-    return [*launcher, f"--config_file=accelerate_configs/{yaml}.yaml", f"--num_processes={processes}"]
-
-
-def environment(threads: int = 1) -> dict[str, str]:
-    """Without GPUs, and without what a user's shell says to W&B and Accelerate."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
-    return env | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-
-
-def launched(command: list[str], threads: int = 1, is_shown: bool = False) -> str:
-    """Returns: what it prints, but where it `is_shown`."""
-    done = subprocess.run(command, cwd=PROJECT, env=environment(threads), capture_output=not is_shown, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}\nended with exit code {done.returncode}")
-    return done.stdout
-
-
-def signal_all(process: psutil.Process, number: int) -> None:
-    """Also its children: launchers give theirs groups of their own."""
-    for one in (*process.children(recursive=True), process):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.send_signal(number)
+def train_py(settings: dict[str, Any], yaml: str = "cpu", processes: int = 1, precision: str = "") -> list[str]:
+    """Return the command of a run of train.py, which writes into `run` of the folder that it is started in."""
+    return [*launch(yaml, processes, precision), f"{PROJECT}/train.py", *arguments(settings)]
 
 
 def arguments(settings: dict[str, Any]) -> list[str]:
-    return [f"--{name}={value}" for name, value in settings.items()]
+    return [f"--{name}={value}" for name, value in {"output_dir": "run", "wandb.mode": "disabled", **settings}.items()]
 
 
-def read_run(output: Path) -> Run:
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((output / "summary.json").read_text())
-    return Run(summary, [record for record in records if "train/loss" in record])
+@dataclass
+class Side:
+    """A command in a session of its own, which can be made to compute only while it is its turn.
+
+    It runs in `folder`, on as many threads (None: as the libraries choose, and one GPU). A turn ends when `every` more
+    matches of the pattern `ends`, whose group is a number, are in `file`.
+    """
+
+    command: list[str]
+    folder: Path
+    threads: int | None = 1
+    ends: str = LOSS
+    every: int = 1
+    file: str = "run/metrics.jsonl"
+    process: psutil.Popen | None = None
+    seconds: list[float] = field(default_factory=list)  # of its turns
+
+    @property
+    def values(self) -> list[float]:
+        """The numbers of all matches so far: of train.py the mean loss of each interval."""
+        file = self.folder / self.file
+        text = file.read_text() if file.exists() else ""
+        found = re.findall(self.ends, text[: text.rfind("\n") + 1], re.MULTILINE)  # the last line may be half written
+        return [float(value.replace(",", "")) for value in found]
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        return (self.folder / "log").read_text(errors="replace")
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Those of the training, without evaluations."""
+        file = self.folder / "run" / "metrics.jsonl"
+        lines = file.read_text().split("\n")[:-1] if file.exists() else []
+        return [record for record in map(json.loads, lines) if "train/loss" in record]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "run" / "summary.json").read_text())
+
+    def start(self) -> None:
+        env = {n: v for n, v in os.environ.items() if not n.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
+        gpu = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # with several, Trainer would use them all
+        env["CUDA_VISIBLE_DEVICES"] = gpu if self.threads is None else ""
+        if self.threads:
+            env["OMP_NUM_THREADS"] = str(self.threads)
+        env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.folder / "cache"), "PYTHONUNBUFFERED": "1"}
+        env |= {"PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), env.get("PYTHONPATH"))))}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "log").open("w") as log:
+            self.process = psutil.Popen(
+                self.command, cwd=self.folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def turn(self) -> float:
+        """Let it compute until its turn ends. Return the seconds that took."""
+        started = time.perf_counter()
+        self.signal(signal.SIGCONT)
+        self.wait(lambda: len(self.values) >= (1 + len(self.seconds)) * self.every)
+        self.signal(signal.SIGSTOP)
+        self.seconds.append(time.perf_counter() - started)
+        return self.seconds[-1]
+
+    def finish(self) -> None:
+        """Let it come to its end."""
+        self.signal(signal.SIGCONT)
+        self.wait()
+
+    def run(self) -> None:
+        """Start it and wait for its end."""
+        with running(self):
+            self.start()
+            self.wait()
+
+    def wait(self, is_done: Callable[[], bool] | None = None) -> None:
+        """Wait until `is_done`; without it, until the process has ended.
+
+        Raises:
+            RuntimeError: it failed, or ended too early.
+        """
+        assert self.process
+        while True:
+            code = self.process.poll()
+            if is_done() if is_done else code == 0:
+                return
+            if code is not None:
+                raise RuntimeError(f"{shlex.join(self.command)}\n{self.log[-6000:]}\nexit code {code}")
+            time.sleep(0.005)
+
+    def signal(self, number: int) -> list[psutil.Process]:
+        """Send it to the process and its children: launchers give theirs groups of their own. Return them all."""
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            family = [*self.process.children(recursive=True), self.process] if self.process else []
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(number)
+        return family
+
+
+@contextlib.contextmanager
+def running(*sides: Side) -> Iterator[None]:
+    """Leave no process of theirs behind: told to stop, they would save first, and keep the GPU's memory till then."""
+    try:
+        yield
+    finally:
+        for side in sides:
+            psutil.wait_procs(side.signal(signal.SIGKILL), timeout=30)
+
+
+def take_turns(rounds: int, sides: Sequence[Side], warm_up: int = 1) -> list[list[float]]:
+    """Start each and let it take turns that don't count (imports, compiling, first allocations), then one per round,
+    then all come to their ends. Return the seconds of each turn, shape (sides, rounds)."""
+    with running(*sides):
+        for side in sides:
+            side.start()
+            for _ in range(warm_up):
+                side.turn()
+        seconds = in_turn(rounds, *(side.turn for side in sides))
+        for side in sides:
+            side.finish()
+    return seconds
 
 
 def write_images(folder: Path, count: int) -> None:
-    """As MNIST's files."""
+    """Write random images and labels as MNIST's files: `count` to train on, 100 to test."""
     random = np.random.default_rng(0)
     folder.mkdir()
     for name, size in (("train", count), ("t10k", 100)):

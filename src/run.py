@@ -134,7 +134,7 @@ def startup_summary(run: Run) -> dict[str, str]:
         "model": f"{facts['parameters']:,} parameters"
         + (trained if facts["trained_parameters"] < facts["parameters"] else ""),
         "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
-        **{part: _in_one_line(figures) for part, figures in facts["data"].items() if figures},
+        **{part: in_one_line(figures) for part, figures in facts["data"].items() if figures},
         "batch": f"{config.global_batch_size} = {config.micro_batch(world_size)} per micro-batch x "
         f"{world_size} processes x {config.accumulation(world_size)} accumulated",
         "tuned": ", ".join(facts["tuned"]),
@@ -142,7 +142,7 @@ def startup_summary(run: Run) -> dict[str, str]:
     }
 
 
-def _in_one_line(figures: dict[str, float]) -> str:
+def in_one_line(figures: dict[str, float]) -> str:
     """Counts and, as floats, shares, by name."""
     return ", ".join(
         f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")

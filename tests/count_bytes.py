@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-from src.config import Optim
+from src.config import Optim, config_from
 from src.distributed import build_accelerator, prepare
 from src.optim import build_optimizers
 from src.tasks.causal_lm import CausalLM
@@ -21,7 +21,7 @@ def size(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def main() -> None:
-    accelerator, launch = build_accelerator()
+    accelerator, launch = build_accelerator(config_from({"task": {"name": "mnist"}}))
     architecture = {
         "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11,
         "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 30_000, "tie_word_embeddings": True,
@@ -30,7 +30,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     model, (optimizer,) = prepare(accelerator, model, build_optimizers(Optim(), model))
     tokens = torch.arange(8)
-    accelerator.backward(model(tokens[None], tokens[None], tokens, tokens))
+    accelerator.backward(model("loss", tokens[None], tokens[None], tokens, tokens))
     optimizer.step()
     held = {
         "parameters": size(model.parameters()),

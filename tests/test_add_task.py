@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PROJECT, Launch, Run
+from tests.launching import PROJECT, Launch, Run
 
 TASK = '''
 """Learn the mean of a ragged number of values: most examples count for several, some for none."""

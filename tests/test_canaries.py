@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.conftest import BIN, PROJECT, Run, run_command
+from tests.launching import BIN, PROJECT, Run, run_command
 
 ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
 SAY = "import os; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"  # in one piece

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from src.checkpoint.tensors import own_share, run_tensors
+from src.checkpoint.tensors import rank_state_dict, run_tensors
 
 
 def test_each_tensor_is_saved_by_one_process_and_buffers_by_the_first() -> None:
@@ -13,7 +13,7 @@ def test_each_tensor_is_saved_by_one_process_and_buffers_by_the_first() -> None:
     optimizer.step()
     tensors = run_tensors(model, [optimizer])
     assert len(tensors) == 6 + 3 + 6 * 3
-    shares = [set(own_share(tensors, rank, 3)) for rank in range(3)]
+    shares = [set(rank_state_dict(tensors, rank, 3)) for rank in range(3)]
     assert set.union(*shares) == set(tensors)
     assert sum(map(len, shares)) == len(tensors)
     assert {f"model.1.{name}" for name, _ in model[1].named_buffers()} <= shares[0]

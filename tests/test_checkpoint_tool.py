@@ -7,14 +7,31 @@ from pathlib import Path
 
 import pytest
 
+from src.checkpoint.__main__ import main
+from src.process import exit_codes
 from tests import tiny
-from tests.conftest import Launch, Run, run_command
-from tests.faults.runs import EACH_STEP, Whole, weights
+from tests.faults.runs import EACH_STEP, weights
+from tests.launching import Launch, Run, Whole, run_command
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
 
-def tool(*arguments: str | Path) -> Run:
-    command = [sys.executable, "-W", "error", "-m", "src.checkpoint", *map(str, arguments)]
-    return run_command(command, Path())
+class Tool:
+    """Runs the tool in this process, which has imported what it needs."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str | Path) -> Run:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended, exit_codes("checkpoint"):
+            sys.exit(main([*map(str, arguments)]))
+        return Run(int(ended.value.code or 0), *self._capsys.readouterr(), Path())
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
+    return Tool(capsys)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +44,9 @@ def run(whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_list(run: Run) -> None:
-    listed = tool("list", run.folder).succeeded().stdout.splitlines()
+    """By its command: without a warning."""
+    command = [sys.executable, "-W", "error", "-m", "src.checkpoint", "list", str(run.folder)]
+    listed = run_command(command, Path()).succeeded().stdout.splitlines()
     assert [line.split()[0].rpartition("/")[2] for line in listed] == [f"step_{step:08d}" for step in range(30, 21, -1)]
     assert "14.5 MB" in listed[0]
     assert "fsdp x 2" in listed[0]
@@ -35,7 +54,7 @@ def test_list(run: Run) -> None:
     assert "eval" not in listed[1]
 
 
-def test_verify(run: Run, tmp_path: Path) -> None:
+def test_verify(tool: Tool, run: Run, tmp_path: Path) -> None:
     *lines, last = tool("verify", run.folder).succeeded().stdout.splitlines()
     assert [line.rpartition("  ")[2] for line in lines] == ["whole"] * 8
     assert last.endswith("rng_00002.json is missing: dropout goes on with other random numbers")
@@ -48,7 +67,7 @@ def test_verify(run: Run, tmp_path: Path) -> None:
     assert found.stdout == f"{copy}  {shard.name} has changed since it was saved\n"
 
 
-def test_export_is_what_the_run_exported(run: Run, tmp_path: Path) -> None:
+def test_export_is_what_the_run_exported(tool: Tool, run: Run, tmp_path: Path) -> None:
     exported = tool("export", run.folder).succeeded()
     folder = run.folder / "model_step_00000030"
     assert exported.stdout == f"{folder}\n"
@@ -63,7 +82,7 @@ def test_export_is_what_the_run_exported(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [(), ("--task.lora.r=4",)], ids=["whole", "adapters"])
 @pytest.mark.parametrize("task", ["causal_lm", "text_classification"])
-def test_export_of_a_transformer(launch: Launch, tmp_path: Path, task: str, lora: tuple[str, ...]) -> None:
+def test_export_of_a_transformer(tool: Tool, launch: Launch, tmp_path: Path, task: str, lora: tuple[str, ...]) -> None:
     """The same files as the run's, the same weights to the last bit; a classifier's labels are known without data."""
     if task == "causal_lm":
         model, data = tiny.llama(tmp_path / "llama"), tiny.questions(tmp_path / "questions.jsonl")
@@ -82,7 +101,7 @@ def test_export_of_a_transformer(launch: Launch, tmp_path: Path, task: str, lora
     assert (tmp_path / "model" / file).read_bytes() == (run.folder / "model" / file).read_bytes()
 
 
-def test_diff(run: Run, launch: Launch) -> None:
+def test_diff(tool: Tool, run: Run) -> None:
     last, before = (run.folder / "checkpoints" / f"step_000000{step}" for step in (30, 24))
     same = tool("diff", last, last)
     assert (same.exit_code, same.stdout) == (0, "the same\n")
@@ -94,14 +113,13 @@ def test_diff(run: Run, launch: Launch) -> None:
     assert "config" not in differing.stdout
 
 
-def test_spoilt_files_are_one_line(run: Run, tmp_path: Path) -> None:
-    """A record may have been put together by hand; what is no line of it doesn't count. Tried without: tracebacks."""
+def test_spoilt_files_are_one_line(tool: Tool, run: Run, tmp_path: Path) -> None:
+    """What is said of checkpoints does not hang on the record. Tried without: tracebacks."""
     folder = Path(shutil.copytree(run.folder, tmp_path / "run"))
+    listed = tool("list", folder).stdout
     with (folder / "metrics.jsonl").open("a") as record:
         record.write('garbage "eval/\n{"eval/": \n')
-    assert tool("list", folder).stdout.replace(str(folder), "") == tool("list", run.folder).stdout.replace(
-        str(run.folder), ""
-    )
+    assert tool("list", folder).stdout == listed
     last, before = (folder / "checkpoints" / f"step_000000{step}" for step in (30, 24))
     (last / "state.json").unlink()
     refused = tool("diff", before, last)
@@ -117,6 +135,17 @@ def test_spoilt_files_are_one_line(run: Run, tmp_path: Path) -> None:
         (["diff", "nowhere"], "diff: takes two checkpoints"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], says: str) -> None:
+def test_mistakes_are_one_line(tool: Tool, arguments: list[str], says: str) -> None:
     refused = tool(*arguments)
     assert (refused.exit_code, refused.stderr) == (2, f"checkpoint: {says}\n")
+
+
+def test_what_is_another_users_is_one_line(tool: Tool, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so it is stood for. Tried without: a traceback."""
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "glob", refuse)
+    refused = tool("list", run.folder)
+    assert (refused.exit_code, refused.stderr) == (2, f"checkpoint: {run.folder}/checkpoints: Permission denied\n")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from src.distributed import _precision
-from tests.conftest import BIN, PROJECT, Launch, Run, run_command
+from src.launch_guard import choose_precision
+from tests.launching import BIN, PROJECT, Launch, Run, run_command
 
 FSDP = yaml.safe_load((PROJECT / "accelerate_configs" / "fsdp.yaml").read_text())
 
@@ -35,9 +35,12 @@ def test_the_exit_code_is_2(tmp_path: Path) -> None:
     assert (run.exit_code, run.stderr) == (2, "train.py: --sed=1: unknown setting, did you mean seed?\n")
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_one_message_for_all_processes(launch: Launch, processes: int) -> None:
-    assert refused(launch("ddp", "--sed=1", processes=processes)) == "--sed=1: unknown setting, did you mean seed?"
+@pytest.mark.parametrize(("processes", "real"), [(2, True), (4, False)])
+def test_one_message_for_all_processes(launch: Launch, processes: int, real: bool) -> None:
+    assert (
+        refused(launch("ddp", "--sed=1", processes=processes, real=real))
+        == "--sed=1: unknown setting, did you mean seed?"
+    )
 
 
 def test_a_batch_that_processes_cannot_share(launch: Launch) -> None:
@@ -64,7 +67,7 @@ def test_a_yaml_that_starts_one_process_where_several_are_asked_for(launch: Laun
 
 def test_a_misspelt_fsdp_key(launch: Launch, tmp_path: Path) -> None:
     file = fsdp_yaml(tmp_path, fsdp_ofload_params=True)
-    says = refused(launch(file))
+    says = refused(launch(file, real=True))
     assert says == f"{file}: fsdp_config has no key fsdp_ofload_params, did you mean fsdp_offload_params?"
 
 
@@ -129,18 +132,8 @@ def test_fsdps_own_activation_checkpointing(launch: Launch, tmp_path: Path) -> N
     ],
 )
 def test_a_variable_that_overrides_the_settings(launch: Launch, yaml: str, name: str, value: str) -> None:
-    says = refused(launch(yaml, **{name: value}))
+    says = refused(launch(yaml, real=name == "FSDP_IGNORED_MODULES", **{name: value}))
     assert says == f"{name}={value} is set in the environment and would override the settings: unset it"
-
-
-def run_with(code: str, launch: Launch, *launcher_arguments: str) -> Run:
-    """Runs train.py after `code`, as a user's change to it."""
-    folder = launch("cpu", "--seed=-1").folder
-    script = folder.with_name("changed.py")
-    script.write_text(f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{code}\nimport train; train.main()")
-    command = [str(BIN / "accelerate"), "launch", "--main_process_port=0", *launcher_arguments, str(script)]
-    settings = ["--task.source=digits", f"--output_dir={folder}", "--wandb.mode=disabled", "--max_steps=1"]
-    return run_command([*command, *settings], folder)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +145,18 @@ def run_with(code: str, launch: Launch, *launcher_arguments: str) -> Run:
 )
 def test_fsdp_that_wraps_only_the_root(launch: Launch, blocks: str, says: str) -> None:
     code = f"from src.models.mnist_cnn import MnistCnn; MnistCnn._no_split_modules = {blocks}"
-    assert refused(run_with(code, launch, "--config_file=accelerate_configs/fsdp.yaml")).startswith(says)
+    assert refused(launch("fsdp", "--max_steps=1", before=code)).startswith(says)
 
 
 def test_processes_that_do_not_see_each_other(launch: Launch) -> None:
     code = "import accelerate, src.distributed; src.distributed.Accelerator = lambda cpu, **_: accelerate.Accelerator()"
-    says = refused(run_with(code, launch, "--config_file=accelerate_configs/ddp.yaml"))
+    says = refused(launch("ddp", "--max_steps=1", before=code))
     assert says == "2 processes were started, but each sees 1: refusing to train separate models"
 
 
 def test_more_processes_than_gpus(launch: Launch) -> None:
     code = "import torch.accelerator as a; a.is_available = lambda: True; a.device_count = lambda: 1"
-    says = refused(run_with(code, launch, "--config_file=accelerate_configs/ddp.yaml"))
+    says = refused(launch("ddp", "--max_steps=1", before=code))
     assert says == "2 processes on this machine, but it has 1 GPU(s): add --num_processes=1"
 
 
@@ -177,7 +170,7 @@ def test_a_gpu_without_bf16_trains_in_fp32_and_says_so(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
-    assert _precision(None, "bf16", is_stand_in=False) == ("no", "Tesla T4 has no bf16: training in fp32")
+    assert choose_precision(None, "bf16", is_stand_in=False) == ("no", "Tesla T4 has no bf16: training in fp32")
 
 
 def test_fsdp_silently_dropped(launch: Launch) -> None:
@@ -188,13 +181,13 @@ def test_fsdp_silently_dropped(launch: Launch) -> None:
         "    return accelerate.Accelerator(cpu=cpu)\n"
         "src.distributed.Accelerator = without_fsdp"
     )
-    says = refused(run_with(code, launch, "--config_file=accelerate_configs/fsdp.yaml"))
+    says = refused(launch("fsdp", "--max_steps=1", before=code))
     assert says.startswith("the yaml asks for FSDP, but Accelerate chose ")
 
 
 def test_a_bug_keeps_its_traceback(launch: Launch) -> None:
     code = "import src.optim, torch; src.optim.set_lr = lambda *_: torch.zeros(2).view(3)"
-    run = run_with(code, launch, "--config_file=accelerate_configs/ddp.yaml")
+    run = launch("ddp", "--max_steps=1", before=code)
     assert run.exit_code != 0
     assert run.messages == []
     assert "RuntimeError: shape '[3]' is invalid" in run.stderr
@@ -221,7 +214,7 @@ def test_each_yaml_opens_with_when_to_use_it_and_its_command(file: Path) -> None
     assert any(line.startswith(f"#   accelerate launch --config_file accelerate_configs/{file.name}") for line in lines)
 
 
-def test_the_others_wait_as_long_as_the_first_process_takes(tmp_path: Path) -> None:
+def test_the_others_wait_as_long_as_the_first_process_takes(launch: Launch, tmp_path: Path) -> None:
     """To download and tokenise, longer than collectives do; Accelerate's own local_main_process_first fails here."""
     (tmp_path / "script.py").write_text("""
 import os, time
@@ -236,6 +229,4 @@ with local_main_process_first(accelerator):
 accelerator.wait_for_everyone()
 accelerator.end_training()
 """)
-    config = PROJECT / "accelerate_configs" / "ddp.yaml"
-    command = [str(BIN / "accelerate"), "launch", f"--config_file={config}", "--main_process_port=0", "script.py"]
-    assert run_command(command, tmp_path, cwd=tmp_path, PYTHONPATH=str(PROJECT)).succeeded().stdout == "01"
+    assert launch("ddp", script=str(tmp_path / "script.py")).succeeded().stdout == "01"

@@ -17,10 +17,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from src.config import load_config
-from src.export import push
+from src.export import push_to_hub
 from tests import tiny
-from tests.conftest import BIN, PROJECT, Launch, Run, run_command
 from tests.hub import Hub, hub
+from tests.launching import BIN, PROJECT, Launch, Run, run_command
 
 CLASSIFIER = ("--task.name=text_classification", "--task.sequence_length=32")
 NAMES = ("--task.model=team/model", "--task.dataset=team/data")
@@ -143,11 +143,11 @@ def ends(*runs: tuple[str, ...], **environment: str) -> list[End]:
 UNUSABLE = {
     "unknown model": (
         ("--task.model=team/unknown", "--task.dataset=team/data"),
-        r"task\.model=team/unknown: no such folder here, and not to be had from the Hub \(",
+        r"task\.model=team/unknown: no such folder here, and not available on the Hub \(",
     ),
     "unknown dataset": (
         ("--task.model=team/model", "--task.dataset=team/unknown"),
-        r"task\.dataset=team/unknown: no such file or folder here, and not to be had from the Hub \(",
+        r"task\.dataset=team/unknown: no such file or folder here, and not available on the Hub \(",
     ),
     "unknown revision": ((*NAMES, "--task.revision=v9"), r"task\.model=team/model: .*v9"),
     "model without weights": (
@@ -243,7 +243,7 @@ def test_an_upload_that_fails_after_training_says_how_to_repeat_it(
     folder = config.folder / "model"
     folder.mkdir(parents=True)
     with pytest.raises(SystemExit) as end:
-        push(config)
+        push_to_hub(config)
     says = str(end.value.code)  # text: it is printed, and the exit code is 1
     assert says.startswith("train.py: push_to_hub=me/other: ")
     assert says.endswith(f"; the run is complete, upload its model with `hf upload me/other {folder}`")

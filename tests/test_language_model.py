@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.model_transforms import checkpoint_activations, compile_blocks
-from src.models import language_model
+from src.model_transforms import transform
+from src.models import causal_lm
 from src.models.causal_lm import LanguageModel
 from src.models.lora import Lora
 
@@ -38,32 +38,39 @@ def build(kind: str, dropout: float = 0.0, **fields: Any) -> LanguageModel:
     return LanguageModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
-def batch(model: LanguageModel, length: int = 24, documents: int = 3) -> dict[str, Tensor]:
-    """A row of several documents, of which every third token has no target."""
+def batch() -> dict[str, Tensor]:
+    """A row of three documents, of which every third token has no target."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, 64, (1, length), generator=generator)
-    index = torch.tensor([i for i in range(length) if i % 3])
+    tokens = torch.randint(1, 64, (1, 24), generator=generator)
+    index = torch.tensor([i for i in range(24) if i % 3])
     targets = torch.randint(1, 64, index.shape, generator=generator)
-    positions = torch.arange(length // documents).repeat(documents)[None]
+    positions = torch.arange(8).repeat(3)[None]
     return {"input_ids": tokens, "position_ids": positions, "index": index, "targets": targets}
 
 
 def gradients(model: LanguageModel, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(2)  # the same dropout
-    loss = model(**inputs)
+    loss = model("loss", **inputs)
     return loss.detach(), list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+def transformed(model: torch.nn.Module, **settings: bool) -> None:
+    """As train.py does it, in place."""
+    config = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False} | settings
+    transform(model, cast("Config", SimpleNamespace(**config)), cast("Accelerator", None))
 
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_packed_documents_do_not_see_each_other_and_nothing_is_lost(kind: str) -> None:
     model = build(kind)
     assert model.keeps_documents_apart
-    inputs = batch(model)
-    together = model(**inputs)
+    inputs = batch()
+    together = model("loss", **inputs)
     apart = 0.0
     for start in range(0, 24, 8):
         inside = (inputs["index"] >= start) & (inputs["index"] < start + 8)
         apart += model(
+            "loss",
             inputs["input_ids"][:, start : start + 8],
             inputs["position_ids"][:, start : start + 8],
             inputs["index"][inside] - start,
@@ -72,12 +79,10 @@ def test_packed_documents_do_not_see_each_other_and_nothing_is_lost(kind: str) -
     assert together.item() == pytest.approx(apart, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["opt", "bloom"])
-def test_a_model_that_mixes_packed_documents_is_found_out(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "more"), [("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}), ("bloom", {})])
+def test_a_model_that_mixes_packed_documents_is_found_out(kind: str, more: dict[str, int]) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    assert not build(
-        kind, **sizes, **({"ffn_dim": 64, "word_embed_proj_dim": 32} if kind == "opt" else {})
-    ).keeps_documents_apart
+    assert not build(kind, **sizes, **more).keeps_documents_apart
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -86,16 +91,16 @@ def test_the_loss_and_its_gradients_are_those_of_the_models_own_logits(
     monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int
 ) -> None:
     model = build(kind)
-    inputs = batch(model)
+    inputs = batch()
     logits = model.hf(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     expected = F.cross_entropy(logits[0][inputs["index"]], inputs["targets"], reduction="sum")
     wanted = torch.autograd.grad(expected, list(model.parameters()))
-    monkeypatch.setattr(language_model, "CHUNK", chunk)
+    monkeypatch.setattr(causal_lm, "CHUNK", chunk)
     loss, found = gradients(model, inputs)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
     for gradient, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
-    nats, correct = model(**inputs, per_sequence=True)
+    nats, correct = model("score", **inputs)
     torch.testing.assert_close(nats[0], expected, rtol=1e-5, atol=0)
     assert correct[0] == (logits[0][inputs["index"]].argmax(1) == inputs["targets"]).sum()
 
@@ -118,18 +123,18 @@ def test_the_logits_are_never_there_all_at_once(
     monkeypatch: pytest.MonkeyPatch, precision: torch.dtype | None, kind: str
 ) -> None:
     model = build(kind, vocab_size=4096)
-    monkeypatch.setattr(language_model, "CHUNK", 4096 * 20)  # logits of 20 of the 100 tokens
+    monkeypatch.setattr(causal_lm, "CHUNK", 4096 * 20)  # logits of 20 of the 100 tokens
     tokens, places = torch.randint(1, 4096, (1, 100)), torch.arange(100)
     inputs = {"input_ids": tokens, "position_ids": places[None], "index": places, "targets": tokens[0]}
     with LargestTensor() as largest, torch.autocast("cpu", precision, enabled=precision is not None):
-        loss = model(**inputs)
+        loss = model("loss", **inputs)
         loss.backward()
     assert loss.dtype == torch.float32
     assert largest.size <= 4096 * 32  # the embeddings
 
 
 def test_torchs_linear_cross_entropy_sums_in_half_precision() -> None:
-    """src/models/language_model.py: why it is used in fp32 only."""
+    """src/models/causal_lm.py: why it is used in fp32 only."""
     torch.manual_seed(0)
     states, weight = torch.randn(1024, 64).bfloat16(), torch.randn(2048, 64).bfloat16()
     targets = torch.randint(0, 2048, (1024,))
@@ -143,11 +148,11 @@ def test_torchs_linear_cross_entropy_sums_in_half_precision() -> None:
 def test_recomputing_activations_draws_the_same_dropout(compiled: bool) -> None:
     model, other = build("gpt2", dropout=0.2), build("gpt2", dropout=0.2)
     if compiled:
-        compile_blocks(model)
-        compile_blocks(other)
-    checkpoint_activations(other)
-    loss, wanted = gradients(model, batch(model))
-    recomputed, found = gradients(other, batch(other))
+        transformed(model, compile=True)
+        transformed(other, compile=True)
+    transformed(other, activation_checkpointing=True)
+    loss, wanted = gradients(model, batch())
+    recomputed, found = gradients(other, batch())
     assert recomputed == loss
     for gradient, expected in zip(found, wanted, strict=True):
         assert torch.equal(gradient, expected)
@@ -157,7 +162,7 @@ def test_activations_inside_of_the_blocks_are_not_kept() -> None:
     def kept(checkpointed: bool) -> int:
         model = build("llama")
         if checkpointed:
-            checkpoint_activations(model)
+            transformed(model, activation_checkpointing=True)
         sizes: list[int] = []
 
         def count(tensor: Tensor) -> Tensor:
@@ -165,7 +170,7 @@ def test_activations_inside_of_the_blocks_are_not_kept() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            model(**batch(model))
+            model("loss", **batch())
         return sum(sizes)
 
     assert kept(checkpointed=True) < kept(checkpointed=False) / 2
@@ -176,17 +181,16 @@ def test_one_compilation_serves_all_blocks() -> None:
     torch._dynamo.reset()
     counters.clear()
     model = build("llama", num_hidden_layers=3)
-    compile_blocks(model)
-    loss, _ = gradients(model, batch(model))
+    transformed(model, compile=True)
+    loss, _ = gradients(model, batch())
     assert counters["stats"]["unique_graphs"] == 1
-    assert loss.item() == pytest.approx(
-        gradients(build("llama", num_hidden_layers=3), batch(model))[0].item(), rel=1e-5
-    )
+    expected, _ = gradients(build("llama", num_hidden_layers=3), batch())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_adapters_say_the_revision_of_the_model_that_they_belong_to() -> None:
     for revision in ("v2", None):
-        adapted: Any = Lora(r=2).adapted(build("llama").hf, "CAUSAL_LM", revision)
+        adapted: Any = Lora(r=2).add_adapters(build("llama").hf, "CAUSAL_LM", revision)
         assert adapted.peft_config["default"].revision == revision
 
 
@@ -198,6 +202,6 @@ def test_what_text_does_not_pass_through_is_not_trained() -> None:
     model = LanguageModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if "language_model" in name or "lm_head" in name}
-    model(**batch(model)).backward()
+    model("loss", **batch()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     assert all(parameter.requires_grad for parameter in build("llama").parameters())

@@ -5,6 +5,7 @@ import evaluate
 import pytest
 import torch
 
+from src.tasks import load_metric
 from src.tasks.metrics import Accuracy
 
 
@@ -15,7 +16,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_accuracy_is_the_share_of_equal_predictions() -> None:
     predictions, references = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4])
-    assert Accuracy().compute(predictions=predictions, references=references) == {"accuracy": 0.75}
+    assert load_metric("Accuracy").compute(predictions=predictions, references=references) == {"accuracy": 0.75}
 
 
 def test_another_metric_takes_one_class_and_combines() -> None:
@@ -37,3 +38,13 @@ def test_another_metric_takes_one_class_and_combines() -> None:
 def test_what_is_no_label_or_has_no_partner_is_refused(references: list[object]) -> None:
     with pytest.raises(ValueError, match="Mismatch in the number|don't match the expected format"):
         Accuracy().compute(predictions=torch.tensor([1, 2, 3]), references=references)
+
+
+def test_f1_and_matthews_are_the_textbooks() -> None:
+    labels = {"predictions": [1, 1, 0, 0, 1], "references": [1, 0, 0, 1, 1]}  # 2 right, 1 too many, 1 missed
+    f1 = load_metric("F1")
+    assert f1.compute(**labels, labels=2) == {"f1": pytest.approx(2 / 3)}
+    assert load_metric("Matthews").compute(**labels) == {"matthews_correlation": pytest.approx((2 * 1 - 1 * 1) / 6)}
+    assert f1.compute(**labels, labels=3) == {"f1": pytest.approx((2 / 3 + 1 / 2) / 2)}  # a label that none has
+    several = {"predictions": [0, 1, 2, 2], "references": [0, 1, 2, 1]}
+    assert f1.compute(**several, labels=3) == {"f1": pytest.approx((1 + 2 / 3 + 2 / 3) / 3)}

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torchvision import datasets
 
 from src.data.mnist import IDX_FILES, Digits, bundled_digits, mnist
 from src.models.mnist_cnn import MnistCnn
-from tests.conftest import MNIST, needs_mnist
+from tests.launching import MNIST, needs_mnist
 
 
 def write_mnist(folder: Path, examples: int = 5) -> None:

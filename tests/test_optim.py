@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
 from src.config import Optim
+from src.distributed import grad_square_sum
 from src.models.mnist_cnn import MnistCnn
 from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr
-from src.distributed import grad_square_sum
 
 
 def torch_schedule(make: Callable[..., LRScheduler], steps: int, **arguments: float) -> list[float]:

@@ -7,7 +7,7 @@ rounding makes of the order of a sum doubles every few steps, in plain PyTorch t
 import pytest
 from safetensors.torch import load_file
 
-from tests.conftest import MNIST, Launch, Run, needs_mnist
+from tests.launching import MNIST, Launch, Run, needs_mnist
 
 STRATEGIES = [
     ("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("fsdp_grad_op", 2), ("fsdp_offload", 2),

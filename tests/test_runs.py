@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from src.data.mnist import bundled_digits
 from src.models.mnist_cnn import MnistCnn
 from tests import tiny
-from tests.conftest import BIN, PROJECT, Launch, Run, run_command
+from tests.launching import BIN, PROJECT, Launch, Run, run_command
 
 GPU_YAMLS = ["single_gpu", "ddp", "ddp_bf16_hook", "fsdp", "fsdp_grad_op", "fsdp_offload", "fsdp_fp8"]
 
@@ -124,7 +124,7 @@ def test_a_folder_with_another_run_is_refused_and_keeps_it(launch: Launch, digit
 
 @pytest.mark.parametrize("yaml", GPU_YAMLS)
 def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, yaml: str) -> None:
-    run = launch(yaml, "--max_steps=2", "--optim.max_grad_norm=0.1").succeeded()
+    run = launch(yaml, "--max_steps=2", "--optim.max_grad_norm=0.1", real=True).succeeded()
     processes = 1 if yaml == "single_gpu" else 2
     strategy = {"single_gpu": "single", "ddp_bf16_hook": "ddp", "fsdp_fp8": "fsdp"}.get(yaml, yaml)
     first = run.stdout.splitlines()[0]
@@ -226,15 +226,12 @@ def test_several_machines_train_one_model(launch: Launch, tmp_path: Path) -> Non
 
 
 def test_a_crash_ends_the_run_as_crashed(launch: Launch) -> None:
-    code = "import train, src.optim\nsrc.optim.set_lr = None\ntrain.main()"
-    folder = launch("cpu", "--seed=-1").folder
-    command = [str(BIN / "python"), "-c", code, "--task.source=digits", f"--output_dir={folder}"]
-    run = run_command(command, folder)
+    run = launch("cpu", before="import src.optim; src.optim.set_lr = None", wandb="auto")
     assert run.exit_code == 1
     assert "TypeError: 'NoneType' object is not callable" in run.stderr
     (exit_record,) = [record["exit"] for record in wandb_records(run) if "exit" in record]
     assert exit_record["exit_code"] == 1
-    assert not (folder / "summary.json").exists()
+    assert not (run.folder / "summary.json").exists()
 
 
 def test_wandb_online_without_a_network_falls_back_to_offline(launch: Launch) -> None:

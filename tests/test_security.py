@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from src.checkpoint import folders
+from src.checkpoint import format
 from src.checkpoint.rng import restore_random_state
-from src.checkpoint.tensors import read_model
+from src.checkpoint.tensors import load_tensors
 from src.models.mnist_cnn import MnistCnn
-from tests.conftest import PROJECT, Launch
-from tests.faults.runs import EACH_STEP, SHORT, Whole, cut_back
+from tests.faults.runs import EACH_STEP, SHORT, cut_back
+from tests.launching import PROJECT, Launch, Whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 FILES = ["shard-00001-model-00001-of-00001.safetensors", "rng_00001.json", "state.json", "manifest.json"]
@@ -48,15 +48,15 @@ def test_a_payload_in_any_file_stays_inert(checkpoint: Path, tmp_path: Path, nam
     (checkpoint / name).write_bytes(payload)
     if is_listed and name != "manifest.json":
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest["files"][name] = folders.file_facts(checkpoint / name)
+        manifest["files"][name] = format.file_facts(checkpoint / name)
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     else:
-        assert any(name in problem for problem in folders.problems(checkpoint))
+        assert any(name in problem for problem in format.problems(checkpoint))
     for read in (
-        lambda: folders.read_state(checkpoint),
-        lambda: read_model(checkpoint, MnistCnn()),
+        lambda: format.read_state(checkpoint),
+        lambda: load_tensors(checkpoint, MnistCnn()),
         lambda: restore_random_state(checkpoint / "rng_00001.json", torch.device("cpu")),
-        lambda: list(folders.problems(checkpoint)),
+        lambda: list(format.problems(checkpoint)),
     ):
         with contextlib.suppress(ValueError, SafetensorError, CheckpointException):
             read()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from src.config import Config, load_config
-from tests.conftest import PROJECT
+from tests.launching import PROJECT
 
 
 def mistakes(*argv: str) -> list[str]:
@@ -266,7 +266,7 @@ def test_a_spoilt_config_yaml_is_no_traceback() -> None:
     Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
     for content in (b"\xff\xfe", b"resume: [a]", b"- a", b"resume: null"):
         Path("runs/mnist/config.yaml").write_bytes(content)
-        assert load_config([]).origin in (None, Path("['a']"))
+        assert load_config([]).parent_checkpoint in (None, Path("['a']"))
 
 
 @pytest.mark.parametrize(

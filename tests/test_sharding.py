@@ -1,41 +1,38 @@
 """What FSDP is for: each process holds its share of parameters, gradients and optimizer state, and no more."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import BIN, PROJECT, run_command
+from tests.launching import Launch
 
 
-def launched(module: str, tmp_path: Path, yaml: str, processes: int) -> list[dict[str, Any]]:
-    """What `module` prints under an accelerate yaml: JSON, a line each."""
-    config = PROJECT / "accelerate_configs" / f"{yaml}.yaml"
-    command = [str(BIN / "accelerate"), "launch", "--config_file", str(config), "--main_process_port=0"]
-    run = run_command([*command, f"--num_processes={processes}", "-m", module], tmp_path).succeeded()
+def launched(launch: Launch, script: str, yaml: str, processes: int) -> list[dict[str, Any]]:
+    """What `script` prints under an accelerate yaml: JSON, a line each."""
+    run = launch(yaml, script=script, processes=processes).succeeded()
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def held_bytes(tmp_path: Path, yaml: str, processes: int) -> list[int]:
+def held_bytes(launch: Launch, yaml: str, processes: int) -> list[int]:
     """Of each process, for a model of 100M parameters after a step."""
-    counts = launched("tests.count_bytes", tmp_path, yaml, processes)
+    counts = launched(launch, "tests/count_bytes.py", yaml, processes)
     assert [count["strategy"] for count in counts] == [yaml] * processes
     assert all(95e6 < count["count"] < 105e6 for count in counts)
     return [count["parameters"] + count["gradients"] + count["optimizer"] for count in counts]
 
 
-def test_fsdp_holds_half_on_two_processes_and_a_quarter_on_four(tmp_path: Path) -> None:
-    whole = max(held_bytes(tmp_path, "ddp", 2))
-    halves, quarters = (held_bytes(tmp_path, "fsdp", processes) for processes in (2, 4))
+def test_fsdp_holds_half_on_two_processes_and_a_quarter_on_four(launch: Launch) -> None:
+    whole = max(held_bytes(launch, "ddp", 2))
+    halves, quarters = (held_bytes(launch, "fsdp", processes) for processes in (2, 4))
     assert max(halves) <= 0.55 * whole
     assert max(quarters) <= 0.30 * whole
     assert sum(halves) >= 0.99 * whole
     assert sum(quarters) >= 0.99 * whole
 
 
-def test_decoders_are_sharded_by_their_own_blocks_tied_embeddings_included(tmp_path: Path) -> None:
-    (results,) = launched("tests.sharded_decoders", tmp_path, "fsdp", 2)
+def test_decoders_are_sharded_by_their_own_blocks_tied_embeddings_included(launch: Launch) -> None:
+    (results,) = launched(launch, "tests/sharded_decoders.py", "fsdp", 2)
     assert [kind for kind, result in results.items() if result["is_tied"]] == ["gpt2", "qwen3", "gemma", "gemma3_text"]
     for result in results.values():
         assert result["units"] == 3  # two blocks and the rest

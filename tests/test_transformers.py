@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tests import tiny
-from tests.conftest import Launch, Run
+from tests.launching import Launch, Run
 
 EARLY = (
     "--max_steps=12", "--log_every=1", "--optim.lr=1e-4", "--optim.schedule=constant", "--optim.warmup_steps=0",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PROJECT, clean_environment
-from tests.faults.runs import SHORT, Started, Whole, assert_same_run
+from tests.faults.runs import SHORT, assert_same_run
+from tests.launching import PROJECT, Started, Whole, clean_environment
 
 SCRIPT = """
 import sys, time

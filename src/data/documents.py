@@ -95,21 +95,23 @@ class Chunker:
         """Yield a row's chunks: of raw text all, else the first one. The tokens are as `_encode` returns them; `begin`
         and `end` are the special ones around them, of which the last are always learnt."""
         ids, starts, ends = tokens
+        so_far = np.maximum.accumulate(ends)
+        # some tokenizers report tokens of white space as empty: they are what is between their neighbours
+        starts = np.where(starts == ends, np.concatenate([[0], so_far])[:-1], starts)
+        loss_mask = np.full(len(ids), text.targets is None)
+        for first, last in text.targets or []:
+            loss_mask |= (ends > first) & (starts < last) & (ends > starts)
         codes = np.frombuffer(text.text.encode("utf-32-le", "surrogatepass"), np.uint32)
         sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)  # in UTF-8
-        so_far = np.maximum.accumulate(ends)
-        if text.targets is None:
-            loss_mask = np.ones(len(ids), bool)
-        else:
-            # some tokenizers report tokens of white space as empty: they are what is between their neighbours
-            starts = np.where(starts == ends, np.concatenate([[0], so_far])[:-1], starts)
-            until = _sums_until(sizes, text.targets)
-            loss_mask = until[ends] > until[starts]
-        bytes_until = _sums_until(sizes, text.contents)
-        around = len(begin), len(end)
+        is_counted = np.full(len(codes), text.contents is None)
+        for first, last in text.contents or []:
+            is_counted[first:last] = True
+        bytes_until = np.concatenate([[0], (sizes * is_counted).cumsum(dtype=np.int64)])
+        num_begin, num_end = len(begin), len(end)
         ids = np.concatenate([begin, ids, end]).astype(np.int32)
-        loss_mask = np.pad(loss_mask, around, constant_values=(text.targets is None, True))
-        bytes_until = np.pad(bytes_until[so_far], around, constant_values=(0, bytes_until[-1]))
+        loss_mask = np.concatenate([np.full(num_begin, text.targets is None), loss_mask, np.full(num_end, True)])
+        last_byte = np.full(num_end, bytes_until[-1])
+        bytes_until = np.concatenate([np.zeros(num_begin, int), bytes_until[so_far], last_byte])
         labels, num_bytes = np.where(loss_mask, ids, -100), np.diff(bytes_until, prepend=0) * loss_mask
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
         splits = self.row_format.text is not None
@@ -166,11 +168,3 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[np.nda
             positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
             found[i].append(np.vstack([np.array(ids, np.int32), positions]))
     return [np.hstack(parts) for parts in found]
-
-
-def _sums_until(values: np.ndarray, spans: Spans | None) -> np.ndarray:
-    """Return the sum of the first 0, 1, … of the values, of those in the spans; shape (values + 1,), int64."""
-    mask = np.full(len(values), spans is None)
-    for start, end in spans or []:
-        mask[start:end] = True
-    return np.concatenate([[0], (values * mask).cumsum(dtype=np.int64)])

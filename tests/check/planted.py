@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import tiny
-from tests.conftest import PROJECT
+from tests.launching import PROJECT
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,22 @@ FAULTS = [
     Fault(
         "every process reads the same shard",
         "ddp",
-        (("src/batches.py", "config.micro_batch(world_size), rank, world_size)\n        epoch_set",
-          "config.micro_batch(world_size), 0, world_size)\n        epoch_set"),),
+        (("src/data/loading.py", "_load(run, augmented, order,",
+          "_load(run, augmented, np.repeat(order[:: run.world_size], run.world_size),"),),
         frozenset({"Data"}),
         "every process reads the same shard",
     ),
     Fault(
         "set_epoch forgotten",
         "fsdp",
-        (("src/batches.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, 0])"),),
+        (("src/data/loading.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, 0])"),),
         frozenset({"Data"}),
         "set_epoch was forgotten",
     ),
     Fault(
         "one sample dropped",
         "ddp",
-        (("src/batches.py", "order[done_in_epoch * config.global_batch_size :]",
+        (("src/data/loading.py", "order[done_in_epoch * config.global_batch_size :]",
           "order[done_in_epoch * config.global_batch_size : -1]"),),
         frozenset({"Data"}),
         "1 left out",
@@ -72,15 +72,16 @@ FAULTS = [
     Fault(
         "one sample doubled in evaluation",
         "ddp",
-        (("src/batches.py", "order = np.arange(len(dataset))", "order = np.append(np.arange(len(dataset)), 0)"),),
+        (("src/data/loading.py", "np.arange(len(run.eval_set))", "np.append(np.arange(len(run.eval_set)), 0)"),),
         frozenset({"Data", "Evaluation"}),
         "1 read more than once (0, …)",
     ),
     Fault(
         "the loss averaged per micro-batch, with ragged counts",
         "ddp",
-        (("train.py", "accelerator.backward(loss * factor)", "accelerator.backward(loss / count / len(window))"),
-         ("train.py", "scale = config.global_batch_size / (max(sums.counted, 1) * progress.loss_scale)", "scale = 1")),
+        (("train.py", "accelerator.backward(loss_sum * (batch.weight * loss_factor))",
+          "accelerator.backward(loss_sum / num_targets / len(micro_batches))"),
+         ("train.py", "unscale = config.global_batch_size / (max(stats.num_targets, 1) * progress.loss_scale)", "unscale = 1")),
         frozenset({"Gradients", "Accumulation"}),
         "a mean of means",
         ("--micro_batch_size=4",),
@@ -88,14 +89,14 @@ FAULTS = [
     Fault(
         "gradients summed, not averaged",
         "fsdp",
-        (("train.py", "* accelerator.num_processes / config.", "* accelerator.num_processes**2 / config."),),
+        (("train.py", "= accelerator.num_processes / config.", "= accelerator.num_processes**2 / config."),),
         frozenset({"Gradients"}),
         "a sum that was not divided",
     ),
     Fault(
         "gradients not reduced for one parameter",
         "ddp",
-        (("src/launch.py", "    model, *prepared =",
+        (("src/distributed.py", "    model, *prepared =",
           '    model._ddp_params_and_buffers_to_ignore = ["fc1.bias"]\n    model, *prepared ='),),
         frozenset({"Gradients", "Updates"}),  # and so the replicas drift apart
         "fc1.bias",
@@ -103,14 +104,15 @@ FAULTS = [
     Fault(
         "a process seeded differently at start",
         "fsdp",  # DDP sends the first process's weights to all
-        (("train.py", "set_seed(config.seed)  #", "set_seed(config.seed + accelerator.process_index)  #"),),
+        (("train.py", "new_model(config, launch)",
+          'new_model(config.model_copy(update={"seed": config.seed + accelerator.process_index}), launch)'),),
         frozenset({"Same start"}),
         "process 1: conv1.weight and 7 more differ",
     ),
     Fault(
         "a parameter group left out of the optimizer",
         "fsdp",
-        (("src/optim.py", 'return [group for group in groups if group["params"]]', "return groups[:1]"),),
+        (("src/optim.py", 'groups = [group for group in (matrices, vectors) if group["params"]]', "groups = [matrices]"),),
         frozenset({"Updates"}),
         "4 of 8 trained parameters, not conv1.bias",
     ),
@@ -135,7 +137,7 @@ FAULTS = [
     Fault(
         "clipping by one process's norm",
         "fsdp",
-        (("train.py", "math.sqrt(sums.squares)", "sum(float(g.square().sum()) for g in gradients) ** 0.5"),),
+        (("train.py", "math.sqrt(stats.grad_square_sum)", "sum(float(g.square().sum()) for g in gradients) ** 0.5"),),
         frozenset({"Gradients"}),
         "the norm is one process's",
         CLIPPED,
@@ -151,7 +153,7 @@ FAULTS = [
     Fault(
         "weight decay on norms and biases",
         "fsdp",
-        (("src/optim.py", '"params": vectors, "weight_decay": 0.0', '"params": vectors, "weight_decay": 0.01'),),
+        (("src/optim.py", 'if p.ndim < 2], "weight_decay": 0.0', 'if p.ndim < 2], "weight_decay": 0.01'),),
         frozenset({"Updates"}),
         "4 of 8 as they should, not conv1.bias",
     ),
@@ -166,24 +168,23 @@ FAULTS = [
     Fault(
         "an evaluation that is a mean of the batches' means",
         "ddp",
-        (("train.py", "totals[0] += loss * micro_batch.weight", "totals[0] += loss / count * micro_batch.weight"),
-         ("train.py", "totals[1] += count * micro_batch.weight", "totals[1] += micro_batch.weight")),
+        (("train.py", "totals[0] += loss_sum * batch.weight", "totals[0] += loss_sum / num_targets * batch.weight"),
+         ("train.py", "totals[1] += num_targets * batch.weight", "totals[1] += batch.weight")),
         frozenset({"Evaluation"}),
         "a mean of each process's or each batch's",
     ),
     Fault(
         "a process without an evaluation batch",
         "ddp",
-        (("src/batches.py", "    order = np.arange(len(dataset))\n",
-          "    order = np.arange(len(dataset))\n    if rank:\n        return\n"),),
+        (("src/data/loading.py", "    for (micro_batch,) in _load(", "    if run.rank:\n        return\n    for (micro_batch,) in _load("),),
         frozenset({"Data", "Evaluation"}),
         "by process",
     ),
     Fault(
         "an evaluation that fails on the first process alone",
         "ddp",
-        (("train.py", "    model.eval()\n",
-          "    model.eval()\n    if accelerator.is_main_process:\n        raise KeyError('predictions')\n"),),
+        (("train.py", "    run.model.eval()\n",
+          "    run.model.eval()\n    if run.is_main:\n        raise KeyError('predictions')\n"),),
         frozenset({"Evaluation"}),
         "KeyError: 'predictions'",
     ),
@@ -197,16 +198,16 @@ FAULTS = [
     Fault(
         "FSDP asked for and DDP run",
         "fsdp",
-        (("src/launch.py", "list(_mistakes(launcher, world_size, wants_fsdp))",
-          "list(_mistakes(launcher, world_size, wants_fsdp)); wants_fsdp = False"),),
+        (("src/distributed.py", "list(launch_errors(launcher, config, world_size, wants_fsdp))",
+          "list(launch_errors(launcher, config, world_size, wants_fsdp)); wants_fsdp = False"),),
         frozenset({"Launch"}),
         "the yaml asks for FSDP, and it was not applied",
     ),
     Fault(
         "DDP asked for and nothing run",
         "ddp",
-        (("src/launch.py", "if accelerator.num_processes != world_size:", "if False:"),
-         ("src/launch.py", "accelerator = Accelerator(cpu=on_cpu,", "accelerator = Accelerator(cpu=False,")),
+        (("src/distributed.py", "if accelerator.num_processes != world_size:", "if False:"),
+         ("src/distributed.py", "        cpu=on_cpu,", "        cpu=False,")),
         frozenset({"Launch"}),
         "each process trains a model of its own",
     ),
@@ -214,7 +215,7 @@ FAULTS = [
         "only the root wrapped",
         "fsdp",
         (("src/models/mnist_cnn.py", '_no_split_modules = ["Conv2d", "Linear"]', "_no_split_modules = []"),
-         ("src/launch.py", "if accelerator.is_fsdp2 and sharded_units(model) < 2:", "if False:")),
+         ("src/distributed.py", "if accelerator.is_fsdp2 and sharded_units(model) < 2:", "if False:")),
         frozenset({"Launch"}),
         "only the root is wrapped",
     ),
@@ -240,22 +241,22 @@ MORE = [
     Fault(
         "an epoch that begins anew where a run goes on",
         "ddp",
-        (("src/batches.py", "        order = order[done_in_epoch * config.global_batch_size :]\n", ""),),
+        (("src/data/loading.py", "        order = order[done_in_epoch * config.global_batch_size :]\n", ""),),
         frozenset({"Data"}),
         "goes on with examples that it has seen",
     ),
     Fault(
         "a schedule that is longer by the number of processes",
         "ddp",
-        (("train.py", "Schedule(schedule_steps, steps_per_epoch)",
-          "Schedule(schedule_steps * accelerator.num_processes, steps_per_epoch)"),),
+        (("src/run.py", "Schedule(self.config.steps(self.steps_per_epoch)[1],",
+          "Schedule(self.config.steps(self.steps_per_epoch)[1] * self.world_size,"),),
         frozenset({"Updates"}),
         "or of another length",
     ),
     Fault(
         "an augmentation that depends on the process",
         "ddp",
-        (("src/batches.py", "[config.seed, epoch, 1])", "[config.seed, epoch, 1 + rank])"),),
+        (("src/data/loading.py", "[config.seed, epoch, 1])", "[config.seed, epoch, 1 + run.rank])"),),
         frozenset({"Data"}),
         "an augmentation depends on the process",
         ("--task.rotation=5",),
@@ -263,22 +264,22 @@ MORE = [
     Fault(
         "an evaluation that leaves dropout off",
         "ddp",
-        (("train.py", "    model.train()\n    loss_sum, count", "    loss_sum, count"),),
+        (("train.py", "    run.model.train()\n    loss_sum, num_targets", "    loss_sum, num_targets"),),
         frozenset({"Evaluation"}),
         "evaluate() must end with model.train()",
     ),
     Fault(
         "stand-ins counted in the evaluation",
         "ddp",
-        (("train.py", "totals[1] += count * micro_batch.weight", "totals[1] += count"),),
+        (("train.py", "totals[1] += num_targets * batch.weight", "totals[1] += num_targets"),),
         frozenset({"Evaluation"}),
         "counted padding",
     ),
     Fault(
         "a checkpoint whose optimizer state is put back only where there is some",
         "fsdp",
-        (("src/checkpoint/tensors.py", "for key in states_of.get(name, ()):",
-          "for key in states_of.get(name, ()) if parameter in optimizer.state else ():"),),
+        (("src/checkpoint/tensors.py", "for key in keys_of[owner]:",
+          "for key in keys_of[owner] if parameter in optimizer.state else ():"),),
         frozenset({"Checkpoint"}),
         "the optimizer's state",
     ),
@@ -293,7 +294,7 @@ MORE = [
     Fault(
         "a checkpoint that forgets the random numbers",
         "ddp",
-        (("src/checkpoint/random_state.py", "    torch.set_rng_state(", "    bytes("),),
+        (("src/checkpoint/rng.py", "    torch.set_rng_state(", "    bytes("),),
         frozenset({"Checkpoint"}),
         "the random numbers",
     ),
@@ -321,7 +322,7 @@ MORE = [
     Fault(
         "gradients reduced after each micro-batch",
         "ddp",
-        (("train.py", "is_reduced = i == len(window) or accelerator.is_fsdp2", "is_reduced = True"),),
+        (("train.py", "is_reduced = i == len(micro_batches) or accelerator.is_fsdp2", "is_reduced = True"),),
         frozenset({"Cost"}),
         "gradients reduced after each micro-batch",
         ("--micro_batch_size=8",),

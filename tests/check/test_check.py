@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.conftest import BIN, MNIST, Launch, Run, run_command
 from tests.faults.runs import SHORT
+from tests.launching import BIN, MNIST, Launch, Run, run_command
 
 CHECKS = [
     "Launch", "Data", "Same start", "Gradients", "Updates", "Accumulation", "Evaluation", "Checkpoint", "Precision",

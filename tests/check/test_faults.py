@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.check.planted import FAULTS, MORE, Fault, plant
-from tests.conftest import Launch
+from tests.launching import Launch
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conftest import BIN, MNIST, Launch, Run, needs_mnist, run_command
+from tests.launching import BIN, MNIST, Launch, Run, needs_mnist, run_command
 
 SETTINGS = ("--config=configs/mnist.yaml", "--max_steps=50", "--log_every=1", "--wandb.mode=disabled")
 
@@ -22,7 +22,7 @@ def by_hand(processes: int, *arguments: str, folder: str) -> Run:
 def test_by_hand_and_ddp_have_the_same_curve(launch: Launch, tmp_path: object, data: tuple[str, ...]) -> None:
     """With dropout, as both draw the same numbers. Tried without `set_epoch`: the second epoch is another one."""
     ddp = launch("ddp", *SETTINGS, *data).succeeded()
-    run = by_hand(2, *data, folder=f"{tmp_path}/run").succeeded()
+    run = launch("ddp", *SETTINGS, *data, f"--output_dir={tmp_path}/run", script="src/reference.py").succeeded()
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 50
     assert losses == pytest.approx(ddp.losses, rel=1e-5)

@@ -1,4 +1,4 @@
-"""train.py with a fault in it, started by the tests in its place: FAULT says which, FAULT_RANK where, FAULT_STEP when.
+"""Faults that `plant` puts into a process before it runs train.py: FAULT says which, FAULT_RANK where, FAULT_STEP when.
 
 Each fault patches what the fault would reach in real life: the loss, the file system, the process.
 """
@@ -6,7 +6,6 @@ Each fault patches what the fault would reach in real life: the loss, the file s
 import atexit
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import train
-from src.checkpoint import folders
-from src.checkpoint.writer import Writer
+from src.checkpoint import format, write
 from src.data.mnist import Digits
 from src.tasks.mnist import Mnist
 
 STEP = int(os.environ.get("FAULT_STEP", "0"))
-IS_HERE = os.environ.get("FAULT_RANK", os.environ.get("RANK", "0")) == os.environ.get("RANK", "0")
 
 
 def before(owner: Any, name: str, fault: Callable[..., Any]) -> None:
@@ -85,7 +79,7 @@ def count_batches() -> None:
 
 
 def is_at_step(checkpoint: Path) -> bool:
-    return folders.step_of(checkpoint) == STEP
+    return format.step_of(checkpoint) == STEP
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -96,21 +90,23 @@ FAULTS: dict[str, Callable[[], None]] = {
     "nan": lambda: not_a_number(range(STEP, STEP + 1)),
     "nan forever": lambda: not_a_number(range(STEP, 10**9)),
     "die before publication": lambda: before(
-        folders, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
+        write, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
     ),
-    "die in rotation": lambda: before(folders.shutil, "rmtree", lambda *_, **__: die()),
+    "die in rotation": lambda: before(format.shutil, "rmtree", lambda *_, **__: die()),
     "slow save": lambda: before(
-        Writer, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer._checkpoint) else None
+        write.StorageWriter, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer.checkpoint) else None
     ),
     "stuck save": lambda: before(
-        Writer, "write_data", lambda writer, *_: time.sleep(10_000) if is_at_step(writer._checkpoint) else None
+        write.StorageWriter, "write_data", lambda writer, *_: time.sleep(10_000) if is_at_step(writer.checkpoint) else None
     ),
     "slow data": lambda: before(Mnist, "build_datasets", lambda *_: time.sleep(10_000)),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
     "count batches": count_batches,
 }
 
-if __name__ == "__main__":
-    if IS_HERE:
+
+def plant() -> None:
+    """In this process, if it is the one: by default, the first."""
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("FAULT_RANK", rank) == rank:
         FAULTS[os.environ["FAULT"]]()
-    train.main()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from src.checkpoint.tensors import read, saved_tensors
-from tests.conftest import Launch
-from tests.faults.runs import EACH_STEP, INJECT, SHORT, checkpoints, weights
+from tests.faults.runs import EACH_STEP, SHORT, checkpoints, weights
+from tests.launching import Launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 def test_one_process_with_nan_makes_all_skip_the_step_and_count_it(launch: Launch, yaml: str) -> None:
     """It leaves no trace in weights and optimizer: momentum and weight decay would show, were the step taken with
     gradients of zero. Tried without `accepts`: the weights become NaN."""
-    run = launch(yaml, *EACH_STEP, script=INJECT, FAULT="nan", FAULT_RANK="1", FAULT_STEP="25").succeeded()
+    run = launch(yaml, *EACH_STEP, FAULT="nan", FAULT_RANK="1", FAULT_STEP="25").succeeded()
     assert run.summary["skipped_steps"] == 1
     (skipped,) = (record for record in run.records if record.get("train/loss", 0) is None)
     assert (skipped["step"], skipped["train/grad_norm"], skipped["train/skipped_steps"]) == (25, None, 1)
@@ -31,7 +31,7 @@ def test_one_process_with_nan_makes_all_skip_the_step_and_count_it(launch: Launc
 def test_too_many_in_a_row_end_with_one_line_that_names_the_last_checkpoint(launch: Launch) -> None:
     """Tried without the limit: it trains on to the end, and says nothing."""
     arguments = (*SHORT, "--max_bad_steps=3")
-    run = launch("ddp", *arguments, script=INJECT, FAULT="nan forever", FAULT_RANK="1", FAULT_STEP="10")
+    run = launch("ddp", *arguments, FAULT="nan forever", FAULT_RANK="1", FAULT_STEP="10")
     assert run.exit_code != 0
     (line,) = run.messages
     assert "3 steps in a row" in line

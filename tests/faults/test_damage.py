@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.checkpoint import folders
-from src.checkpoint.tensors import read_model
+from src.checkpoint import format
+from src.checkpoint.tensors import load_tensors
 from src.models.mnist_cnn import MnistCnn
-from tests.conftest import Launch
-from tests.faults.runs import EACH_STEP, SHORT, Whole, assert_same_run, checkpoints, cut_back
+from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back
+from tests.launching import Launch, Whole
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -94,11 +94,11 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 def test_each_damage_is_found(run: Path, damage: Callable[[Path], None]) -> None:
     """Tried without: comparing sizes, checksums, the list of files; each lets some pass."""
     checkpoint = run / "checkpoints" / "step_00000024"
-    assert list(folders.problems(checkpoint)) == []
+    assert list(format.problems(checkpoint)) == []
     damage(checkpoint)
-    assert DAMAGES[damage] in "; ".join(folders.problems(checkpoint))
-    shares = [problem for rank in range(3) for problem in folders.problems(checkpoint, share=(rank, 3))]
-    assert set(shares) == set(folders.problems(checkpoint))
+    assert DAMAGES[damage] in "; ".join(format.problems(checkpoint))
+    shares = [problem for rank in range(3) for problem in format.problems(checkpoint, share=(rank, 3))]
+    assert set(shares) == set(format.problems(checkpoint))
 
 
 def test_the_newest_whole_one_is_taken_and_the_reason_said(launch: Launch, run: Path, whole: Whole) -> None:
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
     wider.fc2 = torch.nn.Linear(128, 11)
     message = r"another model: fc2.weight is \(10, 128\) in it and \(11, 128\) in this one, and 1 more differ"
     with pytest.raises(ValueError, match=message):
-        read_model(run / "checkpoints" / "step_00000024", wider)
+        load_tensors(run / "checkpoints" / "step_00000024", wider)
 
 
 def test_one_that_may_not_be_read_is_not_set_aside(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,4 +141,4 @@ def test_one_that_may_not_be_read_is_not_set_aside(run: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(ValueError, match="cannot be read, Permission denied: have it made readable for you"):
-        list(folders.problems(checkpoint))
+        list(format.problems(checkpoint))

@@ -7,19 +7,19 @@ import sys
 import time
 from multiprocessing import resource_sharer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
-from src.batches import MicroBatch, training_windows
-from src.checkpoint import folders
+from src.checkpoint.format import problems
 from src.config import config_from
-from src.exit_codes import exit_codes
-from src.stop_signals import StopSignals
+from src.data.loading import MicroBatch, training_steps
+from src.process import Signals, exit_codes
 from src.tasks.base import Examples
-from tests.conftest import Launch, run_command
-from tests.faults.runs import EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints
+from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints
+from tests.launching import Launch, Started, Whole, run_command
 
 
 @pytest.mark.slow
@@ -44,9 +44,9 @@ def test_killed_25_times_at_any_moment_it_ends_as_if_it_had_not_been(
 
 @pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
 def test_one_killed_process_ends_the_run_in_seconds(launch: Launch, whole: Whole, tmp_path: Path, yaml: str) -> None:
-    """And it goes on to the last bit. Tried without outlive_signals' PR_SET_PDEATHSIG: the processes that load data
+    """And it goes on to the last bit. Tried without ignore_signals_in_worker' PR_SET_PDEATHSIG: the processes that load data
     hold the launcher for 5 seconds more; without truncating the record: steps come twice."""
-    with Started(yaml, *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:
+    with Started(yaml, *SHORT, "--num_workers=1", folder=tmp_path / "run", real=yaml == "ddp") as started:
         started.wait_for("step     12/").send(signal.SIGKILL, to=started.trainers[1])
         asked = time.monotonic()
         killed = started.ended(seconds=15)
@@ -60,7 +60,7 @@ def test_one_killed_process_ends_the_run_in_seconds(launch: Launch, whole: Whole
 def test_a_killed_process_ends_the_others_though_they_see_no_signal(tmp_path: Path) -> None:
     """Tried without looking after the other processes: the launcher waits for 30 seconds."""
     folder = tmp_path / "run"
-    with Started("ddp", *SHORT, folder=folder, script=INJECT, FAULT="die, others deaf", FAULT_STEP="12") as started:
+    with Started("ddp", *SHORT, folder=folder, real=True, FAULT="die, others deaf", FAULT_STEP="12") as started:
         started.wait_for("step     11/")
         asked = time.monotonic()
         assert started.ended().exit_code != 0
@@ -69,7 +69,7 @@ def test_a_killed_process_ends_the_others_though_they_see_no_signal(tmp_path: Pa
 
 def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(launch: Launch) -> None:
     """And the only one. Tried without the grace in exit_codes.py: the other's lost connection follows."""
-    failed = launch("ddp", *SHORT, script=INJECT, FAULT="raise", FAULT_RANK="1", FAULT_STEP="12")
+    failed = launch("ddp", *SHORT, real=True, FAULT="raise", FAULT_RANK="1", FAULT_STEP="12")
     assert failed.exit_code != 0
     causes = [line for line in failed.stderr.splitlines() if "Error:" in line]
     assert causes[0].endswith("RuntimeError: the root cause")
@@ -93,10 +93,10 @@ def test_told_to_end_a_process_has_nothing_to_say_that_another_said(
     noticed. Tried without `die`: the launcher sends no other for 30 seconds, and the same is said twice."""
     seen: list[signal.Signals] = []
     monkeypatch.setattr(signal, "raise_signal", seen.append)
-    monkeypatch.setattr("src.exit_codes.GRACE_SECONDS", 0)
+    monkeypatch.setattr("src.process.GRACE_SECONDS", 0)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    stop_signals = StopSignals()
-    monkeypatch.setattr("src.exit_codes.STOP_SIGNALS", stop_signals)
+    stop_signals = Signals()
+    monkeypatch.setattr("src.process.SIGNALS", stop_signals)
     stop_signals.catch()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises((RuntimeError, SystemExit)), exit_codes():
@@ -108,7 +108,7 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
     """After 3 seconds here. Tried without passing the timeout on: it hangs for half an hour; without looking after the
     other processes: the launcher gives the hung one 30 seconds more."""
     with Started(
-        "ddp", *SHORT, "--timeout_minutes=0.05", folder=tmp_path / "run", script=INJECT, FAULT="hang", FAULT_RANK="1",
+        "ddp", *SHORT, "--timeout_minutes=0.05", folder=tmp_path / "run", FAULT="hang", FAULT_RANK="1",
         FAULT_STEP="12",
     ) as started:  # fmt: skip
         hung = started.wait_for("step     11/").ended(seconds=25)
@@ -121,7 +121,7 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
 
 
 def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
-    """By torch, or where it dies while it hands over a batch by _naming_the_killed, without which this failed once in
+    """By torch, or where it dies while it hands over a batch by _name_dead_workers, without which this failed once in
     15 times."""
     with Started("cpu", *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:
         started.wait_for("step      9/")
@@ -136,7 +136,7 @@ def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes share memory by name")
 def test_a_loading_process_killed_while_it_hands_over_a_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried without _naming_the_killed: an EOFError with no word of the cause."""
+    """Tried without _name_dead_workers: an EOFError with no word of the cause."""
 
     def is_cut_off(_identifier: object) -> None:
         raise EOFError  # as read from the connection, when the process does not yet count as dead
@@ -147,7 +147,7 @@ def test_a_loading_process_killed_while_it_hands_over_a_batch_is_named(monkeypat
 
 
 def test_a_data_sets_own_lost_connection_is_not_taken_for_a_killed_process() -> None:
-    """Tried without the exception for it in _naming_the_killed."""
+    """Tried without the exception for it in _name_dead_workers."""
     with pytest.raises(ConnectionError, match="the storage"):
         first_window(Losing("the storage"))
 
@@ -170,14 +170,17 @@ class Losing:
 def first_window(dataset: Examples) -> list[MicroBatch]:
     """As loaded by another process."""
     config = config_from({"task": {"name": "mnist", "shift": 0, "rotation": 0}, "num_workers": 1})
-    return next(training_windows(Accelerator(cpu=True), config, dataset, 0, 1))
+    device = torch.device("cpu")
+    facts = {"rank": 0, "world_size": 1, "steps_per_epoch": 1, "total_steps": 1, "device": device}
+    run: Any = SimpleNamespace(config=config, train_set=dataset, **facts)
+    return next(training_steps(run, 0))
 
 
 def test_a_crash_between_writing_and_publishing(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """All is written but the manifest and the name. Tried without `unpublished`: it is passed over as damaged; without
     `sweep`: it stays for ever."""
     folder = tmp_path / "run"
-    launch("fsdp", *SHORT, folder=folder, script=INJECT, FAULT="die before publication", FAULT_STEP="16")
+    launch("fsdp", *SHORT, folder=folder, FAULT="die before publication", FAULT_STEP="16")
     assert checkpoints(folder) == [8]
     assert (folder / "checkpoints" / "tmp_step_00000016").is_dir()
     again = launch("fsdp", *SHORT, "--save_every=10", folder=folder).succeeded()
@@ -189,7 +192,7 @@ def test_a_crash_between_writing_and_publishing(launch: Launch, whole: Whole, tm
 def test_a_crash_while_old_checkpoints_are_deleted(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Tried with deleting before publishing: there is none left to go on from."""
     folder, arguments = tmp_path / "run", (*SHORT, "--checkpoint.keep_last=1")
-    launch("cpu", *arguments, folder=folder, script=INJECT, FAULT="die in rotation")
+    launch("cpu", *arguments, folder=folder, FAULT="die in rotation")
     assert checkpoints(folder) == [16]
     again = launch("cpu", *arguments, folder=folder).succeeded()
     assert "after step 16," in again.stdout
@@ -201,9 +204,9 @@ def test_what_a_killed_first_save_left_is_not_taken_into_the_next(launch: Launch
     """Two processes' shards, where the next save has one's. Tried with sweeping only where a checkpoint was found: the
     new checkpoint has a shard too many, and is damaged from birth."""
     folder = tmp_path / "run"
-    launch("ddp", *SHORT, folder=folder, script=INJECT, FAULT="die before publication", FAULT_STEP="8")
+    launch("ddp", *SHORT, folder=folder, FAULT="die before publication", FAULT_STEP="8")
     assert checkpoints(folder) == []
     again = launch("cpu", *SHORT, folder=folder).succeeded()
     assert "starting over" in again.stdout
-    assert not [problem for path in (folder / "checkpoints").iterdir() for problem in folders.problems(path)]
+    assert not [problem for path in (folder / "checkpoints").iterdir() for problem in problems(path)]
     assert_same_run(again, whole("cpu", *EACH_STEP))

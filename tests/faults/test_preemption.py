@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import BIN, Launch, Run, run_command
-from tests.faults.runs import EACH_STEP, INJECT, SHORT, Started, Whole, assert_same_run, checkpoints, cut_back
+from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back
+from tests.launching import BIN, Launch, Run, Started, Whole, run_command
 
 LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", "--num_workers=1")
 """Too long to end by itself in a test, never saved but when told to, and with a process that loads data."""
@@ -35,8 +35,8 @@ def test_a_signal_to_the_launcher_saves_and_ends(
     tmp_path: Path, yaml: str, processes: int, number: signal.Signals
 ) -> None:
     """Tried without: the handlers (nothing is saved), looking after the launcher (processes train on after SIGUSR1,
-    and after each signal to the launcher of one process), outlive_signals (the loading processes die first)."""
-    with Started(yaml, *LONG, folder=tmp_path / "run", processes=processes) as started:
+    and after each signal to the launcher of one process), ignore_signals_in_worker (the loading processes die first)."""
+    with Started(yaml, *LONG, folder=tmp_path / "run", processes=processes, real=True) as started:
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
 
 
@@ -52,7 +52,7 @@ def test_a_signal_to_one_process_stops_all_of_them_without_an_error(tmp_path: Pa
 
 def test_what_status_says_goes_on_exactly(whole: Whole, tmp_path: Path) -> None:
     """Tried with what the process, not its launcher, was started with: no command for two processes."""
-    with Started("ddp", *SHORT, folder=tmp_path / "run") as started:
+    with Started("ddp", *SHORT, folder=tmp_path / "run", real=True) as started:
         stopped = started.wait_for("step     10/").send(signal.SIGTERM).ended()
     command = shlex.split(assert_preempted(stopped, at_least=10)["command"])
     again = run_command([str(BIN / "accelerate"), *command[1:]], stopped.folder).succeeded()
@@ -62,7 +62,7 @@ def test_what_status_says_goes_on_exactly(whole: Whole, tmp_path: Path) -> None:
 
 def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """The evaluation, six batches of four seconds, is made again. Tried without asking in `evaluate`: 24 seconds."""
-    with Started("ddp", *SHORT, folder=tmp_path / "run", script=INJECT, FAULT="slow evaluation") as started:
+    with Started("ddp", *SHORT, folder=tmp_path / "run", FAULT="slow evaluation") as started:
         started.wait_for("step     23/")
         asked = time.monotonic()
         stopped = started.send(signal.SIGTERM).ended()
@@ -74,7 +74,7 @@ def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(launch: Launch, who
 
 def test_during_a_save_both_checkpoints_are_whole(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Tried without waiting for the save that is under way: one of the two is missing."""
-    with Started("fsdp", *SHORT, folder=tmp_path / "run", script=INJECT, FAULT="slow save", FAULT_STEP="8") as started:
+    with Started("fsdp", *SHORT, folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="8") as started:
         started.wait_for("step      9/").send(signal.SIGTERM)
         stopped = started.ended()
     step = assert_preempted(stopped, at_least=9)["step"]
@@ -85,7 +85,7 @@ def test_during_a_save_both_checkpoints_are_whole(launch: Launch, whole: Whole, 
 def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Tried with writing under the final name: half of a checkpoint is taken for one."""
     with Started(
-        "ddp", *SHORT, folder=tmp_path / "run", script=INJECT, FAULT="slow save", FAULT_STEP="16", FAULT_RANK="0",
+        "ddp", *SHORT, folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="16", FAULT_RANK="0",
         TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1",
     ) as started:  # fmt: skip
         stopped = started.wait_for("step     16/").send(signal.SIGTERM).ended()
@@ -97,7 +97,7 @@ def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     """Tried without: it ends when the save does, after 3 seconds."""
     with Started(
-        "ddp", *LONG, "--save_every=6", folder=tmp_path / "run", script=INJECT, FAULT="slow save", FAULT_STEP="6",
+        "ddp", *LONG, "--save_every=6", folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="6",
     ) as started:  # fmt: skip
         started.wait_for("step      6/")
         trainers = started.trainers
@@ -115,10 +115,10 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
 def test_max_hours_ends_the_same_way(launch: Launch, tmp_path: Path) -> None:
     """Tried without the deadline: it trains on."""
     folder = tmp_path / "run"
-    limited = launch("ddp", *LONG, "--max_hours=0.004", folder=folder)  # 14 seconds, imports included
+    limited = launch("ddp", *LONG, "--max_hours=0.0005", folder=folder)  # 1.8 seconds
     assert limited.exit_code == 0
     status = assert_preempted(limited, at_least=1)
-    assert status["reason"] == "max_hours=0.004"
+    assert status["reason"] == "max_hours=0.0005"
     assert limited.stderr == ""
 
 
@@ -135,8 +135,9 @@ def test_a_signal_during_the_start(
 ) -> None:
     """status.json says so, and the next start begins. Tried with handlers from the first step on: exit code 138, and
     nothing that a requeue script could read; with status.json among what makes a folder a run's: it is refused."""
-    folder, script = tmp_path / "run", "train.py" if phase == "imports" else INJECT
-    with Started("cpu", *SHORT, folder=folder, script=script, FAULT="slow data") as started:
+    folder = tmp_path / "run"
+    fault = {"FAULT": "slow data"} if phase == "data" else {}
+    with Started("cpu", *SHORT, folder=folder, real=phase == "imports", **fault) as started:
         started.wait_until(lambda: started.trainers and catches(started.trainers[0], number))
         started.wait_until(lambda: phase == "imports" or folder.exists())
         stopped = started.send(number, to=started.trainers[0]).ended(seconds=20)
@@ -153,7 +154,7 @@ def test_a_signal_during_the_start(
 def test_a_signal_to_the_launcher_during_a_resume(whole: Whole, tmp_path: Path) -> None:
     """While the other process waits for the data, where it sees no signal. Tried without: it shows a traceback."""
     folder = cut_back(whole("ddp", *EACH_STEP), tmp_path / "run", 24)
-    with Started("ddp", *SHORT, folder=folder, script=INJECT, FAULT="slow data") as started:
+    with Started("ddp", *SHORT, folder=folder, FAULT="slow data") as started:
         started.wait_until(lambda: len(started.trainers) == 2)
         started.wait_until(lambda: all(catches(trainer, signal.SIGTERM) for trainer in started.trainers))
         time.sleep(8)  # it has come to its data
@@ -164,7 +165,7 @@ def test_a_signal_to_the_launcher_during_a_resume(whole: Whole, tmp_path: Path) 
 
 def test_a_launcher_that_is_gone_before_the_first_step_leaves_no_orphan(tmp_path: Path) -> None:
     """Tried with watching the launcher only when all is built: its process trains on to the end."""
-    with Started("cpu", *LONG, folder=tmp_path / "run") as started:
+    with Started("cpu", *LONG, folder=tmp_path / "run", real=True) as started:
         started.wait_until(lambda: started.trainers and "train.py" in started.trainers[0].cmdline())
         time.sleep(1)  # within its imports
         run = started.send(signal.SIGTERM).ended(seconds=10)

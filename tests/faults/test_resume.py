@@ -1,5 +1,6 @@
 """A run that was killed goes on exactly: losses, record and final weights are those of a run in one piece."""
 
+import dataclasses
 import itertools
 import re
 import shutil
@@ -11,25 +12,12 @@ import pytest
 import torch
 import yaml
 
-from src.checkpoint import folders, resume
-from src.checkpoint.resume import Found, _require_whole_record
+from src.checkpoint import format, resume
 from src.config import config_from, load_config
 from src.tasks.text_classification import TextClassification
 from tests import tiny
-from tests.conftest import Launch, Run
-from tests.faults.runs import (
-    EACH_STEP,
-    INJECT,
-    SHORT,
-    Started,
-    Whole,
-    assert_same_run,
-    checkpoints,
-    curve,
-    cut_back,
-    lines,
-    weights,
-)
+from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, curve, cut_back, lines, weights
+from tests.launching import Launch, Run, Started, Whole
 
 Arguments = tuple[str, ...]
 
@@ -175,9 +163,9 @@ def test_a_record_that_was_cut_is_not_written_on(launch: Launch, whole: Whole, t
     assert (folder / "metrics.jsonl").read_text() == text[:100]
     (folder / "metrics.jsonl").write_text('{"a": "note"}\n' + text)
     config = load_config([f"--output_dir={folder}"])
-    found = Found(folder / "checkpoints" / "step_00000024", folders.read_state(folder / "checkpoints/step_00000024"))
+    checkpoint = folder / "checkpoints" / "step_00000024"
     with pytest.raises(ValueError, match="has other lines than when"):  # it would be cut in the middle of one
-        _require_whole_record(config, found)
+        resume._require_whole_record(config, checkpoint, format.read_state(checkpoint))
 
 
 def test_an_evaluation_that_is_in_no_checkpoint_stays_in_the_record(
@@ -213,7 +201,7 @@ def test_fewer_steps_are_the_same_curve_cut_off(launch: Launch, whole: Whole, tm
 
 def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
     """Where the steps asked for are more than those of the epochs, they are what the schedule spans."""
-    state = folders.read_state(whole("cpu", *EACH_STEP).folder / "checkpoints" / "step_00000024")
+    state = format.read_state(whole("cpu", *EACH_STEP).folder / "checkpoints" / "step_00000024")
     for then, now, is_refused in (
         ({"max_steps": 300}, {"max_steps": 250}, True),  # an epoch has 23 steps, so 10 of them 230
         ({"max_steps": 200}, {"max_steps": 100}, False),
@@ -223,13 +211,13 @@ def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
         ({"epochs": 10, "max_steps": 100}, {"epochs": 9, "max_steps": 100}, True),
         ({"epochs": 9, "max_steps": 300}, {"epochs": 10, "max_steps": 300}, False),
     ):
-        found = resume.Found(Path("step_00000024"), state | {"config": state["config"] | then})
-        config = config_from(state["config"] | now)
+        saved = dataclasses.replace(state, config=state.config | then)
+        config = config_from(state.config | now)
         if is_refused:
             with pytest.raises(ValueError, match="the learning rate's schedule then spans 2[0-9]+ steps, not "):
-                resume._check_changes(config, found)
+                resume._changed_settings(config, Path("step_00000024"), saved)
         else:
-            resume._check_changes(config, found)
+            resume._changed_settings(config, Path("step_00000024"), saved)
 
 
 def test_every_seed_can_be_resumed_on_several_processes(launch: Launch) -> None:
@@ -249,7 +237,7 @@ def test_other_data_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def facts() -> dict[str, Any]:
         task = TextClassification(model=str(bert), dataset=str(reviews))
         data = task.build_datasets()
-        return {"examples": 110, "from_data": task.from_data(), "data": [task.fingerprint(part) for part in data]}
+        return {"examples": 110, "data_state": task.data_state(), "data": [task.fingerprint(part) for part in data]}
 
     then = facts()
     resume._require_same_data(Path("step"), then, facts())
@@ -333,7 +321,7 @@ def test_resuming_reads_no_batch_twice(launch: Launch, whole: Whole) -> None:
     origin = whole("cpu", *EACH_STEP)
     source = origin.folder / "checkpoints" / "step_00000022"
     arguments = (*SHORT, f"--resume={source}", "--max_steps=23", "--checkpoint.accept_changes=true")
-    run = launch("cpu", *arguments, script=INJECT, FAULT="count batches").succeeded()
+    run = launch("cpu", *arguments, FAULT="count batches").succeeded()
     assert "batches made: 7" in run.stdout
     assert curve(run) == [record for record in curve(origin) if record["step"] == 23]
 

@@ -3,46 +3,34 @@
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from src.checkpoint import folders
+from src.checkpoint import format
 from src.checkpoint.tensors import read, saved_tensors
 from tests import tiny
-from tests.conftest import PROJECT, Launch, Run, clean_environment, launch_command
-from tests.faults.runs import (
-    EACH_STEP,
-    INJECT,
-    SHORT,
-    Started,
-    Whole,
-    assert_same_run,
-    checkpoints,
-    curve,
-    cut_back,
-    weights,
-)
+from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, curve, cut_back, weights
+from tests.launching import Launch, Run, Started, Whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
 
-def launched_with_small_files(config: str, *arguments: str, folder: Path, kilobytes: int = 6000) -> Run:
+def launched_with_small_files(launch: Launch, config: str, *arguments: str, folder: Path, kilobytes: int = 6000) -> Run:
     """No file may grow beyond 6 MB: the model, of 4.8, fits, and a shard of 7.2 or 14.4 does not."""
-    limited = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash"]
-    command = [*limited, *launch_command(config, *arguments, folder=folder)]
-    done = subprocess.run(command, cwd=PROJECT, env=clean_environment(), capture_output=True, text=True, timeout=300)
-    return Run(done.returncode, done.stdout, done.stderr, folder)
+    limit = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({kilobytes * 1024}, {kilobytes * 1024}))"
+    return launch(config, *arguments, folder=folder, before=limit)
 
 
 @pytest.mark.parametrize("yaml", ["cpu", "ddp"])
-def test_a_full_disk_is_a_warning_and_the_checkpoint_before_stays(whole: Whole, tmp_path: Path, yaml: str) -> None:
+def test_a_full_disk_is_a_warning_and_the_checkpoint_before_stays(
+    launch: Launch, whole: Whole, tmp_path: Path, yaml: str
+) -> None:
     """Tried without catching: the run ends. Tried without deleting: the half-written files stay and fill the disk."""
     expected = whole(yaml, *EACH_STEP)
     folder = cut_back(expected, tmp_path / "run", 22)
-    run = launched_with_small_files(yaml, *SHORT, folder=folder)
+    run = launched_with_small_files(launch, yaml, *SHORT, folder=folder)
     assert run.exit_code == 0, run.stderr
     warnings = [line for line in run.stdout.splitlines() if "WARNING" in line]
     assert [line.split(":")[1] for line in warnings] == [f" no checkpoint of step {step}" for step in (24, 30)]
@@ -58,7 +46,7 @@ def test_a_full_disk_at_the_export_is_one_line_and_leaves_nothing_behind(
     a folder tmp_model; with renaming to the link: an error at the end of the run."""
     expected = whole("cpu", *EACH_STEP)
     folder = cut_back(expected, tmp_path / "run", 30)
-    run = launched_with_small_files("cpu", *SHORT, folder=folder, kilobytes=4000)
+    run = launched_with_small_files(launch, "cpu", *SHORT, folder=folder, kilobytes=4000)
     assert run.exit_code == 1
     (line,) = run.messages
     assert line.startswith(f"train.py: {folder}/model cannot be written, Error while serializing: I/O error: File too ")
@@ -71,9 +59,9 @@ def test_a_full_disk_at_the_export_is_one_line_and_leaves_nothing_behind(
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
 
 
-def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch, tmp_path: Path) -> None:
     """It would go on unrecorded. Tried without: a traceback."""
-    run = launched_with_small_files("cpu", *SHORT, folder=tmp_path / "run", kilobytes=4)
+    run = launched_with_small_files(launch, "cpu", *SHORT, folder=tmp_path / "run", kilobytes=4)
     assert run.exit_code == 1
     record = run.folder / "metrics.jsonl"
     says = "File too large: make room, and the same command goes on"
@@ -81,9 +69,9 @@ def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path
     assert 'train.py", line' not in run.stderr
 
 
-def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(tmp_path: Path) -> None:
+def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(launch: Launch, tmp_path: Path) -> None:
     """Tried with str(): "None", as if it were a folder."""
-    run = launched_with_small_files("cpu", *SHORT, "--max_hours=1e-9", folder=tmp_path / "run")
+    run = launched_with_small_files(launch, "cpu", *SHORT, "--max_hours=1e-9", folder=tmp_path / "run")
     assert run.exit_code == 0, run.stderr
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["status"], status["step"], status["checkpoint"]) == ("preempted", 1, None)
@@ -94,7 +82,7 @@ def test_a_save_in_which_a_process_hangs_ends_the_run_and_leaves_the_checkpoint_
     further checkpoint can be saved, and the run trains on."""
     folder = tmp_path / "run"
     with Started(
-        "ddp", *SHORT, "--timeout_minutes=0.1", folder=folder, script=INJECT, FAULT="stuck save", FAULT_STEP="16",
+        "ddp", *SHORT, "--timeout_minutes=0.1", folder=folder, FAULT="stuck save", FAULT_STEP="16",
         FAULT_RANK="1",
     ) as started:  # fmt: skip
         stuck = started.ended()
@@ -169,9 +157,9 @@ def test_a_checkpoint_is_hardly_larger_than_its_tensors_and_says_what_it_is_of(j
         f"model.{n}" for n in weights(judged)
     )
     size = sum(facts.size.numel() * facts.properties.dtype.itemsize for facts in tensors.values())
-    assert folders.size_on_disk(checkpoint) <= 1.02 * size
-    state = folders.read_state(checkpoint)
-    assert (state["strategy"], state["num_processes"], state["config"]["save_every"]) == ("ddp", 2, 8)
+    assert sum(path.stat().st_size for path in checkpoint.iterdir()) <= 1.02 * size
+    state = format.read_state(checkpoint)
+    assert (state.strategy, state.num_processes, state.config["save_every"]) == ("ddp", 2, 8)
 
 
 def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""A checkpoint of another format is refused in one line, and stays; what is said of each comes from its state."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+
+from src.checkpoint.format import FORMAT_VERSION, best_first, evaluation_of, file_facts, read_state
+from src.checkpoint.resume import find_checkpoint
+from src.config import Checkpoint, load_config
+from src.process import UserError, exit_codes
+from tests.faults.runs import EACH_STEP, checkpoints, cut_back
+from tests.launching import Whole
+
+STEPS = (22, 23, 24)
+
+
+@pytest.fixture
+def run(whole: Whole, tmp_path: Path) -> Path:
+    """Killed with checkpoints of these steps; step 23 was evaluated."""
+    return cut_back(whole("cpu", *EACH_STEP), tmp_path / "run", *STEPS)
+
+
+def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """As if it had been saved so: the manifest agrees."""
+    state, manifest = (json.loads((checkpoint / f"{name}.json").read_text()) for name in ("state", "manifest"))
+    change(state)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest["files"]["state.json"] = file_facts(checkpoint / "state.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.update(format_version=FORMAT_VERSION + 1), f"format version {FORMAT_VERSION + 1}, and"),
+        (lambda state: state.pop("format_version"), "format version none, and"),
+        (lambda state: state.pop("precision"), "with other fields (precision), and"),
+        (lambda state: state["progress"].pop("skipped"), "with other fields (progress.skipped), and"),
+        (lambda state: state.update(colour="red"), "with other fields (colour), and"),
+        (lambda state: state["progress"].update(mood=1), "with other fields (progress.mood), and"),
+        (lambda state: state.update(progress=[]), "with other fields (progress.best, "),
+    ],
+)
+def test_another_format_is_one_line_and_nothing_is_lost(
+    run: Path, change: Callable[[dict[str, Any]], object], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is the one before gone on from, which would have the newer one's place. Tried without: a TypeError of
+    RunState or Progress; with taking it for damaged: it is renamed, and the run goes on from step 23."""
+    checkpoint = run / "checkpoints" / "step_00000024"
+    rewrite(checkpoint, change)
+    before = contents(run)
+    config = load_config([f"--output_dir={run}", "--task.source=digits", "--max_steps=30"])
+    with pytest.raises(SystemExit) as ended, exit_codes():
+        find_checkpoint(Accelerator(cpu=True), config)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train.py: {checkpoint} has format version ")
+    assert says in line
+    assert line.endswith(f"this code reads version {FORMAT_VERSION}: use the code that saved it, or begin a new run")
+    assert contents(run) == before
+
+
+def test_what_is_written_is_what_is_read(run: Path) -> None:
+    state = read_state(run / "checkpoints" / "step_00000024")
+    assert (state.format_version, state.progress.step, list(state.progress.evaluations)) == (FORMAT_VERSION, 24, [23])
+    assert (state.strategy, state.num_processes, state.config["save_every"]) == ("single", 1, 1)
+
+
+def test_an_evaluation_that_came_after_its_checkpoint_is_in_the_next(run: Path) -> None:
+    """As of a run that was stopped right before it. Tried with the checkpoint's own alone: it has none."""
+    evaluated = run / "checkpoints" / "step_00000023"
+    results = evaluation_of(evaluated)
+    assert set(results) == {"eval/loss", "eval/examples", "eval/accuracy"}
+    rewrite(evaluated, lambda state: state["progress"].update(evaluations={}))
+    assert evaluation_of(evaluated) == results
+    assert evaluation_of(run / "checkpoints" / "step_00000024") == {}
+    shutil.rmtree(run / "checkpoints" / "step_00000024")
+    assert evaluation_of(evaluated) == {}
+    assert checkpoints(run) == [22, 23]
+
+
+def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
+    """Of equal ones the newest, NaN last, and none that wasn't evaluated."""
+    newest_first = [Path(f"step_{step:08d}") for step in (60, 50, 40, 30, 20, 10)]
+    evaluations = {10: {"eval/loss": 1.0}, 20: {"eval/loss": float("nan")}, 30: {"eval/loss": 0.5}, 40: {"eval/x": 1.0}}
+    evaluations |= {50: {"eval/loss": 0.5}, 70: {"eval/loss": 0.1}}
+    for mode, steps in ((None, [50, 30, 10, 20]), ("max", [10, 50, 30, 20])):
+        best = best_first(newest_first, Checkpoint(mode=mode), evaluations)
+        assert [int(path.name.removeprefix("step_")) for path in best] == steps
+
+
+def test_another_version_is_refused_by_the_reader_too(run: Path) -> None:
+    rewrite(run / "checkpoints" / "step_00000022", lambda state: state.update(format_version=99))
+    with pytest.raises(UserError, match="has format version 99, and this code reads version"):
+        evaluation_of(run / "checkpoints" / "step_00000022")

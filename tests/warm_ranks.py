@@ -1,0 +1,264 @@
+"""Starts runs within a second: processes that are forked from one which has imported everything already.
+
+`accelerate launch` imports for 4 to 8 seconds in each process. This one imports once, reads a request a line (JSON, see
+`Request`) from its standard input, and answers each with the id of a process that stands in for the launcher: it works
+out the environment by Accelerate's own functions, forks the ranks, ends them all when one fails, and writes how they
+ended. A rank goes on as `python train.py` would: fresh standard streams, environment, arguments and `__main__`, and the
+interpreter's own end. tests/launching.py sends the requests.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import accelerate.commands.launch
+import psutil
+
+import src
+
+PROJECT = Path(__file__).parent.parent
+LIBRARIES = (
+    "datasets", "evaluate", "peft", "sklearn.metrics", "torch._dynamo", "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchvision", "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama", "wandb",
+)  # fmt: skip
+"""What runs import, some of it late."""
+GRACE_SECONDS = 30.0
+"""Between SIGTERM and SIGKILL; TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets it for torch's launcher, and here."""
+
+KILLED = 124
+"""Exit code of a run that took too long, or longer to end than that."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run: what `accelerate launch` would be called with, and where."""
+
+    words: list[str]
+    """Of the launcher, the script (a file in `project`) and its arguments."""
+    before: str
+    """Python code that each rank executes before the script."""
+    project: str
+    cwd: str
+    environment: dict[str, str]
+    stdout: str
+    stderr: str
+    """Files to append to."""
+    result: str
+    """A file that is written at the end: the exit code of the process that failed first, or 0."""
+    seconds: float
+    """The run is killed after these."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a rank executes."""
+
+    name: str
+    before: str
+
+
+def warm() -> None:
+    """Import the libraries and every module of the project."""
+    own = [module.name for module in pkgutil.walk_packages(src.__path__, "src.")]
+    for name in [*LIBRARIES, *own]:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each rank copies what the collector touches
+    threads = {file.read_text().strip() for file in Path("/proc/self/task").glob("[0-9]*/comm")}
+    assert threads <= {"python", "jemalloc_bg_thd"}, threads  # the latter outlives forks, others would be missing
+
+
+def serve() -> Script:
+    """Answer requests until the standard input ends.
+
+    Returns:
+        In a rank only: what it is to execute.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest runs in the background of a shell
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if pid := os.fork():
+            print(pid, flush=True)
+        else:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return stand_in_for_launcher(Request(**json.loads(line)))
+    sys.exit()
+
+
+def stand_in_for_launcher(request: Request) -> Script:
+    """Fork the ranks, wait for them and end this process. Returns in a rank only."""
+    os.setsid()  # by which all that the run leaves behind can be found
+    for name, flags, descriptor in (
+        (os.devnull, os.O_RDONLY, 0),
+        (request.stdout, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1),
+        (request.stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 2),
+    ):
+        file = os.open(name, flags, 0o644)
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ |= request.environment
+    if "PYTHONUNBUFFERED" in os.environ:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    code = 1
+    try:
+        script, arguments, environments = launched(request.words)
+        pids = []
+        for environment in environments:
+            if pid := os.fork():
+                pids.append(pid)
+            else:
+                return become_rank(request, script, arguments, environment)
+        code = wait_for(pids, request.seconds)
+    except BaseException:
+        traceback.print_exc()
+    if log := os.environ.get("CPU_LOG"):
+        t = os.times()
+        Path(log).open("a").write(
+            f"{t.user + t.system:.2f} {t.children_user + t.children_system:.2f} {request.words[1:]}\n"
+        )
+    partial = Path(f"{request.result}.partial")
+    partial.write_text(str(code))
+    partial.rename(request.result)
+    os._exit(0)
+
+
+def launched(words: list[str]) -> tuple[str, list[str], list[dict[str, str]]]:
+    """Return the script, its arguments and the ranks' environments, as Accelerate's launcher makes them."""
+    launch = accelerate.commands.launch
+    environments: list[dict[str, str]] = []
+
+    def several(arguments: object) -> None:
+        shared = launch.prepare_multi_gpu_env(arguments)
+        size = shared["WORLD_SIZE"] = shared["LOCAL_WORLD_SIZE"] = str(arguments.num_processes)  # type: ignore[attr-defined]
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0"}
+        environments.extend(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(int(size)))
+
+    def one(arguments: object) -> None:
+        environments.append(launch.prepare_simple_launcher_cmd_env(arguments)[1])
+
+    launch.multi_gpu_launcher, launch.simple_launcher = several, one  # in this process, which then ends
+    arguments = launch.launch_command_parser().parse_args(words)
+    launch.launch_command(arguments)
+    return arguments.training_script, arguments.training_script_args, environments
+
+
+def free_port() -> int:
+    """Return one below those that the system gives to clients: nobody is given it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as attempt:
+            if attempt.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def become_rank(request: Request, script: str, arguments: list[str], environment: dict[str, str]) -> Script:
+    """Set this process up as if it had been started with the script and its arguments."""
+    os.setpgid(0, 0)  # launchers signal whole groups: the processes that load data too
+    os.environ.clear()
+    os.environ |= environment
+    seem_launched(request)
+    sys.argv = [script, *arguments]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    if request.project != str(PROJECT):  # a copy of it, with changes
+        for name in [name for name in sys.modules if name.split(".")[0] == "src"]:
+            del sys.modules[name]
+        sys.path[0] = request.project
+    return Script(script, request.before)
+
+
+def seem_launched(request: Request) -> None:
+    """Let psutil say of the process above that it is Accelerate's launcher, where train.py looks for what was asked."""
+    launcher = os.getppid()
+    says = {
+        "cmdline": [sys.executable, "accelerate", "launch", *request.words],
+        "environ": request.environment,
+        "cwd": request.cwd,
+    }
+
+    def answer(name: str, said: object) -> None:
+        asked = getattr(psutil.Process, name)
+        setattr(psutil.Process, name, lambda process: said if process.pid == launcher else asked(process))
+
+    for name, said in says.items():
+        answer(name, said)
+
+
+def wait_for(pids: list[int], seconds: float) -> int:
+    """Pass signals on, as torch's launcher does, and end all processes when one fails.
+
+    Returns:
+        The exit code of the process that failed first, or 0.
+    """
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: signals.append(number))
+    grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE_SECONDS))
+    code, kill_at, running = 0, time.monotonic() + seconds, set(pids)
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        running.discard(pid)
+        if pid and status and not code:
+            code = os.waitstatus_to_exitcode(status)
+            signals.append(signal.SIGTERM)
+        while signals:
+            signal_groups(running, signals.pop(0))
+            kill_at = min(kill_at, time.monotonic() + grace)
+        if time.monotonic() > kill_at:
+            code = code or KILLED
+            print(f"warm_ranks.py: killed {len(running)} processes", file=sys.stderr, flush=True)
+            signal_groups(running, signal.SIGKILL)
+            kill_at = float("inf")
+        if not pid:
+            time.sleep(0.005)
+    return code
+
+
+def signal_groups(pids: set[int], number: int) -> None:
+    for pid in pids:
+        os.killpg(pid, number)
+
+
+def end(error: BaseException | None) -> None:
+    """End as the interpreter does, but without taking down all that was imported, which takes most of a second."""
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # these two are what it begins with
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    warm()
+    script = serve()  # returns in the ranks
+    try:
+        exec(script.before, {})
+        __file__ = os.path.join(sys.path[0], script.name)
+        exec(compile(Path(__file__).read_text(), __file__, "exec", dont_inherit=True))
+    except BaseException as error:
+        end(error)
+    end(None)
