@@ -96,7 +96,7 @@ def _differing_state(first: Path, second: Path) -> Iterator[str]:
 def _differing_tensors(first: Path, second: Path) -> Iterator[str]:
     facts = [saved_tensors(path) for path in (first, second)]
     for name in {**facts[0], **facts[1]}:
-        kinds = [(tuple(of[name].size), of[name].properties.dtype) if name in of else "not there" for of in facts]
+        kinds = [f"{tuple(of[name].size)} {of[name].properties.dtype}" if name in of else "not there" for of in facts]
         if kinds[0] != kinds[1]:
             yield f"{name}  {kinds[0]} -> {kinds[1]}"
             continue
