@@ -14,6 +14,7 @@ if __name__ == "__main__":  # the imports below take seconds, in which a signal 
 import math
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
@@ -39,8 +40,6 @@ from src.tracking import Tracker, stop_at_start
 def main() -> None:
     with exit_codes():
         config = load_config(sys.argv[1:])
-    if config.check:  # there is nothing to save
-        SIGNALS.release()
     record(train_or_check)(config)  # puts the traceback of the process that failed first into the launcher's table
 
 
@@ -49,14 +48,13 @@ def train_or_check(config: Config) -> None:
     run = build(config)
     if run is None:  # it is finished already
         return
-    is_completed = run_checks(run, train_step, evaluate) if config.check else fit(run)
+    is_good = run_checks(run, train_step, evaluate) if config.check else fit(run)
     SIGNALS.release()
     run.accelerator.wait_for_everyone()  # gloo sometimes aborts where one process leaves before the others are done
-    if is_completed and config.push_to_hub and run.is_main and not config.check:
+    if is_good and config.push_to_hub and run.is_main and not config.check:
         push_to_hub(config)
     run.accelerator.end_training()
-    if config.check and not is_completed:
-        sys.exit(1)
+    sys.exit(1 if config.check and not is_good else 0)
 
 
 def build(config: Config) -> Run | None:
@@ -69,19 +67,20 @@ def build(config: Config) -> Run | None:
     command, task = resume_command(config), config.task
     resume = find_checkpoint(accelerator, config)
     if resume.is_finished:
-        done = f"{config.folder} holds this run, finished: nothing to do"
-        accelerator.print(f"{done}; more --epochs or --max_steps go on")
+        accelerator.print(f"{config.folder} holds this run, finished: nothing to do; raise --epochs or --max_steps")
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return None
-    if accelerator.is_main_process and not config.check:
+    if config.check:  # there is nothing to save
+        SIGNALS.release()
+    elif accelerator.is_main_process:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
     with local_main_process_first(accelerator):  # it downloads and tokenizes
         datasets = task.build_datasets()
     fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_main_process else []
-    train_set, eval_set = datasets
     if config.num_workers == 0:
-        train_set, eval_set = (task.to_device(dataset, accelerator.device) for dataset in datasets)
+        datasets = tuple(task.to_device(dataset, accelerator.device) for dataset in datasets)
+    train_set, eval_set = datasets
 
     model, facts = new_model(config, launch)
     facts["data"] = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
@@ -89,7 +88,7 @@ def build(config: Config) -> Run | None:
     transform(model, config, accelerator)
     model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
     set_seed((config.seed + accelerator.process_index) % 2**32)  # other dropout masks on each process
-    data = {"train_set": train_set, "eval_set": eval_set, "metadata": metadata, "facts": facts}
+    data: dict[str, Any] = {"train_set": train_set, "eval_set": eval_set, "metadata": metadata, "facts": facts}
     run = Run(config, accelerator, launch, resume, command, model, optimizers, resume.progress, **data)
     if resume.state:
         load_checkpoint(run)
@@ -101,18 +100,16 @@ def fit(run: Run) -> bool:
     config, progress = run.config, run.progress
     with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
         checkpoints = CheckpointWriter(run, tracker.say)
-        steps = training_steps(run, progress.step)
+        steps, is_stopping = training_steps(run, progress.step), False
         progress.start_clock()
-        is_stopping = False
         run.model.train()
         while True:
             # ----------------------------------------------------------- between two steps: evaluate, save, stop
             if run.is_evaluation_due() and not is_stopping:
                 with progress.evaluating():
                     evaluation = evaluate(run, stop)
-                if evaluation is None:
-                    is_stopping = True
-                else:
+                is_stopping = evaluation is None
+                if evaluation:
                     progress.count_evaluation(evaluation.metrics, config.early_stopping)
                     tracker.log_evaluation(evaluation)
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)

@@ -113,7 +113,7 @@ def test_a_finished_run_is_left_alone(launch: Launch, whole: Whole) -> None:
     finished = whole("ddp", *EACH_STEP)
     before = {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")}
     again = launch("ddp", *EACH_STEP, folder=finished.folder).succeeded()
-    assert again.stdout.splitlines()[-1].endswith("finished: nothing to do; more --epochs or --max_steps go on")
+    assert again.stdout.splitlines()[-1].endswith("finished: nothing to do; raise --epochs or --max_steps")
     assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
 
 
