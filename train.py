@@ -78,9 +78,7 @@ def build(config: Config) -> Run | None:
     with local_main_process_first(accelerator):  # it downloads and tokenizes
         datasets = task.build_datasets()
     fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_main_process else []
-    if config.num_workers == 0:
-        datasets = tuple(task.to_device(dataset, accelerator.device) for dataset in datasets)
-    train_set, eval_set = datasets
+    train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
 
     model, facts = new_model(config, launch)
     facts["data"] = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}

@@ -773,7 +773,9 @@ def test_one_line_and_exit_code_2_under_every_strategy(
         shortened(llama)
         arguments = (*LM, f"--task.model={tmp_path}/llama")
         says = f"task.model={tmp_path}/llama: cannot be loaded, "
-    run = launch(config, *arguments, f"--task.dataset={data}", TEXT, processes=processes, HF_HOME=f"{tmp_path}/home")
+    run = launch(
+        config, *arguments, f"--task.dataset={data}", TEXT, processes=processes, real=True, HF_HOME=f"{tmp_path}/home"
+    )
     (message,) = run.messages
     assert message.startswith(f"train.py: {says}")
     assert 'train.py", line' not in run.stderr, "a traceback"

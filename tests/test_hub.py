@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def online(launch: Launch, server: Hub) -> Run:
     """A run from names to a name."""
-    return launch("cpu", *RUN, "--push_to_hub=me/mine", **server.environment).succeeded()
+    return launch("cpu", *RUN, "--push_to_hub=me/mine", real=True, **server.environment).succeeded()
 
 
 # ----------------------------------------------------------------------------------------------------- there and back
@@ -65,7 +65,7 @@ def test_a_model_and_a_dataset_are_found_by_name(online: Run, server: Hub) -> No
 
 def test_the_second_run_works_offline_from_the_cache(launch: Launch, online: Run, server: Hub) -> None:
     asked = len(server.requests)
-    offline = launch("cpu", *RUN, **(server.environment | {"HF_HUB_OFFLINE": "1"})).succeeded()
+    offline = launch("cpu", *RUN, real=True, **(server.environment | {"HF_HUB_OFFLINE": "1"})).succeeded()
     assert len(server.requests) == asked
     assert offline.losses == pytest.approx(online.losses, rel=1e-6)
 
