@@ -5,7 +5,7 @@ BIN := .venv/bin
 # One thread per core; without it the launcher prints that it chose so itself.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: help setup train test testslow lint format clean
+.PHONY: help setup train test testall lint format clean
 
 help:  ## list what there is
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -24,11 +24,11 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml train.py --config configs/digits.yaml \
 		--run_name=$$name $(ARGS)
 
-test: setup  ## run the tests; ARGS='-k parity' for some
+test: setup  ## run the tests, some minutes; ARGS='-k parity' for some
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
-testslow: setup  ## run the tests that take minutes each
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist=loadgroup $(ARGS)
+testall: setup  ## run the slow tests too
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
 lint: setup  ## linter, formatter and type checker, changing nothing
 	@$(BIN)/ruff check .
