@@ -184,7 +184,7 @@ def launched(
     **more: Any,
 ) -> Run:
     """As the fixture `launch`, which says what it does, in this folder."""
-    environment = {name: more.pop(name) for name in list(more) if name.isupper()}
+    environment = {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
     before = with_fault(before, environment)
     more |= {"folder": folder, "project": project}
     if real:
@@ -202,7 +202,7 @@ class Started:
     def __init__(
         self, config: str, *arguments: str, folder: Path, real: bool = False, before: str = "", **more: Any
     ) -> None:
-        environment = {name: more.pop(name) for name in list(more) if name.isupper()}
+        environment = {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
         environment = clean_environment(PYTHONUNBUFFERED="1", **environment)
         before = with_fault(before, environment)
         self.folder = folder

@@ -162,7 +162,7 @@ FAULTS = [
     Fault(
         "positions that go on where packed documents meet",
         "ddp",
-        (("src/tasks/causal_lm.py", "position_ids[row, start:] -= position_ids[row, start].item()", "pass"),),
+        (("src/tasks/causal_lm.py", "position_ids[row, start:] = torch.arange(width - start)", "pass"),),
         frozenset({"Data"}),
         "packed documents see each other",
         PACKED,
@@ -281,7 +281,7 @@ MORE = [
     Fault(
         "a checkpoint whose optimizer state is put back only where there is some",
         "fsdp",
-        (("src/checkpoint/tensors.py", "            parameter.grad = torch.zeros_like(parameter)", "            pass"),),
+        (("src/checkpoint/tensors.py", "    parameter.grad = torch.zeros_like(parameter)", "    pass"),),
         frozenset({"Checkpoint"}),
         "the optimizer's state",
     ),
