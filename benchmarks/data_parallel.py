@@ -4,7 +4,7 @@
 
 The CNN, AdamW, global batches of 64 random images, fp32, on gloo: the same batches on one process and on two. Five
 sides: one process; src/reference.py, with an all_reduce for each of the CNN's eight parameters after the backward pass;
-DDP, which reduces two buckets during it; DDP with ddp_bf16_hook.yaml, which sends half the bytes; and the limit, two
+DDP, which reduces two buckets during it; DDP with ddp_comm_hook=bf16, which sends half the bytes; and the limit, two
 runs at once that share nothing, of 32 images a step. They take turns of 40 steps.
 
 Equal work, which is asserted: the mean loss of the first 40 steps (but the limit's) is the same within 1e-5, with the
@@ -37,7 +37,8 @@ def measure(_: Path, folder: Path) -> list[Comparison]:
     one = Side(train_py(settings), folder / "one")
     by_hand = Side([*BY_HAND, *arguments(settings)], folder / "by hand")
     by_hand.file, by_hand.ends, by_hand.every = "log", r"^step \d+  loss (.*)$", INTERVAL
-    ddp, hooked = (Side(train_py(settings, yaml, 2), folder / yaml) for yaml in ("ddp", "ddp_bf16_hook"))
+    hook = {"ddp": {}, "ddp_bf16_hook": {"ddp_comm_hook": "bf16"}}
+    ddp, hooked = (Side(train_py(settings | more, yaml, 2), folder / yaml) for yaml, more in hook.items())
     sides = [one, by_hand, ddp, hooked, Side(["bash", "-c", apart], folder / "apart")]
     write_images(folder / "data", STEPS * BATCH)
     turns = take_turns(ROUNDS, sides)

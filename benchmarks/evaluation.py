@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import Side, arguments, launch
 from src.config import load_config
 from src.data.mnist import mnist
-from src.launch import build_accelerator, prepare
-from src.metrics import Accuracy
+from src.distributed import build_accelerator, prepare
 from src.models.mnist_cnn import MnistCnn
-from src.preemption import StopRequest
+from src.preemption import StopSignal
+from src.tasks.metrics import Accuracy
 from train import evaluate
 
 ROUNDS, TESTED = 9, 10_000
@@ -43,9 +44,9 @@ class Linear(nn.Linear):
 def measure_in_process(data_dir: str) -> None:
     """Measure as one of the two; the first writes its times."""
     config = load_config(arguments({"task.data_dir": data_dir, "global_batch_size": 128}))
-    accelerator, _ = build_accelerator()
+    accelerator, _ = build_accelerator(config)
     test_set: Any = mnist(data_dir)[1]  # torch's Dataset need not have a length
-    stop = StopRequest(accelerator, config)
+    stop = StopSignal(accelerator, config)
 
     def seconds(count: Callable[[], int], counts: set[int]) -> float:
         accelerator.wait_for_everyone()
@@ -57,11 +58,15 @@ def measure_in_process(data_dir: str) -> None:
         model, _ = prepare(accelerator, model, [torch.optim.SGD(model.parameters(), lr=1.0)])
         loader = accelerator.prepare(DataLoader(test_set, batch_size=64, collate_fn=config.task.collate))
         counts: set[int] = set()
+        where = {"device": accelerator.device, "is_main": accelerator.is_main_process}
+        where |= {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+        parts = {"config": config, "task": config.task, "accelerator": accelerator, "model": model}
+        run: Any = SimpleNamespace(eval_set=test_set, **parts, **where)
 
         def ours() -> int:
-            results = evaluate(accelerator, config, model, test_set, stop)
-            assert results
-            return round(results[0]["eval/accuracy"] * TESTED)
+            evaluation = evaluate(run, stop)
+            assert evaluation
+            return round(evaluation.metrics["eval/accuracy"] * TESTED)
 
         def theirs() -> int:
             model.eval()

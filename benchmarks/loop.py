@@ -24,12 +24,11 @@ from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CNN, Side, arguments, take_turns
 from src.config import Config, load_config
+from src.cpu import tune_for_cpu
 from src.data.mnist import Digits
-from src.malloc import keep_freed_memory
-from src.mkl import avoid_mkl
 from src.tasks import TASKS
 from src.tasks.mnist import Mnist
-from train import train
+from train import train_or_check
 
 BATCH, LOG_EVERY, ROUNDS = 64, 50, 5
 MLP_EXAMPLES = 200 * BATCH
@@ -54,11 +53,10 @@ class Mlp(Mnist):
 
 def by_hand(config: Config) -> None:
     """Train, and print the mean loss of each 50 steps."""
-    keep_freed_memory()  # as train.py does, and avoid_mkl: the question is the loop
     examples: Any = config.task.build_datasets()[0]
     torch.manual_seed(0)
     model = config.task.build_model()
-    avoid_mkl(model, "cpu", "fp32")
+    tune_for_cpu(model, "fp32")  # as train.py does: the question is the loop
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
     scheduler = OneCycleLR(optimizer, config.optim.lr, total_steps=config.steps(-(-len(examples) // BATCH))[1])
     model.train()
@@ -102,7 +100,7 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["train"], ["by_hand"]):
-        TASKS["mlp"] = Mlp
-        (train if sys.argv[1] == "train" else by_hand)(load_config(sys.argv[2:]))
+        TASKS["mlp"] = "benchmarks.loop.Mlp"
+        (train_or_check if sys.argv[1] == "train" else by_hand)(load_config(sys.argv[2:]))
     else:
         pairs.main(measure, __doc__)
