@@ -14,7 +14,6 @@ import sys, time
 from asyncio import constants
 import psutil
 from src import wandb_logger
-from src.config import load_config
 
 fault = sys.argv[1]
 wandb_logger.HANG_SECONDS = wandb_logger.FINISH_SECONDS = 1.0
@@ -29,7 +28,7 @@ def full(folder):
     raise OSError(28, "No space left on device")
 
 folder = "." if fault != "no folder" else "/proc"
-logger = wandb_logger.WandbRun(load_config(["--wandb.mode=offline"]), {}, print, dir=folder)
+logger = wandb_logger.WandbLogger(wandb_logger.Wandb(mode="offline"), print, dir=folder)
 assert logger.where.startswith("offline") == (fault != "no folder"), logger.where
 for step in range(3):
     logger.log({"step": step, "text": "x" * 2**21 * (fault == "hangs")}, {"table": [{"a": "b"}]})

@@ -92,7 +92,7 @@ def test_a_run_is_examined_as_often_as_one_likes_and_goes_on_afterwards(launch: 
 
 
 def test_wandb_has_the_table_and_the_verdict(launch: Launch, tmp_path: Path) -> None:
-    launch("cpu", "--check", wandb="offline", WANDB_DIR=str(tmp_path)).succeeded()
+    launch("cpu", "--check", wandb="offline", WANDB_DIR=str(tmp_path), real=True).succeeded()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     shown = run_command([str(BIN / "wandb"), "leet", "inspect", "--json", str(file)], tmp_path).stdout
     assert '"check"' in shown
