@@ -17,6 +17,9 @@ from accelerate.utils import gather_object
 from src.config import Config
 from src.process import GRACE_SECONDS, SIGNALS
 
+ASK_SECONDS = 0.5
+"""How long an evaluation goes on before its processes ask each other again whether to stop."""
+
 
 class StopSignal:
     """As a context manager, turns signals and max_hours into a request, which the loop answers between two steps.
@@ -39,6 +42,8 @@ class StopSignal:
         if accelerator.num_processes > 1:
             timeout = timedelta(minutes=config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        self._world_size = accelerator.num_processes
+        self._calls, self._calls_between, self._asked = 0, 1, time.monotonic()
         self._left = threading.Event()
 
     @property
@@ -52,12 +57,20 @@ class StopSignal:
         return self.reason is not None
 
     def poll(self) -> bool:
-        """Return whether any process was asked to stop. Collective."""
+        """Return whether any process was asked to stop: the same answer on all, which call this equally often. They
+        exchange it after twice as many calls each time, until that takes ASK_SECONDS. Collective."""
         if self._group is None:
             return self.requested
-        votes = torch.tensor(float(self.requested))
+        self._calls += 1
+        if self._calls < self._calls_between:
+            return False
+        votes = torch.tensor([float(self.requested), time.monotonic() - self._asked])
         torch.distributed.all_reduce(votes, group=self._group)
-        return votes.item() > 0
+        requests, seconds = votes.tolist()
+        calls = self._calls * ASK_SECONDS * (self._world_size / max(seconds, 1e-6))
+        self._calls_between = max(1, int(min(2 * self._calls_between, calls)))
+        self._calls, self._asked = 0, time.monotonic()
+        return requests > 0
 
     def __enter__(self) -> "StopSignal":
         SIGNALS.answer_by(None)  # the loop does, from now on
