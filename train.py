@@ -54,7 +54,8 @@ def train_or_check(config: Config) -> None:
     if is_good and config.push_to_hub and run.is_main and not config.check:
         push_to_hub(config)
     run.accelerator.end_training()
-    sys.exit(1 if config.check and not is_good else 0)
+    if config.check and not is_good:
+        sys.exit(1)
 
 
 def build(config: Config) -> Run | None:
@@ -80,7 +81,7 @@ def build(config: Config) -> Run | None:
     fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_main_process else []
     train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
 
-    model, facts = new_model(config, launch)
+    model, facts = new_model(config, launch.device, launch.precision)
     facts["data"] = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
     metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, model)
     transform(model, config, accelerator)

@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from src.config import Config, EarlyStopping
 
@@ -85,10 +85,6 @@ class Progress:
         self.evaluations = {int(step): results for step, results in self.evaluations.items()}  # JSON's keys are text
         self._clock = time.perf_counter()
 
-    def saved(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
-        return asdict(self)
-
     @property
     def updates(self) -> int:
         """Steps that were taken: what the learning rate's schedule counts."""
@@ -97,7 +93,7 @@ class Progress:
     @property
     def last_evaluated(self) -> int:
         """The step that the last evaluation came after; 0: none yet."""
-        return max(self.evaluations, default=0)
+        return next(reversed(self.evaluations), 0)
 
     @property
     def evaluation(self) -> dict[str, float]:

@@ -40,11 +40,11 @@ from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
 from src.config import Config, load_config
-from src.cpu import tune_for_cpu
 from src.data.loading import fetch
 from src.distributed import float64_tensor
 from src.optim import build_optimizers, lr_at, set_lr
 from src.process import exit_codes
+from src.run import new_model
 from src.tasks.base import Examples, Task
 
 
@@ -121,11 +121,7 @@ def main(argv: list[str]) -> None:
     train_set, eval_set = task.build_datasets()
     if rank == 0:
         dist.barrier()
-    set_seed(config.seed)
-    model = task.build_model()
-    if not on_gpu:
-        tune_for_cpu(model, "fp32")  # as train.py does, so that dropout draws the same numbers
-    model.to(device)
+    model = new_model(config, device.type, "fp32")[0].to(device)  # seeded alike on all processes
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
     optimizers = build_optimizers(config.optim, model)

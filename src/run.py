@@ -84,15 +84,15 @@ class Run:
         """The model's. Kept, as to walk through the modules takes longer than a small model's update."""
         return list(self.model.parameters())
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         return math.ceil(len(self.train_set) / self.config.global_batch_size)
 
-    @property
+    @cached_property
     def total_steps(self) -> int:
         return self.config.steps(self.steps_per_epoch)[0]
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         return Schedule(self.config.steps(self.steps_per_epoch)[1], self.steps_per_epoch)
 
@@ -103,7 +103,7 @@ class Run:
 
     def is_evaluated(self) -> bool:
         """Return whether this step has been evaluated."""
-        return self.progress.step == self.progress.last_evaluated > 0
+        return self.progress.step in self.progress.evaluations
 
     def is_save_due(self) -> bool:
         """Return whether this step is to be saved, were it not the last one."""
@@ -115,13 +115,13 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
-def new_model(config: Config, launch: Launch) -> tuple[nn.Module, dict[str, Any]]:
+def new_model(config: Config, device_type: str, precision: str) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, the same on all processes, and facts about it by name."""
     set_seed(config.seed)
     model = config.task.build_model()
     tuned = [name for name in ("compile", "cuda_graphs") if getattr(config, name)]
-    if launch.device == "cpu":
-        tuned += tune_for_cpu(model, launch.precision)
+    if device_type == "cpu":
+        tuned += tune_for_cpu(model, precision)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return model, {
         "parameters": sum(size for size, _ in sizes),

@@ -105,8 +105,8 @@ FAULTS = [
     Fault(
         "a process seeded differently at start",
         "fsdp",  # DDP sends the first process's weights to all
-        (("train.py", "new_model(config, launch)",
-          'new_model(config.model_copy(update={"seed": config.seed + accelerator.process_index}), launch)'),),
+        (("train.py", "new_model(config, launch.device",
+          'new_model(config.model_copy(update={"seed": config.seed + accelerator.process_index}), launch.device'),),
         frozenset({"Same start"}),
         "process 1: conv1.weight and 7 more differ",
     ),
