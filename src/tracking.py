@@ -122,7 +122,8 @@ class Tracker:
         if self._bar.disable:
             seconds_per_step = (time.perf_counter() - self._started) / (progress.step - self._first)
             left = seconds_per_step * (run.total_steps - progress.step)
-            self._print(f"step {progress.step:>6}/{run.total_steps}  {text}  eta {tqdm.format_interval(left)}")
+            eta = tqdm.format_interval(left)
+            print(f"step {progress.step:>6}/{run.total_steps}  {text}  eta {eta}", flush=True)
         else:
             self._bar.set_postfix_str(text, refresh=False)
 
@@ -132,7 +133,7 @@ class Tracker:
         if not run.is_main:
             return
         self._record({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, evaluation.tables)
-        self.say(f"step {step:>6}/{run.total_steps}  {_in_one_line(evaluation.metrics)}")
+        self.say(f"step {step:>6}/{run.total_steps}  {_evaluation_line(evaluation.metrics)}")
         for rows in evaluation.tables.values():
             for row in rows:
                 self.say("  " + _printable(" | ".join(row.values())))
@@ -186,7 +187,7 @@ class Tracker:
         for logger in self._loggers:
             logger.summarize(self._summary)
         self._bar.close()
-        print(f"done in {tqdm.format_interval(progress.seconds)}: {_in_one_line(evaluation)}")
+        print(f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}")
         print(f"  model      {self.folder / 'model'}")
         print(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml")
         for logger in self._loggers:
@@ -196,8 +197,10 @@ class Tracker:
 
     def say(self, line: str) -> None:
         """Print a line, on the main process."""
-        if self._run.is_main:
-            self._print(line) if self._bar.disable else self._bar.write(line)
+        if self._run.is_main and self._bar.disable:
+            print(line, flush=True)
+        elif self._run.is_main:
+            self._bar.write(line)
 
     def _record(self, metrics: dict[str, Any], tables: dict[str, list[dict[str, str]]]) -> None:
         """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it to the loggers."""
@@ -224,9 +227,6 @@ class Tracker:
 
     def _recorded_bytes(self) -> int:
         return os.fstat(self._metrics.fileno()).st_size
-
-    def _print(self, line: str) -> None:
-        print(line, flush=True)
 
     def __enter__(self) -> "Tracker":
         return self
@@ -261,8 +261,7 @@ def _printable(text: str, width: int = 110) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _in_one_line(metrics: dict[str, Any]) -> str:
-    found = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+def _evaluation_line(metrics: dict[str, Any]) -> str:
     return "  ".join(
-        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in found.items()
+        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in metrics.items()
     )

@@ -103,6 +103,11 @@ def launch_words(
     return [*words, *arguments]
 
 
+def environment_in(more: dict[str, Any]) -> dict[str, str]:
+    """The environment variables among keyword arguments, taken out of them."""
+    return {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
+
+
 def with_fault(before: str, environment: dict[str, str]) -> str:
     """`before`, and the fault of tests/faults/inject.py that the environment names."""
     return f"{before}\nimport tests.faults.inject as i; i.plant()" if "FAULT" in environment else before
@@ -184,7 +189,7 @@ def launched(
     **more: Any,
 ) -> Run:
     """As the fixture `launch`, which says what it does, in this folder."""
-    environment = {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
+    environment = environment_in(more)
     before = with_fault(before, environment)
     more |= {"folder": folder, "project": project}
     if real:
@@ -202,7 +207,7 @@ class Started:
     def __init__(
         self, config: str, *arguments: str, folder: Path, real: bool = False, before: str = "", **more: Any
     ) -> None:
-        environment = {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
+        environment = environment_in(more)
         environment = clean_environment(PYTHONUNBUFFERED="1", **environment)
         before = with_fault(before, environment)
         self.folder = folder

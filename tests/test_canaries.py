@@ -181,7 +181,7 @@ except TypeError:
 
 
 def test_a_failed_save_of_dcp_is_no_exception() -> None:
-    """`except Exception` does not catch it: src/checkpoint/save.py names it."""
+    """`except Exception` does not catch it: src/checkpoint/write.py names it."""
     from torch.distributed.checkpoint import CheckpointException
 
     assert not issubclass(CheckpointException, Exception)

@@ -16,6 +16,7 @@ from src.check.advice import ADVICE
 from src.check.findings import Row, finding, gather
 from src.check.subject import Subject, checksum, named_tensors, shard_like
 from src.distributed import sharded_units
+from src.launch_guard import is_set
 from src.optim import to_local
 
 
@@ -29,7 +30,7 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     is_bound = not on_cpu and os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world_size)
     measured = ", ".join(f"{devices.count(device)} x {device}" for device in sorted(set(devices)))
     yield row("devices", measured, "one each" if is_bound else "", len(set(devices)) == run.world_size)
-    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # set by the launcher's own options, too
+    wants_fsdp = is_set("ACCELERATE_USE_FSDP")  # set by the launcher's own options, too
     wants_fsdp |= run.launch.requested["distributed_type"] == "FSDP"
     wanted = "FSDP" if wants_fsdp else "DDP" if world_size > 1 else "single"
     units = sharded_units(run.model)
@@ -54,7 +55,7 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     is_sharded = held <= largest and not unsharded
     yield row("parameters per process", measured, f"{largest:,.2f} MB", is_sharded, cause)
     places = {p.device.type for p in run.model.parameters()}
-    wants_offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    wants_offload = is_set("FSDP_OFFLOAD_PARAMS")
     wanted = "cpu" if wants_offload else run.device.type
     measured = ", ".join(sorted(places)) + (" (as they would without offload here)" if on_cpu else "")
     yield row("where the shards live", measured, wanted, places == {wanted})
