@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 
 from src.config import Config
-from src.launch_guard import choose_precision, find_launcher, is_set, launch_errors
+from src.launch_guard import Launcher, choose_precision, find_launcher, is_set, launch_errors
 from src.process import UserError
 from src.progress import StepStats
 from src.settings import nearest
@@ -82,11 +82,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     if errors:
         raise UserError("\n".join(errors))
 
-    if on_cpu:  # AdamW's averages for units that died become subnormal, which take ten times as long to compute with
-        torch.set_flush_denormal(True)  # before there are threads: they inherit it
-    if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
+    _set_up_cpu(launcher, on_cpu, local_world_size)
     if precision != "fp8":
         os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model all the same
     timeout = timedelta(minutes=config.timeout_minutes)
@@ -129,6 +125,15 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         comm_hook=comm_hook,
         note=note,
     )
+
+
+def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) -> None:
+    """Set this process's arithmetic and threads, before there are any: they inherit it."""
+    if on_cpu:  # AdamW's averages for units that died become subnormal, which take ten times as long to compute with
+        torch.set_flush_denormal(True)
+    if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
 
 
 def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:

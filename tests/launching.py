@@ -98,7 +98,8 @@ def launch_words(
     words += [f"--num_processes={processes}"] if processes else []
     words += [*launcher_arguments, script]
     if Path(script).name in ("train.py", CHANGED):
-        words += [f"--output_dir={folder}", f"--wandb.mode={wandb}"]
+        words += [f"--output_dir={folder}"]
+        words += [f"--wandb.mode={wandb}"] if (project / "src/wandb_logger.py").exists() else []
         words += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]
     return [*words, *arguments]
 

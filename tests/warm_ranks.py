@@ -172,7 +172,7 @@ def become_rank(request: Request, script: str, arguments: list[str], environment
     sys.argv = [script, *arguments]
     sys.orig_argv = [sys.executable, *sys.argv]
     if request.project != str(PROJECT):  # a copy of it, with changes
-        for name in [name for name in sys.modules if name.split(".")[0] == "src"]:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("src", "tests")]:
             del sys.modules[name]
         sys.path[0] = request.project
     return Script(script, request.before)

@@ -1,0 +1,81 @@
+"""docs/make-it-yours.md: what a copy does not need goes by the commands there, and the rest still works."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, PROJECT, Launch
+
+ROOMS: dict[str, str] = dict(
+    re.findall(
+        r"^## Without (.+?)\n.*?^```sh\n(.*?)^```",
+        (PROJECT / "docs/make-it-yours.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+)
+"""What can be thrown out, and the commands."""
+LINES = 5
+"""That a room may change elsewhere."""
+COLLECT = """\
+import sys
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]))
+"""
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    return subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The project's files, in a repository of their own."""
+    folder = tmp_path / "copy"
+    for name in git(PROJECT, "ls-files").splitlines():
+        if (file := PROJECT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, folder / name)
+    (folder / "collect.py").write_text(COLLECT)
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all", "--force")
+    git(folder, "commit", "--quiet", "--message=all of it")
+    return folder
+
+
+def throw_out(commands: str, folder: Path) -> None:
+    subprocess.run(["bash", "-e", "-c", commands], cwd=folder, check=True)
+
+
+def changed_lines(folder: Path) -> int:
+    """Return how many lines of files that are still there have been deleted or replaced."""
+    changes = git(folder, "diff", "HEAD", "--numstat", "--diff-filter=M").splitlines()
+    return sum(max(map(int, change.split()[:2])) for change in changes)
+
+
+def require_that_it_works(launch: Launch, folder: Path) -> None:
+    """Train on the digits, import the tests that are left, and look for imports that nobody needs any more."""
+    run = launch("ddp", "--max_steps=2", project=folder, processes=2).succeeded()
+    assert len(run.losses) == 1
+    collected = launch("cpu", project=folder, script="collect.py")
+    assert collected.exit_code == 0, collected.stdout[-3000:]
+    linted = subprocess.run([BIN / "ruff", "check", "--no-cache", "."], cwd=folder, capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_room_can_go_alone(launch: Launch, copy: Path, room: str) -> None:
+    throw_out(ROOMS[room], copy)
+    assert changed_lines(copy) <= LINES
+    require_that_it_works(launch, copy)
+
+
+def test_all_rooms_can_go_together(launch: Launch, copy: Path) -> None:
+    assert len(ROOMS) == 6
+    for commands in ROOMS.values():
+        throw_out(commands, copy)
+    require_that_it_works(launch, copy)
