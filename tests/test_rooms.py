@@ -22,7 +22,8 @@ LINES = 5
 COLLECT = """\
 import sys
 import pytest
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]))
+warned = "ignore::pytest.PytestAssertRewriteWarning"  # of what the warm ranks have imported
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-W", warned]))
 """
 
 
