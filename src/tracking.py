@@ -54,7 +54,7 @@ class Tracker:
         self._first = run.progress.step
         self._metrics = (self.folder / "metrics.jsonl").open("ab+")
         self._recorded = self._metrics.seek(min(recorded, self._recorded_bytes()))
-        # an evaluation that came after the last step, but not into its checkpoint, is the only record of it
+        # an evaluation after the last step that came too late for its checkpoint: kept, or replaced by a new one
         line = self._metrics.readline()
         is_kept = line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")
         self._metrics.truncate(self._recorded + len(line) * is_kept)
@@ -68,7 +68,7 @@ class Tracker:
         identity = {"id": wandb_id, "resume": "allow" if wandb_id else None}
         self._loggers = start_loggers(config, run.launch, self.say, dir=self.folder, **identity)
         self._print_summary()
-        self._bar = tqdm(
+        self._bar = tqdm(  # disable=None: there is one in a terminal only
             initial=self._first, total=run.total_steps, unit="step", dynamic_ncols=True, smoothing=0.05, disable=None
         )
 
