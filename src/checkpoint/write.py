@@ -58,8 +58,10 @@ class CheckpointWriter:
         state = RunState(progress=copy.deepcopy(run.progress), **run.metadata, **tracker_state)
         writer = StorageWriter(checkpoint, state, run)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
-        where: Any = {"process_group": self._group, "no_dist": self._group is None}
-        future = dcp.async_save(tensors, storage_writer=writer, async_stager=self._stager, **where)
+        alone = self._group is None
+        future: Any = dcp.async_save(
+            tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=alone
+        )
         pause = time.perf_counter() - started
         self._pending = writer, future, pause
         self.pause_seconds += pause
