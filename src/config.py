@@ -15,6 +15,7 @@ from src.process import UserError
 from src.settings import Settings, describe, fields, nearest, read_arguments, validate
 from src.tasks import TASKS, load_task
 from src.tasks.base import Task
+from src.wandb_settings import Wandb
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
@@ -95,19 +96,6 @@ class EarlyStopping(Settings):
     """Evaluations in a row without a gain after which to stop."""
     min_delta: NonNegativeFloat = 0.0
     """What the metric must change by to be a gain."""
-
-
-class Wandb(Settings):
-    """Weights & Biases. Its own WANDB_* environment variables work too."""
-
-    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: WANDB_MODE, else online where there are credentials, else offline."""
-    project: str | None = None
-    """Project that the run is filed under; null: WANDB_PROJECT, else accelerate-template."""
-    entity: str | None = None
-    """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
-    tags: list[str] = []
-    """Labels to find the run by."""
 
 
 class Config(Settings):

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -31,10 +30,7 @@ def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **
         arguments: the W&B run's: dir, id, resume, job_type.
     """
     arguments |= {"name": config.run_name, "config": config.model_dump(mode="json") | {"launch": launch.as_dict()}}
-    loggers: list[Any] = []
-    if config.wandb.mode != "disabled":  # to import wandb takes half a second
-        loggers.append(import_module("src.wandb_logger").WandbLogger(say, **config.wandb.model_dump(), **arguments))
-    return loggers
+    return config.wandb.start(say, **arguments)
 
 
 class Tracker:
