@@ -15,7 +15,7 @@ from src.process import UserError
 from src.settings import Settings, describe, fields, nearest, read_arguments, validate
 from src.tasks import TASKS, load_task
 from src.tasks.base import Task
-from src.wandb_logger import Wandb
+from src.wandb_settings import Wandb
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...

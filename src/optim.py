@@ -22,11 +22,7 @@ class Schedule(NamedTuple):
 
 def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) -> list[Optimizer]:
     """Return one optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer, and
-    leaves the rest, where there is one, to adamw.
-
-    Args:
-        is_sharded: the model will be, by FSDP.
-    """
+    leaves the rest, where there is one, to adamw. `is_sharded`: the model will be, by FSDP."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden: set[nn.Parameter] = set()
     if config.name == "muon":
@@ -38,13 +34,11 @@ def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) 
     vectors = {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
     match config.name:
-        case "adamw":
-            return [AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
         case "sgd":
             return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
             return [Adadelta(groups, lr=config.lr)]
-        case "muon":
+        case "adamw" | "muon":
             optimizers: list[Optimizer] = []
             if hidden:
                 muon = Muon(

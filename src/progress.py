@@ -83,7 +83,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         self.evaluations = {int(step): results for step, results in self.evaluations.items()}  # JSON's keys are text
-        self._clock = time.perf_counter()
+        self.start_clock()
 
     @property
     def updates(self) -> int:
@@ -100,7 +100,6 @@ class Progress:
         """The results of the last evaluation; empty: none yet."""
         return self.evaluations.get(self.last_evaluated, {})
 
-    # -------------------------------------------------------------------------------------------------------- time
     def start_clock(self) -> None:
         """Begin to count time, before the first step of a session."""
         self._clock = time.perf_counter()
@@ -119,7 +118,6 @@ class Progress:
         yield
         self.tick(is_training=False)
 
-    # ------------------------------------------------------------------------------------------------------- steps
     def count_step(self, result: StepResult) -> None:
         """Add a step to the interval, unless its loss is not finite."""
         if math.isfinite(result.stats.loss_sum):
@@ -130,8 +128,7 @@ class Progress:
 
         In fp16 the loss is multiplied by `loss_scale`, so that small gradients survive, and by less after each
         overflow: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of
-        torch.amp.GradScaler, which is not used because it looks for overflows optimizer by optimizer and, where the
-        optimizer is fused, keeps from Accelerate that it skipped a step.
+        torch.amp.GradScaler, which looks for overflows optimizer by optimizer, not in the model as a whole.
         """
         if math.isfinite(grad_norm):
             self.skipped_in_a_row = 0
@@ -149,18 +146,12 @@ class Progress:
 
     def explain_bad_steps(self, config: Config, is_fp16: bool, newest: Path | None) -> str:
         """Return, for the user, why the run ends. `newest` is the last checkpoint."""
-        advice = "lower optim.lr, set optim.max_grad_norm, or look for bad values in the data"
-        return (
-            f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped: "
-            f"{'use bf16' if is_fp16 else advice}; the last checkpoint is {newest or 'none'}"
-        )
+        advice = "use bf16" if is_fp16 else "lower optim.lr, set optim.max_grad_norm or look for bad values in the data"
+        fault = f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped"
+        return f"{fault}: {advice}; the last checkpoint is {newest or 'none'}"
 
     def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
-        """Return the means over the interval, and what was skipped so far.
-
-        Args:
-            num_examples: in the interval, over all processes.
-        """
+        """Return the means over the interval, of `num_examples` on all processes, and what was skipped so far."""
         loss_sum, num_targets, tokens, padded_tokens = self.interval
         metrics = {
             "train/loss": loss_sum / num_targets if num_targets else None,
@@ -181,18 +172,15 @@ class Progress:
         self.tokens += self.interval[2]
         self.interval, self.interval_seconds = [0.0] * 4, 0.0
 
-    # -------------------------------------------------------------------------------------------------- evaluations
     def count_evaluation(self, results: dict[str, float], settings: EarlyStopping) -> None:
         """Keep the results of the evaluation after this step, and count it, with or without a gain."""
         self.evaluations[self.step] = results
         if settings.metric is None or settings.metric not in results:
             return
         now = score(results, settings.metric, settings.mode)
+        self.evaluations_without_gain += 1
         if self.best is None or now > self.best + settings.min_delta:
-            self.best = now
-            self.evaluations_without_gain = 0
-        else:
-            self.evaluations_without_gain += 1
+            self.best, self.evaluations_without_gain = now, 0
 
     def is_out_of_patience(self, settings: EarlyStopping) -> bool:
         """Return whether to end the run: the same on all processes, and after a resume."""
@@ -200,11 +188,7 @@ class Progress:
 
 
 def score(results: Mapping[str, float], metric: str, mode: Literal["min", "max"] | None) -> float:
-    """Return `metric` as a number of which more is better; NaN counts as the worst.
-
-    Args:
-        results: of an evaluation, by name.
-    """
+    """Return `metric` of an evaluation's results as a number of which more is better; NaN counts as the worst."""
     value = results[metric]
     if math.isnan(value):
         return -sys.float_info.max

@@ -20,7 +20,6 @@ from src.data.loading import examples_seen
 from src.distributed import Launch, peak_memory
 from src.progress import StepResult
 from src.run import Evaluation, Run, startup_summary
-from src.wandb_logger import WandbLogger
 
 
 def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **arguments: Any) -> list[Any]:
@@ -31,7 +30,7 @@ def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **
         arguments: the W&B run's: dir, id, resume, job_type.
     """
     arguments |= {"name": config.run_name, "config": config.model_dump(mode="json") | {"launch": launch.as_dict()}}
-    return [WandbLogger(config.wandb, say, **arguments)]
+    return config.wandb.start(say, **arguments)
 
 
 class Tracker:
@@ -40,7 +39,6 @@ class Tracker:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._summary: dict[str, Any] | None = None
-        self._is_stopped = False
         self._started = time.perf_counter()
         self.folder = run.config.folder
         if not run.is_main:
@@ -48,10 +46,14 @@ class Tracker:
         config, resume = run.config, run.resume
         is_continued = resume.is_own(config)
         saved = resume.state if is_continued else None
-        self._metrics = (self.folder / "metrics.jsonl").open("a")
+        recorded, wandb_id = (saved.metrics_bytes, saved.wandb_id) if saved else (0, None)
         self._first = run.progress.step
-        self._recorded = min(saved.metrics_bytes if saved else 0, self._recorded_bytes())
-        self._metrics.truncate(self._recorded + self._recorded_since())
+        self._metrics = (self.folder / "metrics.jsonl").open("ab+")
+        self._recorded = self._metrics.seek(min(recorded, self._recorded_bytes()))
+        # an evaluation after the last step that came too late for its checkpoint: kept, or replaced by a new one
+        line = self._metrics.readline()
+        is_kept = line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")
+        self._metrics.truncate(self._recorded + len(line) * is_kept)
         parent = saved_settings(self.folder).get("resume") if is_continued else config.parent_checkpoint
         settings = config.model_dump(mode="json") | {"resume": str(parent or config.resume)}
         if "{run_name}" not in config.output_dir:
@@ -59,17 +61,11 @@ class Tracker:
         write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         for of_an_earlier_end in ("status.json", "summary.json"):
             (self.folder / of_an_earlier_end).unlink(missing_ok=True)
-        run_id = saved.wandb_id if saved else None
-        identity = {"id": run_id, "resume": "allow" if run_id else None}
+        identity = {"id": wandb_id, "resume": "allow" if wandb_id else None}
         self._loggers = start_loggers(config, run.launch, self.say, dir=self.folder, **identity)
         self._print_summary()
-        self._bar = tqdm(
-            initial=self._first,
-            total=run.total_steps,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-            smoothing=0.05,
+        self._bar = tqdm(  # disable=None: there is one in a terminal only
+            initial=self._first, total=run.total_steps, unit="step", dynamic_ncols=True, smoothing=0.05, disable=None
         )
 
     def _print_summary(self) -> None:
@@ -85,15 +81,9 @@ class Tracker:
             **{logger.title: logger.where for logger in self._loggers},
             "resume": resume.summary,
         }
-        if launch.note:
-            print(launch.note)
-        print(f"{config.run_name}: {config.task.name}")
-        for title, text in rows.items():
-            if text:
-                print(f"  {title:<10} {text}")
-        for note in resume.notes:
-            print(f"  {note}")
-        sys.stdout.flush()
+        lines = [f"  {title:<10} {text}" for title, text in rows.items() if text]
+        head = [launch.note, f"{config.run_name}: {config.task.name}"]
+        print(*filter(None, head), *lines, *(f"  {note}" for note in resume.notes), sep="\n", flush=True)
 
     def advance(self) -> None:
         """Move the progress bar by one step."""
@@ -104,10 +94,9 @@ class Tracker:
         """Record the means over the interval that this step ends, or that the run ends in."""
         run, progress = self._run, self._run.progress
         progress.tick()
-        every = run.config.log_every
-        first = (progress.step - 1) // every * every
-        num_examples = examples_seen(run, progress.step) - examples_seen(run, first)
-        metrics: dict[str, Any] = {"epoch": progress.step / run.steps_per_epoch, "train/lr": result.lr}
+        step, every = progress.step, run.config.log_every
+        num_examples = examples_seen(run, step) - examples_seen(run, (step - 1) // every * every)
+        metrics: dict[str, Any] = {"epoch": step / run.steps_per_epoch, "train/lr": result.lr}
         metrics |= {"train/grad_norm": result.grad_norm, **progress.training_metrics(num_examples, run.is_fp16)}
         progress.train_loss = metrics["train/loss"]
         if run.is_log_due():  # else a longer run than this one would not stop counting here
@@ -120,10 +109,9 @@ class Tracker:
         loss = "not finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
         text = f"loss {loss}  lr {metrics['train/lr']:.2e}  {speed}"
         if self._bar.disable:
-            seconds_per_step = (time.perf_counter() - self._started) / (progress.step - self._first)
-            left = seconds_per_step * (run.total_steps - progress.step)
-            eta = tqdm.format_interval(left)
-            print(f"step {progress.step:>6}/{run.total_steps}  {text}  eta {eta}", flush=True)
+            seconds_per_step = (time.perf_counter() - self._started) / (step - self._first)
+            eta = tqdm.format_interval(seconds_per_step * (run.total_steps - step))
+            print(f"step {step:>6}/{run.total_steps}  {text}  eta {eta}", flush=True)
         else:
             self._bar.set_postfix_str(text, refresh=False)
 
@@ -143,22 +131,17 @@ class Tracker:
         if not self._run.is_main:
             return {}
         os.fsync(self._metrics.fileno())
-        return {
-            "metrics_bytes": self._recorded_bytes(),
-            "wandb_id": next((logger.id for logger in self._loggers), None),
-        }
+        wandb_id = next((logger.id for logger in self._loggers), None)
+        return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
 
     def write_stopped(self, reason: str, checkpoint: Path | None) -> None:
         """Write status.json: the run was told to end, and how to go on."""
         if not self._run.is_main:
             return
-        step, command = self._run.progress.step, self._run.resume_command
-        _write_stopped(self.folder, reason, step, checkpoint, command)
         self._bar.close()
+        _write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume_command)
         for logger in self._loggers:
             logger.mark_stopped()
-        self._is_stopped = True
-        print(f"stopped after step {step} by {reason}; to go on: {command}", flush=True)
 
     def write_summary(self, evaluation: dict[str, float], save_pause_seconds: float) -> None:
         """Write summary.json and print the closing block. Collective."""
@@ -166,8 +149,8 @@ class Tracker:
         if not run.is_main:
             return
         progress.tick()
-        training_seconds, tokens = progress.training_seconds + progress.interval_seconds, progress.tokens
-        tokens += progress.interval[2]
+        training_seconds = progress.training_seconds + progress.interval_seconds
+        tokens = progress.tokens + progress.interval[2]
         self._summary = {
             "step": progress.step,
             "epoch": progress.step / run.steps_per_epoch,
@@ -187,20 +170,19 @@ class Tracker:
         for logger in self._loggers:
             logger.summarize(self._summary)
         self._bar.close()
-        print(f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}")
-        print(f"  model      {self.folder / 'model'}")
-        print(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml")
-        for logger in self._loggers:
-            if line := logger.closing_line():
-                print(line)
-        sys.stdout.flush()
+        lines = [
+            f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}",
+            f"  model      {self.folder}/model",
+            f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml",
+            *(logger.closing_line() for logger in self._loggers),
+        ]
+        print(*filter(None, lines), sep="\n", flush=True)
 
     def say(self, line: str) -> None:
         """Print a line, on the main process."""
-        if self._run.is_main and self._bar.disable:
-            print(line, flush=True)
-        elif self._run.is_main:
-            self._bar.write(line)
+        if self._run.is_main:
+            tqdm.write(line)  # above the progress bar
+            sys.stdout.flush()
 
     def _record(self, metrics: dict[str, Any], tables: dict[str, list[dict[str, str]]]) -> None:
         """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it to the loggers."""
@@ -208,22 +190,13 @@ class Tracker:
         try:
             if record["step"] == self._first:  # in place of what there was of it
                 self._metrics.truncate(self._recorded)
-            self._metrics.write(json.dumps(record | tables) + "\n")
+            self._metrics.write(json.dumps(record | tables).encode() + b"\n")
             self._metrics.flush()
         except OSError as error:
             error.filename = str(self.folder / "metrics.jsonl")
             raise
         for logger in self._loggers:
             logger.log(record, tables)
-
-    def _recorded_since(self) -> int:
-        """Return the bytes of an evaluation that came after the last step, but not into its checkpoint: whoever asked
-        for an end before it, and then for more steps, would lose it."""
-        with (self.folder / "metrics.jsonl").open("rb") as record:
-            record.seek(self._recorded)
-            line = record.readline()
-        is_whole = line.endswith(b"\n")
-        return len(line) if is_whole and line.startswith(f'{{"step": {self._first}, '.encode()) else 0
 
     def _recorded_bytes(self) -> int:
         return os.fstat(self._metrics.fileno()).st_size
@@ -238,7 +211,7 @@ class Tracker:
         with contextlib.suppress(OSError):  # what it could not write has been told
             self._metrics.close()
         for logger in self._loggers:
-            logger.finish(exit_code=1 if kind or self._is_stopped else 0)
+            logger.finish(exit_code=1 if kind or not self._summary else 0)
             if self._summary and logger.failure:
                 write_json(self.folder / "summary.json", self._summary | {"wandb_failure": logger.failure})
 
@@ -246,7 +219,6 @@ class Tracker:
 def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:
     """End a process that was told to before the first step: there is nothing to save."""
     _write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, command)
-    print(f"stopped before the first step by {reason}; to go on: {command}", flush=True)
     os._exit(0)  # whatever it is in the middle of
 
 
@@ -254,6 +226,8 @@ def _write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None
     newest = str(checkpoint) if checkpoint else None
     status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
     write_json(folder / "status.json", status)
+    when = f"after step {step}" if step else "before the first step"
+    print(f"stopped {when} by {reason}; to go on: {command}", flush=True)
 
 
 def _printable(text: str, width: int = 110) -> str:
@@ -262,6 +236,4 @@ def _printable(text: str, width: int = 110) -> str:
 
 
 def _evaluation_line(metrics: dict[str, Any]) -> str:
-    return "  ".join(
-        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in metrics.items()
-    )
+    return "  ".join(f"{name} {value:{'.4f' if isinstance(value, float) else ','}}" for name, value in metrics.items())

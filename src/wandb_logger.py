@@ -10,12 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import wandb
-
-from src.settings import Settings
 
 FINISH_SECONDS = 120.0
 """For which the end of a run waits for what is still to be uploaded; `wandb sync` uploads the rest."""
@@ -25,30 +23,17 @@ PROBE_BYTES = 2**16
 """Written, to see that there is room: the service loses records on a full disk, and does not say so."""
 
 
-class Wandb(Settings):
-    """Weights & Biases. Its own WANDB_* environment variables work too."""
-
-    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: WANDB_MODE, else online where there are credentials, else offline."""
-    project: str | None = None
-    """Project that the run is filed under; null: WANDB_PROJECT, else accelerate-template."""
-    entity: str | None = None
-    """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
-    tags: list[str] = []
-    """Labels to find the run by."""
-
-
 class WandbLogger:
     """Hands what it is told on to W&B in a thread of its own, one after the other; after a failure, to nobody."""
 
     title = "W&B"
 
-    def __init__(self, settings: Wandb, say: Callable[[str], None], **arguments: Any) -> None:
+    def __init__(self, say: Callable[[str], None], **arguments: Any) -> None:
         """Start the run; go offline where it can't go online.
 
         Args:
             say: tells the user, once, that it failed.
-            arguments: of wandb.init, besides what the settings say; `dir` is the run's output folder.
+            arguments: of wandb.init, whose `mode` may be "auto" too; `dir` is the run's output folder.
         """
         self.failure: str | None = None
         """Why it is not recorded, or not to its end."""
@@ -59,13 +44,12 @@ class WandbLogger:
         self._queue: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
-        self.where = "disabled"
+        self.where = ""
         """In a few words, where it is recorded."""
-        if settings.mode == "disabled":
-            return
-        logging.getLogger("asyncio").addFilter(_is_not_about_a_lost_connection)
+        # that its service is gone is told once, here, and not by asyncio with each record
+        logging.getLogger("asyncio").addFilter(lambda record: record.msg != "socket.send() raised exception.")
         try:
-            self.run, self.where = _start(settings, arguments)
+            self.run, self.where = _start(**arguments)
         except Exception as error:  # of W&B, of the file system: none of them is a reason not to train
             self._fail(error)
             self.where, self._is_said = f"not recorded: {self.failure}", True
@@ -100,8 +84,7 @@ class WandbLogger:
         """Wait until all is written and, online, uploaded."""
         self.tell(lambda run: run.finish(exit_code=exit_code))
         self._queue.put(None)
-        if self._thread.is_alive():
-            self._thread.join(FINISH_SECONDS + HANG_SECONDS)
+        self._thread.join(FINISH_SECONDS + HANG_SECONDS)
         if self._thread.is_alive():
             self._fail(TimeoutError(f"its service has not answered for {FINISH_SECONDS + HANG_SECONDS:.0f} seconds"))
         self._say_failure()
@@ -137,24 +120,17 @@ class WandbLogger:
             self._say(f"WARNING: W&B failed ({self.failure}): the run goes on, recorded in metrics.jsonl alone")
 
 
-def _start(settings: Wandb, arguments: dict[str, Any]) -> tuple[Any, str]:
-    mode: Any = settings.mode
+def _start(mode: Any, project: str | None = None, **arguments: Any) -> tuple[Any, str]:
     why = "as asked"
-    if mode == "auto" and "WANDB_MODE" in os.environ:
-        mode = None
-    elif mode == "auto" and not wandb.login(prompt=False, verify=False):
-        mode, why = "offline", "no credentials: `wandb login` for online"
-    elif mode == "auto":
-        mode = "online"
+    if mode == "auto":
+        mode = None  # WANDB_MODE, else online
+        if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
+            mode, why = "offline", "no credentials: `wandb login` for online"
     if "dir" in arguments:
         folder = Path(arguments["dir"], "wandb")
         _require_room(folder if folder.exists() else folder.parent)
-    arguments |= {
-        "project": settings.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
-        "entity": settings.entity,
-        "tags": settings.tags,
-        "settings": wandb.Settings(silent=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True),
-    }
+    arguments["project"] = project or os.environ.get("WANDB_PROJECT", "accelerate-template")
+    arguments["settings"] = wandb.Settings(silent=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True)
     try:
         run = wandb.init(mode=mode, **arguments)
     except wandb.errors.Error as error:
@@ -171,11 +147,6 @@ def _require_room(folder: str | Path) -> None:
     """Raises: OSError: nothing more can be written there."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(PROBE_BYTES))
-
-
-def _is_not_about_a_lost_connection(record: logging.LogRecord) -> bool:
-    """Keep asyncio from saying, record by record, that W&B's service is gone: that is told once, here."""
-    return record.msg != "socket.send() raised exception."
 
 
 def _abandon() -> None:

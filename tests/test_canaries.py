@@ -124,7 +124,7 @@ def test_backward_divides_by_nothing() -> None:
 
 
 def test_wandb_login_answers_without_a_prompt(tmp_path: Path) -> None:
-    """src/tracking.py: how it decides for offline."""
+    """src/wandb_logger.py: how it decides for offline."""
     code = "import wandb; print(wandb.login(prompt=False, verify=False))"
     run = run_command([sys.executable, "-c", code], tmp_path, HOME=str(tmp_path)).succeeded()
     assert run.stdout.split() == ["False"]
@@ -259,5 +259,5 @@ def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/run"], cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
-    heavy = {"evaluate", "datasets", "sklearn", "transformers.modeling_utils", "peft", "pandas", "scipy"}
+    heavy = {"evaluate", "datasets", "sklearn", "transformers.modeling_utils", "peft", "pandas", "scipy", "wandb"}
     assert not heavy & set(done.stdout.splitlines())

@@ -28,7 +28,7 @@ def full(folder):
     raise OSError(28, "No space left on device")
 
 folder = "." if fault != "no folder" else "/proc"
-logger = wandb_logger.WandbLogger(wandb_logger.Wandb(mode="offline"), print, dir=folder)
+logger = wandb_logger.WandbLogger(print, mode="offline", dir=folder)
 assert logger.where.startswith("offline") == (fault != "no folder"), logger.where
 for step in range(3):
     logger.log({"step": step, "text": "x" * 2**21 * (fault == "hangs")}, {"table": [{"a": "b"}]})

@@ -37,24 +37,24 @@ def list_(paths: list[str]) -> int:
         if wrong := next(problems(path, contents=False), None):
             print(f"{path}  DAMAGED: {wrong}")
             continue
-        state, results = read_state(path), evaluation_of(path)
+        state = read_state(path)
         size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
         saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
         under = f"{state.strategy} x {state.num_processes}"
-        evaluated = "  ".join(f"{name} {value:.4g}" for name, value in results.items())
+        evaluated = "  ".join(f"{name} {value:.4g}" for name, value in evaluation_of(path).items())
         print(f"{path}  {size:>9,.1f} MB  {saved:%Y-%m-%d %H:%M}  {under:<12}  {evaluated}")
     return 0
 
 
 def verify(paths: list[str]) -> int:
     """Read all of each checkpoint."""
-    is_whole = True
+    damaged = 0
     for path in _checkpoints(paths):
         wrong = "; ".join(problems(path))
-        is_whole = is_whole and not wrong
+        damaged += bool(wrong)
         absent = "" if wrong else absent_random_file(path, read_state(path).num_processes)
         print(f"{path}  {wrong or 'whole'}" + (f", but {absent}" if absent else ""))
-    return 0 if is_whole else 1
+    return min(damaged, 1)
 
 
 def export(paths: list[str]) -> int:
@@ -81,19 +81,16 @@ def diff(paths: list[str]) -> int:
     if len(paths) != 2:
         raise UserError("diff: takes two checkpoints")
     first, second = (_whole(path, contents=False) for path in paths)
-    lines = [*_differing_state(first, second), *_differing_tensors(first, second)]
+    lines = list(_differences(first, second))
     print("\n".join(lines) or "the same")
     return 1 if lines else 0
 
 
-def _differing_state(first: Path, second: Path) -> Iterator[str]:
+def _differences(first: Path, second: Path) -> Iterator[str]:
     then, now = (dict(flatten(asdict(read_state(path)))) for path in (first, second))
     for name in {**then, **now}:
         if then.get(name) != now.get(name) and not name.endswith(OF_ITS_OWN):
             yield f"{name}  {json.dumps(then.get(name))} -> {json.dumps(now.get(name))}"
-
-
-def _differing_tensors(first: Path, second: Path) -> Iterator[str]:
     facts = [saved_tensors(path) for path in (first, second)]
     for name in {**facts[0], **facts[1]}:
         kinds = [f"{tuple(of[name].size)} {of[name].properties.dtype}" if name in of else "not there" for of in facts]

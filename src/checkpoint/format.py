@@ -1,12 +1,11 @@
 """A checkpoint on the disk: what it says about its run, how it is published, whether it is whole, which are kept."""
 
-import copy
 import hashlib
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
 """How the names of folders begin that are being written or deleted; a crash leaves them."""
-Evaluations = Mapping[int, Mapping[str, float]]
-"""Results by name, by the step that they came after."""
 
 
 @dataclass(kw_only=True)
@@ -63,16 +60,16 @@ class ResumePoint:
 
     @property
     def progress(self) -> Progress:
-        """A copy, for the run to go on counting."""
-        return copy.deepcopy(self.state.progress) if self.state else Progress()
+        """For the run to go on counting."""
+        return self.state.progress if self.state else Progress()
 
     @property
     def summary(self) -> str:
         """In a line; empty where there is no checkpoint."""
         if not (state := self.state):
             return ""
-        saved_under = f"{state.strategy} x {state.num_processes}"
-        return f"after step {state.progress.step:,}, from {self.checkpoint}, saved under {saved_under}"
+        where = f"from {self.checkpoint}, saved under {state.strategy} x {state.num_processes}"
+        return f"after step {state.progress.step:,}, {where}"
 
     def is_own(self, config: Config) -> bool:
         """Return whether it is of the run in this output folder, not of another that this one branches off from."""
@@ -155,20 +152,18 @@ def remove_incomplete(checkpoints: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def rotate(checkpoints: Path, settings: Checkpoint, evaluations: Evaluations) -> None:
+def rotate(checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> None:
     """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay."""
     whole = [path for path in list_checkpoints(checkpoints) if not any(problems(path, contents=False))]
     kept = whole[: settings.keep_last] + best_first(whole, settings, evaluations)[: settings.num_best]
     for path in [path for path in whole if path not in kept]:
-        # at once by its name, then file by file: a crash in between leaves nothing that looks like a checkpoint
-        doomed = path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}"))
-        if doomed.is_symlink():  # someone moved it to another disk: it is theirs
-            doomed.unlink()
-        else:
-            shutil.rmtree(doomed)
+        if path.is_symlink():  # someone moved it to another disk: it is theirs
+            path.unlink()
+        else:  # at once by its name, then file by file: a crash in between leaves nothing that looks like a checkpoint
+            shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
 
 
-def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
+def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> list[Path]:
     """Return those of a step that was evaluated, sorted by checkpoint.metric; equal ones stay in their order."""
     results = {path: evaluations.get(step_of(path), {}) for path in checkpoints}
     scores = {path: score(r, settings.metric, settings.mode) for path, r in results.items() if settings.metric in r}
@@ -197,12 +192,9 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
         yield from (f"{name} does not belong to it" for name in sorted(there - files.keys() - {MANIFEST}))
         if STATE not in files:
             yield f"{STATE} is not in the manifest"
-        first, every = share
-        for name, size, checksum in entries[first::every]:
+        for name, size, checksum in entries[share[0] :: share[1]]:
             file = checkpoint / name
-            if file.parent != checkpoint or file.is_symlink():
-                yield f"{name} is not a file in it"
-            elif name not in there:
+            if name not in there:  # nor is a path that leads elsewhere
                 if not name.startswith("rng_"):
                     yield f"{name} is missing"
             elif file.stat().st_size != size:

@@ -82,15 +82,14 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     # as the main process sees them: file systems tell machines news at different times
     state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
     notes = [f"passed over and set aside: {path}, {why}" for path, why in damaged.items()]
-    point = ResumePoint(checkpoint, state, notes)
+    point = ResumePoint(checkpoint, state, [*notes, *_changed_settings(config, checkpoint, state)])
     point.is_finished = has_ended and point.is_own(config)
-    if accelerator.is_main_process and point.is_own(config):
-        _require_whole_record(config, checkpoint, state)
-    notes.extend(_changed_settings(config, checkpoint, state))
-    watched, watches = state.config["early_stopping"], config.early_stopping
-    if (watched["metric"], watched["mode"]) != (watches.metric, watches.mode):
+    watched = state.config["early_stopping"]
+    if (watched["metric"], watched["mode"]) != (config.early_stopping.metric, config.early_stopping.mode):
         state.progress.best, state.progress.evaluations_without_gain = None, 0
     if accelerator.is_main_process:
+        if point.is_own(config):
+            _require_whole_record(config, checkpoint, state)
         for path in damaged:  # of this run: the one to branch off from is the last candidate
             format.quarantine(path)
     return point
@@ -99,12 +98,12 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
 def load_checkpoint(run: Run) -> None:
     """Put weights, optimizer state and random numbers back into a run of which no step was taken yet; raise a UserError
     where the checkpoint is of another model, or of other data. Collective."""
-    checkpoint, saved, now = run.resume.checkpoint, run.resume.state, run.metadata
+    checkpoint, saved, now, step = run.resume.checkpoint, run.resume.state, run.metadata, run.progress.step
     assert checkpoint
     assert saved
-    if saved.progress.step > run.total_steps:
+    if step > run.total_steps:
         asked = f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
-        raise UserError(f"{checkpoint} has {saved.progress.step} steps already, and {asked}")
+        raise UserError(f"{checkpoint} has {step} steps already, and {asked}")
     if run.is_fp16 and saved.precision != "fp16":
         run.progress.loss_scale = Progress().loss_scale
     require_same_frozen(checkpoint, saved.frozen_norm, now["frozen_norm"])
@@ -114,7 +113,7 @@ def load_checkpoint(run: Run) -> None:
     if changes := _differences({name: (then.get(name), value) for name, value in here.items()}):
         run.resume.notes.append(f"changed since: {changes}: what follows differs by rounding")
     load_tensors(checkpoint, run.model, run.optimizers)
-    set_seed((run.config.seed + saved.progress.step + run.rank) % 2**32)
+    set_seed((run.config.seed + step + run.rank) % 2**32)
     if saved.num_processes != run.world_size:
         return  # each process's dropout is its own: there is no continuing it on another number of them
     if absent := absent_random_file(checkpoint, run.world_size):
@@ -200,10 +199,8 @@ def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> 
     content = record.read_bytes() if record.exists() else b""
     if saved and content[saved - 1 : saved] != b"\n" and not config.checkpoint.accept_changes:
         was = f"{len(content):,} bytes, and had {saved:,}" if len(content) < saved else "other lines than"
-        raise UserError(
-            f"{record} has {was} when {checkpoint} was saved: bring it back, branch off with another --run_name "
-            f"and --resume={checkpoint}, {ALL_THE_SAME}"
-        )
+        branch = f"branch off with another --run_name and --resume={checkpoint}"
+        raise UserError(f"{record} has {was} when {checkpoint} was saved: bring it back, {branch}, {ALL_THE_SAME}")
 
 
 def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -214,10 +211,9 @@ def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[s
     parts = zip(("to train on", "to evaluate on"), then["data"], now["data"], strict=False)
     changed = " and ".join(part for part, before, after in parts if before != after)
     if changes or changed:
-        raise UserError(
-            f"{checkpoint} is of a run with other data: {changes or f'other text, images or labels {changed}'}: bring "
-            f"them back, choose another --run_name, {ALL_THE_SAME}"
-        )
+        found = changes or f"other text, images or labels {changed}"
+        advice = f"bring them back, choose another --run_name, {ALL_THE_SAME}"
+        raise UserError(f"{checkpoint} is of a run with other data: {found}: {advice}")
 
 
 def _changed_settings(config: Config, checkpoint: Path, state: RunState) -> list[str]:
@@ -232,8 +228,6 @@ def _changed_settings(config: Config, checkpoint: Path, state: RunState) -> list
         others |= extent
         changes += f" (the learning rate's schedule then spans {after} steps, not {before})"
     if others and not config.checkpoint.accept_changes:
-        raise UserError(
-            f"{checkpoint} is of a run with other settings: {changes}; set them back, choose another --run_name, "
-            f"{ALL_THE_SAME}"
-        )
+        advice = f"set them back, choose another --run_name, {ALL_THE_SAME}"
+        raise UserError(f"{checkpoint} is of a run with other settings: {changes}; {advice}")
     return [f"changed since: {changes}"] if changes else []

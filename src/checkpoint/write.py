@@ -58,11 +58,10 @@ class CheckpointWriter:
         state = RunState(progress=copy.deepcopy(run.progress), **run.metadata, **tracker_state)
         writer = StorageWriter(checkpoint, state, run)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
-        group = self._group
-        future = dcp.async_save(
-            tensors, storage_writer=writer, async_stager=self._stager, process_group=group, no_dist=group is None
+        alone = self._group is None
+        future: Any = dcp.async_save(
+            tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=alone
         )
-        assert isinstance(future, Future)
         pause = time.perf_counter() - started
         self._pending = writer, future, pause
         self.pause_seconds += pause

@@ -1,0 +1,26 @@
+"""The settings of Weights & Biases, apart from its logger, which imports for half a second."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Literal
+
+from src.settings import Settings
+
+
+class Wandb(Settings):
+    """Weights & Biases. Its own WANDB_* environment variables work too."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: WANDB_MODE, else online where there are credentials, else offline."""
+    project: str | None = None
+    """Project that the run is filed under; null: WANDB_PROJECT, else accelerate-template."""
+    entity: str | None = None
+    """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
+    tags: list[str] = []
+    """Labels to find the run by."""
+
+    def start(self, say: Callable[[str], None], **arguments: Any) -> list[Any]:
+        """Return the started logger, which is imported now; none where W&B is disabled."""
+        if self.mode == "disabled":
+            return []
+        return [import_module("src.wandb_logger").WandbLogger(say, **self.model_dump(), **arguments)]
