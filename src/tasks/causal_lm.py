@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from src.data.byte_tokenizer import byte_tokenizer
-from src.data.documents import Chunker, RowFormat, cut_document
+from src.data.documents import Chunker, RowFormat, cut_texts
 from src.data.packing import Sequences, pack, unpacked
-from src.data.text import TextSource, table_checksum
+from src.data.text import TextSource, cached_map, table_checksum
 from src.models.causal_lm import LanguageModel, explain_refusal, new_config
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
 from src.process import UserError
@@ -138,15 +138,9 @@ class CausalLM(TextSource, ModelSource, Task):
         return Path(self.chat_template).read_text(encoding="utf-8") if self.chat_template else None
 
     def build_datasets(self) -> tuple[Sequences, Sequences]:
-        train, evaluation = self.load_rows()
-        self._row_format = row_format = self._find_row_format(train.column_names)
-        train = self.validate_rows(train, "train", row_format.columns)
-        if evaluation is not None:
-            evaluation = self.validate_rows(evaluation, "eval", row_format.columns)
-        elif row_format.text and len(train) == 1:
-            train, evaluation = self._cut(train, row_format.text)
-        else:
-            train, evaluation = self.split(train)
+        rows = self.load_rows()
+        self._row_format = row_format = self._find_row_format(rows[0].column_names)
+        train, evaluation = self.usable_parts(*rows, row_format.columns)
         if row_format.messages and not self._tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template: set --task.chat_template to a Jinja file with one")
         _ = self._config  # sequence_length is checked before the work begins
@@ -169,12 +163,17 @@ class CausalLM(TextSource, ModelSource, Task):
             )
         return replace(found, tools="tools") if found.messages and "tools" in names else found
 
-    def _cut(self, rows: Dataset, column: str) -> tuple[Dataset, Dataset]:
+    def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
+        column = self._row_format.text
+        if column is None or len(rows) > 1:
+            return super().split(rows)
         length = len(rows[0][column])
         cut = round(length * (1 - self.eval_fraction))
         if not 0 < cut < length:
             raise UserError(f"task.dataset={self.dataset}: too short to keep a part of it for evaluation")
-        return cut_document(rows, column, 0, cut), cut_document(rows, column, cut, length)
+        cutters = [partial(cut_texts, column=column, part=part) for part in (slice(cut), slice(cut, None))]
+        train, evaluation = (cached_map(rows, cutter, "cutting the text") for cutter in cutters)
+        return train, evaluation
 
     def _sequences(self, rows: Dataset, part: str) -> Sequences:
         length = self.sequence_length
@@ -190,7 +189,7 @@ class CausalLM(TextSource, ModelSource, Task):
         return table_checksum(dataset.chunks, ["input_ids", "labels"])
 
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
-        return dataset.describe(self.sequence_length) | {"skipped_rows": self.skipped_rows[part]}
+        return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}
 
     def collate(self, samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
         lengths = [sum(len(chunk["input_ids"]) for chunk in sample) for sample in samples]

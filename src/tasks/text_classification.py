@@ -56,12 +56,7 @@ class TextClassification(TextSource, ModelSource, Task):
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [self.text_column] + ([self.text_pair_column] if self.text_pair_column else [])
         columns: dict[str, ColumnKind] = {**dict.fromkeys(texts, "text"), self.label_column: "label"}
-        train, evaluation = self.load_rows()
-        train = self.validate_rows(train, "train", columns)
-        if evaluation is None:
-            train, evaluation = self.split(train)
-        else:
-            evaluation = self.validate_rows(evaluation, "eval", columns)
+        train, evaluation = self.usable_parts(*self.load_rows(), columns)
         train_ids, eval_ids = self._label_ids(*label_names([train, evaluation], self.label_column))
         tokenizer, length = self._tokenizer, self.sequence_length
         train = tokenize_texts(train.select_columns(texts), train_ids, tokenizer, length, "training data")
@@ -101,7 +96,7 @@ class TextClassification(TextSource, ModelSource, Task):
         return {
             "tokens": int(columns["length"].sum()),
             "truncated": int(columns["truncated"].sum()),
-            "skipped_rows": self.skipped_rows[part],
+            "skipped_rows": self._skipped_rows[part],
             "labels": len(counts),
             **{f"label {self._labels[label]}": count for label, count in counts.most_common(SHOWN)},
         }
