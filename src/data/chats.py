@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from src.process import UserError
+from src.process import UserError, explained
 
 Chat = list[dict[str, Any]]
 Tools = list[Any]
@@ -120,12 +120,10 @@ def render_chat(
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
-    try:
-        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=prompts_answer)
-    except Exception as error:  # a template is a program: it raises anything
-        reason = " ".join(str(error).split())
-        raise UserError(f"the tokenizer's chat template refuses {_quote(chat)}: {reason}") from error
-    return str(text)
+    with explained(f"the tokenizer's chat template refuses {_quote(chat)}: "):  # it is a program: it raises anything
+        return str(
+            tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=prompts_answer)
+        )
 
 
 def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str) -> tuple[Spans, Spans]:

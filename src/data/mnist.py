@@ -3,9 +3,8 @@
 import contextlib
 import hashlib
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 
 import numpy as np
@@ -74,11 +73,8 @@ class MovedDigits:
 
 
 def mnist(data_dir: str) -> tuple[Digits, Digits]:
-    """Return MNIST's training and test set; torchvision downloads what is not in `data_dir`.
-
-    Raises:
-        UserError: the files can neither be found nor downloaded, or one is not what its name says.
-    """
+    """Return MNIST's training and test set; torchvision downloads what is not in `data_dir`. Raise a UserError if the
+    files can neither be found nor downloaded, or one is not what its name says."""
     folders = [Path(data_dir) / "MNIST" / "raw", Path(data_dir)]
     complete = [folder for folder in folders if all((folder / name).is_file() for name in IDX_FILES)]
     if not complete:
@@ -93,11 +89,8 @@ def bundled_digits() -> tuple[Digits, Digits]:
 
     Source: https://archive.ics.uci.edu/dataset/80 (8 x 8 pixels, 17 shades).
     """
-    sklearn = find_spec("sklearn")
-    assert sklearn
-    assert sklearn.origin
-    file = Path(sklearn.origin).parent / "datasets" / "data" / "digits.csv.gz"  # load_digits has a second of imports
-    rows = np.loadtxt(file, delimiter=",")
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), delimiter=",")  # load_digits has a second of imports
     images, labels = rows[:, :-1], rows[:, -1]
     order = np.random.default_rng(0).permutation(len(labels))
     small = torch.from_numpy(images[order]).view(-1, 1, 8, 8) * (255 / 16)
@@ -112,29 +105,25 @@ def _download(data_dir: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
             MNIST(data_dir, download=True)
     except (RuntimeError, OSError) as error:
+        says = str(error).strip().splitlines()[-1]
         raise UserError(
-            f"MNIST is not in task.data_dir={data_dir} and could not be downloaded "
-            f"({str(error).strip().splitlines()[-1]}): set --task.data_dir=DIR to a folder with the four files "
-            f"{', '.join(IDX_FILES)}, or use the bundled digits with --task.source=digits"
+            f"MNIST is not in task.data_dir={data_dir} and could not be downloaded ({says}): set --task.data_dir=DIR "
+            f"to a folder with the four files {', '.join(IDX_FILES)}, or take --task.source=digits"
         ) from error
 
 
 def _read_digits(folder: Path, images_name: str, labels_name: str) -> Digits:
-    images = _read_idx(folder / images_name, read_image_file)
-    labels = _read_idx(folder / labels_name, read_label_file)
+    hint = "delete it to download MNIST again, or set --task.data_dir"
+    tensors = []
+    for name, read in ((images_name, read_image_file), (labels_name, read_label_file)):
+        path = folder / name
+        try:
+            tensors.append(read(str(path)))
+        except Exception as error:  # torchvision asserts that a file is as it should be
+            says = f"truncated or not an IDX file of {name.split('-')[1]} ({path.stat().st_size} bytes)"
+            raise UserError(f"{path}: {says}; {hint}") from error
+    images, labels = tensors
     if images.shape[1:] != (28, 28) or len(labels) != len(images) or len(labels) == 0 or labels.max() > 9:
-        raise UserError(
-            f"{folder / images_name} and {labels_name} are not MNIST's: images {tuple(images.shape)}, "
-            f"labels {tuple(labels.shape)}; delete them to download MNIST again, or set --task.data_dir"
-        )
+        shapes = f"images {tuple(images.shape)}, labels {tuple(labels.shape)}"
+        raise UserError(f"{folder / images_name} and {labels_name} are not MNIST's: {shapes}; {hint}")
     return Digits(images, labels)
-
-
-def _read_idx(path: Path, read: Callable[[str], Tensor]) -> Tensor:
-    try:
-        return read(str(path))
-    except Exception as error:  # torchvision asserts that a file is as it should be
-        raise UserError(
-            f"{path}: truncated or not an IDX file of {'images' if 'images' in path.name else 'labels'} "
-            f"({path.stat().st_size} bytes); delete it to download MNIST again, or set --task.data_dir"
-        ) from error

@@ -10,10 +10,8 @@ from datasets import Dataset
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of one or more chunks: a map-style dataset that is asked for whole batches.
-
-    An example is a list of chunks, each with `input_ids` and `labels` of shape (length,), int32, and `bytes`, an int.
-    """
+    """Sequences of one or more chunks: a map-style dataset of which an example is a list of chunks, each with
+    `input_ids` and `labels` of shape (length,), int32, and `bytes`, an int."""
 
     chunks: Dataset
     """A table of chunks: see src/data/documents.py."""

@@ -20,14 +20,12 @@ from src.data.byte_tokenizer import byte_tokenizer
 from src.data.documents import Chunker, RowFormat, cut_texts
 from src.data.packing import Sequences, pack, unpacked
 from src.data.text import TextSource, cached_map, table_checksum
-from src.models.causal_lm import LanguageModel, explain_refusal, new_config
+from src.models.causal_lm import LanguageModel, new_config
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
-from src.process import UserError
+from src.process import UserError, explained
 from src.settings import Yaml, flatten
 from src.tasks.base import Task
 
-ROUTER_LOSS = re.compile("output_router_logits|(aux|z)_loss|moe_loss")
-"""Fields of a config that ask for it."""
 NO_ROUTER_LOSS = (
     "the auxiliary loss of a mixture of experts is not added here: it is one of the whole batch's routing, and would "
     "be another on each number of processes"
@@ -83,7 +81,7 @@ class CausalLM(TextSource, ModelSource, Task):
         elif self.architecture and not isinstance(self.architecture.get("model_type"), str):
             yield "task.architecture.model_type is not set: name an architecture of transformers, such as llama"
         for name, value in flatten(self.architecture):
-            if value and ROUTER_LOSS.search(name):
+            if value and re.search("output_router_logits|(aux|z)_loss|moe_loss", name):
                 yield f"task.architecture.{name}={value}: {NO_ROUTER_LOSS}; leave it out to train without"
         if self.lora.r and not self.model:
             yield "task.lora adapts a model that there is: set task.model, not task.architecture"
@@ -91,11 +89,7 @@ class CausalLM(TextSource, ModelSource, Task):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
             yield "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one"
-        try:
-            self._read_chat_template()
-        except UnicodeDecodeError:
-            yield f"task.chat_template={self.chat_template}: is not UTF-8"
-        except OSError:
+        if self.chat_template and not Path(self.chat_template).is_file():
             yield f"task.chat_template={self.chat_template}: no such file"
 
     def build_model(self) -> LanguageModel:
@@ -110,20 +104,18 @@ class CausalLM(TextSource, ModelSource, Task):
         if self.model:
             lm = self.load_model(AutoModelForCausalLM, self._config)
             return self.lora.add_adapters(lm, "CAUSAL_LM", self.revision) if self.lora.r else lm
-        with explain_refusal(self._config.model_type):
+        with explained(f"task.architecture: {self._config.model_type} refuses it, "):
             return AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
         if self.model:
-            config = self.with_dropout(self.load_config())
+            config = self.load_config()
         else:
             config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
         if getattr(config.get_text_config(), "output_router_logits", False):
-            raise UserError(
-                f"task.model={self.model}: its config asks for it by output_router_logits, but {NO_ROUTER_LOSS}; "
-                f"set that to false in its config.json to train without"
-            )
+            says = f"its config asks for it by output_router_logits, but {NO_ROUTER_LOSS}"
+            raise UserError(f"task.model={self.model}: {says}; set that to false in its config.json to train without")
         check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
@@ -131,17 +123,16 @@ class CausalLM(TextSource, ModelSource, Task):
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         name = self.tokenizer or (None if self.model else "bytes")
         tokenizer = byte_tokenizer() if name == "bytes" else self.load_tokenizer(name)
-        tokenizer.chat_template = self._read_chat_template() or tokenizer.chat_template
+        if self.chat_template:
+            with explained(f"task.chat_template={self.chat_template}: "):
+                tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         return tokenizer
-
-    def _read_chat_template(self) -> str | None:
-        return Path(self.chat_template).read_text(encoding="utf-8") if self.chat_template else None
 
     def build_datasets(self) -> tuple[Sequences, Sequences]:
         rows = self.load_rows()
-        self._row_format = row_format = self._find_row_format(rows[0].column_names)
-        train, evaluation = self.usable_parts(*rows, row_format.columns)
-        if row_format.messages and not self._tokenizer.chat_template:
+        self._row_format = self._find_row_format(rows[0].column_names)
+        train, evaluation = self.usable_parts(*rows, self._row_format.columns)
+        if self._row_format.messages and not self._tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template: set --task.chat_template to a Jinja file with one")
         _ = self._config  # sequence_length is checked before the work begins
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
@@ -157,9 +148,9 @@ class CausalLM(TextSource, ModelSource, Task):
         elif "text" in names or len(names) == 1:
             found = RowFormat(text="text" if "text" in names else names[0])
         else:
+            hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
             raise UserError(
-                f"task.dataset={self.dataset}: which of its columns {', '.join(names)} to learn? Set "
-                f"--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
+                f"task.dataset={self.dataset}: which of its columns {', '.join(names)} to learn? Set {hint}"
             )
         return replace(found, tools="tools") if found.messages and "tools" in names else found
 
@@ -179,10 +170,8 @@ class CausalLM(TextSource, ModelSource, Task):
         length = self.sequence_length
         chunks = Chunker(self._row_format, self._tokenizer, length, self.train_on_prompts).make_chunks(rows, part)
         if not chunks.with_format("numpy")["targets"][:].any():
-            raise UserError(
-                f"task.dataset={self.dataset}: the {part} has nothing to predict: no row has a completion, or a turn "
-                f"of the assistant, within sequence_length={length}"
-            )
+            says = f"no row has a completion, or a turn of the assistant, within sequence_length={length}"
+            raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
         return pack(chunks, length) if self.packing else unpacked(chunks)
 
     def fingerprint(self, dataset: Sequences) -> str:
@@ -205,30 +194,27 @@ class CausalLM(TextSource, ModelSource, Task):
                 labels[row, start:end] = torch.from_numpy(chunk["labels"])
                 position_ids[row, start:] = torch.arange(width - start)
                 start = end
-        index = (labels.flatten() != -100).nonzero().squeeze(1)
-        return {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "index": index,
-            "targets": labels.flatten()[index],
-            "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
-            "tokens": sum(lengths),
-        }
+        labels = labels.flatten()
+        index = (labels != -100).nonzero().squeeze(1)
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "index": index, "targets": labels[index]}
+        num_bytes = torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples])
+        return {"inputs": inputs, "bytes": num_bytes, "tokens": sum(lengths)}
 
     def documents(self, sample: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         return [[chunk] for chunk in sample]
 
     def count_tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
-        return batch["tokens"], batch["input_ids"].numel()
+        return batch["tokens"], batch["inputs"]["input_ids"].numel()
 
     def loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-        return model("loss", *_inputs(batch)), len(batch["targets"])
+        return model("loss", **batch["inputs"]), len(batch["inputs"]["targets"])
 
     def evaluate(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
-        nats, correct = model("score", *_inputs(batch))
-        targets = (batch["index"] // batch["input_ids"].shape[1]).bincount(minlength=len(nats))
+        inputs = batch["inputs"]
+        nats, correct = model("score", **inputs)
+        targets = (inputs["index"] // inputs["input_ids"].shape[1]).bincount(minlength=len(nats))
         outputs = {"nats": nats, "correct": correct, "targets": targets, "bytes": batch["bytes"]}
-        return nats.sum(), len(batch["targets"]), outputs
+        return nats.sum(), len(inputs["targets"]), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         total = {name: values.double().sum().item() for name, values in outputs.items()}
@@ -243,12 +229,9 @@ class CausalLM(TextSource, ModelSource, Task):
         return {"samples": samples} if samples else {}
 
     def _continuation(self, model: Any, prompt: str, device: torch.device) -> str:
-        tokenizer = self._tokenizer
-        if self._row_format.messages:
-            chat = [{"role": "user", "content": prompt}]
-            encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-        else:
-            encoded = tokenizer(prompt)
+        tokenizer, chat = self._tokenizer, [{"role": "user", "content": prompt}]
+        is_chat = self._row_format.messages is not None
+        encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True) if is_chat else tokenizer(prompt)
         tokens = encoded["input_ids"] or [tokenizer.eos_token_id or 0]
         limit = max_length(self._config, tokenizer)
         input_ids = torch.tensor([tokens[-(limit - 1) :]], device=device)
@@ -279,18 +262,12 @@ class CausalLM(TextSource, ModelSource, Task):
         return {"pipeline_tag": "text-generation", **self.model_card(), **self.source_card(), **adapter}
 
 
-def _inputs(batch: dict[str, Any]) -> list[Tensor]:
-    return [batch[name] for name in ("input_ids", "position_ids", "index", "targets")]
-
-
 def _typed(value: Any) -> Any:
     """Return values from the command line, which are text, as YAML reads them; 1e-5, which it takes for text, too."""
     if isinstance(value, dict):
         return {name: _typed(inner) for name, inner in value.items()}
-    if isinstance(value, str):
-        with contextlib.suppress(yaml.YAMLError):
-            value = yaml.load(value, Loader=Yaml)  # it is a safe one
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return float(value)
+    with contextlib.suppress(yaml.YAMLError):
+        value = yaml.load(value, Loader=Yaml) if isinstance(value, str) else value  # it is a safe one
+    with contextlib.suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
     return value

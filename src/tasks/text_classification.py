@@ -73,10 +73,10 @@ class TextClassification(TextSource, ModelSource, Task):
         where = f"task.label_column={self.label_column}"
         if len(names) < 2:
             raise UserError(f"{where}: all rows to train on have the same label, {names[0]}")
-        if unseen := sorted(set(evaluation) - set(names)):
+        if unseen := ", ".join(sorted(set(evaluation) - set(names))):
+            known_names = ", ".join(names)
             raise UserError(
-                f"{where}: {', '.join(unseen)} is in the data to evaluate on, but not in the data to train on "
-                f"({', '.join(names)})"
+                f"{where}: {unseen} is in the data to evaluate on, but not in the data to train on ({known_names})"
             )
         self._labels, ids = names, {name: i for i, name in enumerate(names)}
         return [ids[label] for label in train], [ids[label] for label in evaluation]
@@ -120,23 +120,19 @@ class TextClassification(TextSource, ModelSource, Task):
 
     def build_model(self) -> Any:
         config = self._config
-        config.num_labels = len(self._labels)
         config.id2label = dict(enumerate(self._labels))
         config.label2id = {label: i for i, label in enumerate(self._labels)}
         config.problem_type = "single_label_classification"
         config.pad_token_id = self._tokenizer.pad_token_id
-        classes = AutoModelForSequenceClassification._model_mapping
-        if type(config) not in classes:
+        if type(config) not in AutoModelForSequenceClassification._model_mapping:
             raise UserError(f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}")
-        model_class: Any = classes[type(config)]
-        head = rf"^(?!{model_class.base_model_prefix}\.)|pooler"  # is new where the checkpoint has none
-        model: Any = self.load_model(AutoModelForSequenceClassification, config, allowed_missing=head)
+        model: Any = self.load_model(AutoModelForSequenceClassification, config, new_head=True)
         model._no_split_modules = fsdp_blocks(model)
         return self.lora.add_adapters(model, "SEQ_CLS", self.revision) if self.lora.r else model
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
-        config = self.with_dropout(self.load_config())
+        config = self.load_config()
         check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
