@@ -42,8 +42,8 @@ class Digits:
         return self if moved[0] is self.images else Digits(*moved)
 
     def moved(self, rotation: float, shift: int, seed: list[int]) -> "MovedDigits":
-        """Return each image rotated by up to `rotation` degrees and shifted by up to `shift` whole pixels along both
-        axes, drawn uniformly from `seed`."""
+        """Return images rotated by up to `rotation` degrees and shifted by up to `shift` pixels along both axes, drawn
+        uniformly from `seed`."""
         random = np.random.default_rng(seed)
         angles = torch.from_numpy(np.radians(random.uniform(-rotation, rotation, len(self)))).float()
         offsets = torch.from_numpy(random.integers(-shift, shift + 1, (len(self), 2, 1)) * (2 / 28)).float()
