@@ -105,15 +105,15 @@ def render_chat(
     chat: Chat, tools: Tools | None, tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
 ) -> tuple[str, Spans | None, Spans]:
     """Return a chat as its template writes it, what of that is to be learnt (the assistant's turns; None: all), and
-    what of it is said in the chat, without what the template puts around it. Raise a UserError where the template
-    fails, leaves out tools or calls of them, or writes a turn so that it cannot be found."""
+    what of it the chat says, without what the template puts around it. Raise a UserError where the template fails,
+    leaves out tools or calls of them, or writes a turn so that it cannot be found."""
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     calls = [call for message in chat for call in message.get("tool_calls", ())]
     for desc, parts in (("the tool calls", calls), ("the tools", tools or [])):
         if any(str(part.get("function", part).get("name", "")) not in text for part in parts):
-            says = f"leaves out {desc} in {_quote(chat)}: set another --task.chat_template"
-            raise UserError(f"the tokenizer's chat template {says}")
+            hint = "set another --task.chat_template"
+            raise UserError(f"the tokenizer's chat template leaves out {desc} in {_quote(chat)}: {hint}")
     if train_on_prompts:
         return text, None, _content_spans(chat, text)
     return text, *_assistant_spans(chat, text, render, str(tokenizer.eos_token or ""))
@@ -121,14 +121,13 @@ def render_chat(
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
     with explained(f"the tokenizer's chat template refuses {_quote(chat)}: "):  # it is a program: it raises anything
-        return str(
-            tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=prompts_answer)
-        )
+        options: Any = {"tokenize": False, "add_generation_prompt": prompts_answer}
+        return str(tokenizer.apply_chat_template(chat, tools=tools, **options))
 
 
 def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str) -> tuple[Spans, Spans]:
-    """Find what the assistant wrote: what follows the generation prompt, up to and with the mark that ends the turn.
-    Messages of weight 0 are left out, as OpenAI defines it.
+    """Find what the assistant wrote: what follows the generation prompt, up to and with the mark that ends the turn;
+    and what of that the chat says. Messages of weight 0 are left out, as OpenAI defines it.
 
     Some templates (Qwen3, DeepSeek-R1) leave out the thoughts of a turn, or the empty place for them, once the chat
     goes on: what is left of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
@@ -154,16 +153,16 @@ def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str
             turn, tail = turn.removesuffix(eos), tail.removesuffix(eos)
         left_out = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
         if left_out is None or not is_found:
-            raise UserError(
-                f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so that the assistant's in "
-                f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
+            says = (
+                f"rewrites earlier turns once a chat goes on, so that the assistant's in {_quote(chat)} cannot be found"
             )
+            hint = "set --task.train_on_prompts=true, or another --task.chat_template"
+            raise UserError(f"the tokenizer's chat template {says}: {hint}")
         head, _, tail = tail.partition(PROBE)
-        first = len(head) if turn.startswith(head) else 0
-        last = len(turn) - len(tail) if turn.endswith(tail) else len(turn)
-        start -= left_out
-        turns.append((start + left_out, start + len(turn)))
-        texts.append((start + max(left_out, first), start + max(left_out, last)))
+        end = start + len(turn) - left_out
+        first = start + max(0, len(head) - left_out) if turn.startswith(head) else start
+        turns.append((start, end))
+        texts.append((first, max(start, end - len(tail)) if turn.endswith(tail) else end))
     return turns, texts
 
 

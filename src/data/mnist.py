@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -24,13 +24,21 @@ class Digits:
 
     images: Tensor
     labels: Tensor
+    transforms: Tensor | None = None
+    """Where in an image each of its pixels comes from, as torch's affine_grid takes it, shape (examples, 2, 3). Images
+    are moved when they are asked for: each process moves its own, while it trains."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         index = torch.tensor(indices, device=self.labels.device)
-        return {"images": self.images[index], "labels": self.labels[index]}
+        images = self.images[index]
+        if self.transforms is not None:
+            grid = F.affine_grid(self.transforms[index], [len(indices), 1, 28, 28], align_corners=False)
+            moved = F.grid_sample(images.unsqueeze(1).float(), grid, align_corners=False)
+            images = moved.squeeze(1).round().to(torch.uint8)
+        return {"images": images, "labels": self.labels[index]}
 
     def checksum(self) -> str:
         """Return the SHA-256 of images and labels, which are on the CPU."""
@@ -38,10 +46,9 @@ class Digits:
 
     def to(self, device: torch.device) -> "Digits":
         """Return it in the memory of `device`: 47 MB for MNIST's training set."""
-        moved = self.images.to(device), self.labels.to(device)
-        return self if moved[0] is self.images else Digits(*moved)
+        return Digits(self.images.to(device), self.labels.to(device))
 
-    def moved(self, rotation: float, shift: int, seed: list[int]) -> "MovedDigits":
+    def moved(self, rotation: float, shift: int, seed: list[int]) -> "Digits":
         """Return images rotated by up to `rotation` degrees and shifted by up to `shift` pixels along both axes, drawn
         uniformly from `seed`."""
         random = np.random.default_rng(seed)
@@ -49,27 +56,7 @@ class Digits:
         offsets = torch.from_numpy(random.integers(-shift, shift + 1, (len(self), 2, 1)) * (2 / 28)).float()
         cos, sin = angles.cos(), angles.sin()
         turns = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)
-        return MovedDigits(self, torch.cat([turns, offsets], 2).to(self.images.device))
-
-
-@dataclass(frozen=True)
-class MovedDigits:
-    """Images that are moved when they are asked for: each process moves its own, while it trains."""
-
-    digits: Digits
-    transforms: Tensor
-    """Where in an image each of its pixels comes from, as torch's affine_grid takes it; shape (examples, 2, 3)."""
-
-    def __len__(self) -> int:
-        return len(self.digits)
-
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        batch = self.digits.__getitems__(indices)
-        images = batch["images"].unsqueeze(1).float()
-        transforms = self.transforms[torch.tensor(indices, device=self.transforms.device)]
-        grid = F.affine_grid(transforms, list(images.shape), align_corners=False)
-        moved = F.grid_sample(images, grid, align_corners=False).squeeze(1).round()
-        return {"images": moved.to(torch.uint8), "labels": batch["labels"]}
+        return replace(self, transforms=torch.cat([turns, offsets], 2).to(self.images.device))
 
 
 def mnist(data_dir: str) -> tuple[Digits, Digits]:

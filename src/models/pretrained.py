@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from peft import PeftModel
 from pydantic import Field
 from torch import Tensor
@@ -114,11 +113,9 @@ def _loading(setting: str, name: str | None) -> Iterator[None]:
             reason = "wants to run code of its own, which is not allowed here; take one that transformers has"
         elif Path(str(name)).is_dir():
             reason = f"cannot be loaded, {says or type(error).__name__}"
-        elif isinstance(error.__cause__ or error, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError):
-            hint = f"to work offline, download it before with `hf download {name}` and set HF_HUB_OFFLINE=1"
-            reason = f"no such folder here, and the Hub cannot be reached; {hint}"
         else:
-            reason = f"no such folder here, and not available on the Hub ({says})"
+            hint = f"offline, download it before with `hf download {name}` and set HF_HUB_OFFLINE=1"
+            reason = f"no such folder here, and not available on the Hub ({says}); {hint}"
         raise UserError(f"task.{setting}={name}: {reason}") from error
 
 

@@ -162,9 +162,8 @@ class CausalLM(TextSource, ModelSource, Task):
         cut = round(length * (1 - self.eval_fraction))
         if not 0 < cut < length:
             raise UserError(f"task.dataset={self.dataset}: too short to keep a part of it for evaluation")
-        cutters = [partial(cut_texts, column=column, part=part) for part in (slice(cut), slice(cut, None))]
-        train, evaluation = (cached_map(rows, cutter, "cutting the text") for cutter in cutters)
-        return train, evaluation
+        train = cached_map(rows, partial(cut_texts, column=column, part=slice(cut)), "cutting the text")
+        return train, cached_map(rows, partial(cut_texts, column=column, part=slice(cut, None)), "cutting the text")
 
     def _sequences(self, rows: Dataset, part: str) -> Sequences:
         length = self.sequence_length
