@@ -57,18 +57,18 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
     lengths = chunks.with_format("numpy")["length"][:]
     order = np.argsort(-lengths, kind="stable")
     sequences: list[list[int]] = []
-    by_room: list[list[list[int]]] = [[] for _ in range(sequence_length)]  # the sequences that have so much room left
+    by_room: list[list[list[int]]] = [[] for _ in range(sequence_length + 1)]  # sequences with so much room left
     rooms: list[int] = []  # in ascending order, those that a sequence has
     for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         i = bisect_left(rooms, length)
         if i == len(rooms):
-            room, sequence = sequence_length, list[int]()
-            sequences.append(sequence)
-        else:
-            room = rooms[i]
-            sequence = by_room[room].pop()
-            if not by_room[room]:
-                del rooms[i]
+            sequences.append([])
+            by_room[sequence_length].append(sequences[-1])
+            rooms.append(sequence_length)
+        room = rooms[i]
+        sequence = by_room[room].pop()
+        if not by_room[room]:
+            del rooms[i]
         sequence.append(row)
         if left := room - length:
             if not by_room[left]:

@@ -103,9 +103,8 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(self._logits(states).float(), targets, reduction="sum")
 
     def _chunks(self, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        if not self._has_known_head:  # the logits are there already
-            return [(states, targets)]
-        size = max(1, (CHUNK_ON_GPU if states.device.type == "cuda" else CHUNK) // self._vocabulary)
+        size = (CHUNK_ON_GPU if states.device.type == "cuda" else CHUNK) // self._vocabulary
+        size = max(1, size if self._has_known_head else len(states))  # else the logits are there already
         return list(zip(states.split(size), targets.split(size), strict=True))
 
     def _probe(self) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import yaml
 from datasets import Dataset
-from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr, field_validator
+from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt, PrivateAttr
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
@@ -32,12 +32,23 @@ NO_ROUTER_LOSS = (
 )
 
 
+def _typed(value: Any) -> Any:
+    """Return values from the command line, which are text, as YAML reads them; 1e-5, which it takes for text, too."""
+    if isinstance(value, dict):
+        return {name: _typed(inner) for name, inner in value.items()}
+    with contextlib.suppress(yaml.YAMLError):
+        value = yaml.load(value, Loader=Yaml) if isinstance(value, str) else value  # it is a safe one
+    with contextlib.suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
+    return value
+
+
 class CausalLM(TextSource, ModelSource, Task):
     """What comes next?"""
 
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
-    architecture: dict[str, Any] = {}
+    architecture: Annotated[dict[str, Any], BeforeValidator(_typed)] = {}
     """Trains from scratch, in place of task.model: model_type as transformers names it (llama, gpt2, qwen3, …), and
     any field of its config."""
     tokenizer: str | None = None
@@ -67,11 +78,6 @@ class CausalLM(TextSource, ModelSource, Task):
     """0: the likeliest token each time."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
-
-    @field_validator("architecture", mode="before")
-    @classmethod
-    def _with_types(cls, fields: Any) -> Any:
-        return _typed(fields) if isinstance(fields, dict) else fields
 
     def validation_errors(self) -> Iterator[str]:
         yield from self.source_errors()
@@ -259,14 +265,3 @@ class CausalLM(TextSource, ModelSource, Task):
     def card(self) -> dict[str, Any]:
         adapter = {"library_name": "peft"} if self.lora.r else {}
         return {"pipeline_tag": "text-generation", **self.model_card(), **self.source_card(), **adapter}
-
-
-def _typed(value: Any) -> Any:
-    """Return values from the command line, which are text, as YAML reads them; 1e-5, which it takes for text, too."""
-    if isinstance(value, dict):
-        return {name: _typed(inner) for name, inner in value.items()}
-    with contextlib.suppress(yaml.YAMLError):
-        value = yaml.load(value, Loader=Yaml) if isinstance(value, str) else value  # it is a safe one
-    with contextlib.suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value
-    return value

@@ -74,10 +74,8 @@ class TextClassification(TextSource, ModelSource, Task):
         if len(names) < 2:
             raise UserError(f"{where}: all rows to train on have the same label, {names[0]}")
         if unseen := ", ".join(sorted(set(evaluation) - set(names))):
-            known_names = ", ".join(names)
-            raise UserError(
-                f"{where}: {unseen} is in the data to evaluate on, but not in the data to train on ({known_names})"
-            )
+            says = f"is in the data to evaluate on, but not in the data to train on ({', '.join(names)})"
+            raise UserError(f"{where}: {unseen} {says}")
         self._labels, ids = names, {name: i for i, name in enumerate(names)}
         return [ids[label] for label in train], [ids[label] for label in evaluation]
 
@@ -105,13 +103,9 @@ class TextClassification(TextSource, ModelSource, Task):
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        width = max(sample["length"] for sample in samples)
-        pads = {"input_ids": self._tokenizer.pad_token_id, "token_type_ids": 0, "attention_mask": 0}
-        inputs = {
-            name: torch.tensor([sample[name] + [pad] * (width - sample["length"]) for sample in samples])
-            for name, pad in pads.items()
-            if name in samples[0]
-        }
+        names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
+        encoded = [{name: sample[name] for name in names} for sample in samples]
+        inputs = dict(self._tokenizer.pad(encoded, padding_side="right", return_tensors="pt"))
         labels = torch.tensor([sample["label"] for sample in samples])
         return {"inputs": inputs, "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
 
