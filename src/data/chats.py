@@ -29,57 +29,51 @@ def normalize_chat(chat: Any) -> Chat:
         raise ValueError("is not a list of messages")
     if not chat:
         raise ValueError("has no message")
-    messages = []
-    for number, message in enumerate(chat, start=1):
-        try:
-            messages.append(_normalize_message(message))
-        except ValueError as error:
-            raise ValueError(f"has a message {number} {error}") from error
-    return messages
+    return [_normalize_message(message, f"has a message {number}") for number, message in enumerate(chat, start=1)]
 
 
-def _normalize_message(message: Any) -> dict[str, Any]:
+def _normalize_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"that is {type(message).__name__}, not role and content")
+        raise ValueError(f"{where} that is {type(message).__name__}, not role and content")
     message = _without_nulls(message)
     if "role" not in message and "from" in message:
         if message["from"] not in ROLES:
-            raise ValueError(f"from {message['from']!r}, which is none of {', '.join(ROLES)}")
+            raise ValueError(f"{where} from {message['from']!r}, which is none of {', '.join(ROLES)}")
         message = {"role": ROLES[message["from"]], "content": message.get("value")}
     role = message.get("role")
     if not isinstance(role, str):
-        raise ValueError(f"with neither role and content nor from and value, but {', '.join(message)}")
+        raise ValueError(f"{where} with neither role and content nor from and value, but {', '.join(message)}")
     if (known := ROLES.get(role.lower())) in ("user", "assistant"):  # the others may be a template's own
         message["role"] = known
     if "function_call" in message:
-        raise ValueError("with a function_call: write it as tool_calls")
+        raise ValueError(f"{where} with a function_call: write it as tool_calls")
     if message.get("weight", 1) not in (0, 1):
-        raise ValueError(f"of weight {message['weight']}, which can be 0, not to be learnt, or 1")
+        raise ValueError(f"{where} of weight {message['weight']}, which can be 0, not to be learnt, or 1")
     if message.get("tool_calls"):
-        message["tool_calls"] = [_normalize_call(call) for call in message["tool_calls"]]
+        message["tool_calls"] = [_normalize_call(call, where) for call in message["tool_calls"]]
     elif message.get("content") is None:
-        raise ValueError(f"without content (its role is {message['role']})")
+        raise ValueError(f"{where} without content (its role is {message['role']})")
     content = message.get("content", "")
     parts = content if isinstance(content, list) else [{"text": content} if isinstance(content, str) else content]
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"with content that is not text, but {kind}")
+            raise ValueError(f"{where} with content that is not text, but {kind}")
     message["content"] = "".join(part["text"] for part in parts)
     return message
 
 
-def _normalize_call(call: Any) -> dict[str, Any]:
+def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     """Return a tool call with its arguments as a mapping: some data have them as JSON, which templates would quote."""
     function = call.get("function", call) if isinstance(call, dict) else {}
     if not isinstance(function.get("name"), str):
-        raise ValueError("with a tool call that has no function name")
+        raise ValueError(f"{where} with a tool call that has no function name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
-            raise ValueError("with a tool call whose arguments are not JSON") from error
+            raise ValueError(f"{where} with a tool call whose arguments are not JSON") from error
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 

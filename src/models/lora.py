@@ -35,12 +35,9 @@ class Lora(Settings):
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
         if absent:
             raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
+        targets = self.target_modules or "all-linear"
         config = LoraConfig(
-            r=self.r,
-            lora_alpha=self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=self.target_modules or "all-linear",
-            task_type=task_type,
+            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=targets, task_type=task_type
         )
         with explained("task.lora.target_modules: "), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
