@@ -147,11 +147,10 @@ def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str
             turn, tail = turn.removesuffix(eos), tail.removesuffix(eos)
         left_out = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
         if left_out is None or not is_found:
-            says = (
-                f"rewrites earlier turns once a chat goes on, so that the assistant's in {_quote(chat)} cannot be found"
+            raise UserError(
+                f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so that the assistant's in "
+                f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
             )
-            hint = "set --task.train_on_prompts=true, or another --task.chat_template"
-            raise UserError(f"the tokenizer's chat template {says}: {hint}")
         head, _, tail = tail.partition(PROBE)
         end = start + len(turn) - left_out
         first = start + max(0, len(head) - left_out) if turn.startswith(head) else start
