@@ -40,9 +40,8 @@ class RowFormat:
     @property
     def columns(self) -> dict[str, ColumnKind]:
         """The columns and what their values are."""
-        kinds: dict[str | None, ColumnKind] = {self.text: "text", self.prompt: "text", self.completion: "text"}
-        kinds |= {self.messages: "chat", self.tools: "tools"}
-        return {name: kind for name, kind in kinds.items() if name}
+        kinds: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
+        return {name: kinds.get(role, "text") for role, name in vars(self).items() if name}
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,8 @@ def samples(dataset: Any, indices: list[int]) -> Any:
 def _load(
     run: Run, dataset: Examples, order: np.ndarray, global_batch_size: int, epoch: int = 0
 ) -> Iterator[list[MicroBatch]]:
-    config = run.config
-    sampler = ShardedBatchSampler(
-        order, global_batch_size, config.micro_batch(run.world_size), run.rank, run.world_size
-    )
+    config, micro_batch_size = run.config, run.config.micro_batch(run.world_size)
+    sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.rank, run.world_size)
     batches: Iterator[Any]
     if config.num_workers == 0:  # a DataLoader would take as long as a small model's step
         batches = (fetch(config.task, dataset, indices) for indices in sampler)
