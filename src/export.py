@@ -18,12 +18,8 @@ from src.run import Run
 
 
 def export_model(run: Run, metrics: dict[str, float]) -> None:
-    """Write the folder `model`, in place of one of a shorter run, when it is complete. Collective: under FSDP each
-    process has a shard of the weights.
-
-    Args:
-        metrics: of the evaluation of these weights, for the card.
-    """
+    """Write the folder `model`, in place of one of a shorter run, with the metrics of its weights on its card.
+    Collective: under FSDP each process has a shard."""
     weights = run.accelerator.get_state_dict(run.model)
     if run.is_main:
         with replacing(run.config.folder / "model") as unfinished:
@@ -33,10 +29,7 @@ def export_model(run: Run, metrics: dict[str, float]) -> None:
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a folder to write into. It takes the place of `folder` when it is complete, and is deleted if it never is.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    Raise a RunError if it cannot be written."""
     place = folder.resolve()  # where it is a link to another disk
     unfinished = place.with_name(f"tmp_{place.name}")
     try:
@@ -55,12 +48,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 def export_weights(
     config: Config, model: nn.Module, weights: dict[str, Tensor], metrics: dict[str, float], folder: Path
 ) -> None:
-    """Write the task's export and its card.
-
-    Args:
-        model, weights: as for Task.export.
-        metrics: of the evaluation of these weights.
-    """
+    """Write the task's export and its card, with the metrics of these weights. `model` is as Task.export takes it."""
     config.task.export(model, {name: _unwrapped(weight.cpu()) for name, weight in weights.items()}, folder)
     _card(config, metrics).save(folder / "README.md")
 
@@ -74,11 +62,8 @@ def push_to_hub(config: Config) -> None:
         api.create_repo(config.push_to_hub, private=True, exist_ok=True)
         api.upload_folder(repo_id=config.push_to_hub, folder_path=folder, commit_message=config.run_name)
     except Exception as error:  # of the Hub, of its client, of the network: the run is saved, whatever it is
-        reason = " ".join(str(error).split())
-        sys.exit(
-            f"train.py: push_to_hub={config.push_to_hub}: {reason}; the run is complete, upload its model with "
-            f"`hf upload {config.push_to_hub} {folder}`"
-        )
+        says = f"{' '.join(str(error).split())}; the run is complete, upload its model with"
+        sys.exit(f"train.py: push_to_hub={config.push_to_hub}: {says} `hf upload {config.push_to_hub} {folder}`")
     print(f"  Hub        {config.push_to_hub}", flush=True)
 
 

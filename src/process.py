@@ -31,6 +31,15 @@ class RunError(Exception):
     """A failure that no code is to blame for (disk, network, data): one line without a traceback, exit code 1."""
 
 
+@contextlib.contextmanager
+def explained(says: str) -> Iterator[None]:
+    """Turn what a library raises, of whatever kind, into a UserError of one line that begins with `says`."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{says}{' '.join(str(error).split())[:300]}") from error
+
+
 class Signals:
     """The signals that ask this process to stop, noted from `catch` on. A second SIGINT ends it at once."""
 

@@ -350,7 +350,7 @@ def test_a_file_without_a_row(refused: Refused, name: str, content: str) -> None
         ("a.txt", "café".encode("latin-1"), "utf-8"),
         ("a.csv", "text\ncafé\n".encode("latin-1"), "utf-8"),
         ("a.tsv", "text\ncafé\n".encode("latin-1"), "utf-8"),
-        ("a.jsonl", '{"text": "café"}\n'.encode("latin-1"), "UTF8"),
+        ("a.jsonl", '{"text": "café"}\n'.encode("latin-1"), "utf-8"),
     ],
     ids=[
         "jsonl", "json", "csv with a field too many", "csv with an open quote", "tsv", "parquet",
@@ -429,7 +429,7 @@ def test_values_that_are_no_text_are_counted_and_named_by_row_or_skipped(
     ]
     task, train, evaluation, _ = built(*arguments, SKIP)
     assert len(train) + len(evaluation) == 18
-    assert task.skipped_rows == {"train": 2, "eval": 0}
+    assert task._skipped_rows == {"train": 2, "eval": 0}
 
 
 def test_bad_rows_of_the_evaluation_split_are_told_from_those_to_train_on(refused: Refused) -> None:
@@ -437,7 +437,7 @@ def test_bad_rows_of_the_evaluation_split_are_told_from_those_to_train_on(refuse
     arguments = (*NEW, write({"data/train.jsonl": ROWS, "data/test.jsonl": [*ROWS[:2], bad]}))
     (says,) = refused(*arguments)
     assert "1 of 3 rows in the data to evaluate on have no usable text (row 3; the first is 1)" in says
-    assert built(*arguments, SKIP)[0].skipped_rows == {"train": 0, "eval": 1}
+    assert built(*arguments, SKIP)[0]._skipped_rows == {"train": 0, "eval": 1}
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ def test_labels_that_are_missing_or_neither_text_nor_number(refused: Refused, la
         f"is 1): in row 21 label is {is_what}; mend them, or leave them out with --task.bad_rows=skip"
     ]
     task, train, evaluation, _ = built(*arguments, SKIP)
-    assert (len(train) + len(evaluation), task.skipped_rows["train"]) == (20, 1)
+    assert (len(train) + len(evaluation), task._skipped_rows["train"]) == (20, 1)
 
 
 USER, ASSISTANT = CHAT

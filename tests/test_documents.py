@@ -267,9 +267,12 @@ def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     task = CausalLM(dataset="x", architecture={"model_type": "llama"}, sequence_length=8)
     chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32), "bytes": 2}
     batch = task.collate([[chunk, chunk], [chunk]])
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]  # padding goes on
-    assert batch["index"].tolist() == [0, 2, 3, 5, 8, 10]
-    assert batch["targets"].tolist() == [6, 8] * 3
+    assert batch["inputs"]["position_ids"].tolist() == [
+        [0, 1, 2, 0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ]  # padding goes on
+    assert batch["inputs"]["index"].tolist() == [0, 2, 3, 5, 8, 10]
+    assert batch["inputs"]["targets"].tolist() == [6, 8] * 3
     assert batch["bytes"].tolist() == [4, 2]
     assert task.count_tokens(batch) == (9, 16)
 

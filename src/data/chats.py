@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from src.process import UserError
+from src.process import UserError, explained
 
 Chat = list[dict[str, Any]]
 Tools = list[Any]
@@ -29,57 +29,51 @@ def normalize_chat(chat: Any) -> Chat:
         raise ValueError("is not a list of messages")
     if not chat:
         raise ValueError("has no message")
-    messages = []
-    for number, message in enumerate(chat, start=1):
-        try:
-            messages.append(_normalize_message(message))
-        except ValueError as error:
-            raise ValueError(f"has a message {number} {error}") from error
-    return messages
+    return [_normalize_message(message, f"has a message {number}") for number, message in enumerate(chat, start=1)]
 
 
-def _normalize_message(message: Any) -> dict[str, Any]:
+def _normalize_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"that is {type(message).__name__}, not role and content")
+        raise ValueError(f"{where} that is {type(message).__name__}, not role and content")
     message = _without_nulls(message)
     if "role" not in message and "from" in message:
         if message["from"] not in ROLES:
-            raise ValueError(f"from {message['from']!r}, which is none of {', '.join(ROLES)}")
+            raise ValueError(f"{where} from {message['from']!r}, which is none of {', '.join(ROLES)}")
         message = {"role": ROLES[message["from"]], "content": message.get("value")}
     role = message.get("role")
     if not isinstance(role, str):
-        raise ValueError(f"with neither role and content nor from and value, but {', '.join(message)}")
+        raise ValueError(f"{where} with neither role and content nor from and value, but {', '.join(message)}")
     if (known := ROLES.get(role.lower())) in ("user", "assistant"):  # the others may be a template's own
         message["role"] = known
     if "function_call" in message:
-        raise ValueError("with a function_call: write it as tool_calls")
+        raise ValueError(f"{where} with a function_call: write it as tool_calls")
     if message.get("weight", 1) not in (0, 1):
-        raise ValueError(f"of weight {message['weight']}, which can be 0, not to be learnt, or 1")
+        raise ValueError(f"{where} of weight {message['weight']}, which can be 0, not to be learnt, or 1")
     if message.get("tool_calls"):
-        message["tool_calls"] = [_normalize_call(call) for call in message["tool_calls"]]
+        message["tool_calls"] = [_normalize_call(call, where) for call in message["tool_calls"]]
     elif message.get("content") is None:
-        raise ValueError(f"without content (its role is {message['role']})")
+        raise ValueError(f"{where} without content (its role is {message['role']})")
     content = message.get("content", "")
     parts = content if isinstance(content, list) else [{"text": content} if isinstance(content, str) else content]
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"with content that is not text, but {kind}")
+            raise ValueError(f"{where} with content that is not text, but {kind}")
     message["content"] = "".join(part["text"] for part in parts)
     return message
 
 
-def _normalize_call(call: Any) -> dict[str, Any]:
+def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     """Return a tool call with its arguments as a mapping: some data have them as JSON, which templates would quote."""
     function = call.get("function", call) if isinstance(call, dict) else {}
     if not isinstance(function.get("name"), str):
-        raise ValueError("with a tool call that has no function name")
+        raise ValueError(f"{where} with a tool call that has no function name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
-            raise ValueError("with a tool call whose arguments are not JSON") from error
+            raise ValueError(f"{where} with a tool call whose arguments are not JSON") from error
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
@@ -105,32 +99,29 @@ def render_chat(
     chat: Chat, tools: Tools | None, tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
 ) -> tuple[str, Spans | None, Spans]:
     """Return a chat as its template writes it, what of that is to be learnt (the assistant's turns; None: all), and
-    what of it is said in the chat, without what the template puts around it. Raise a UserError where the template
-    fails, leaves out tools or calls of them, or writes a turn so that it cannot be found."""
+    what of it the chat says, without what the template puts around it. Raise a UserError where the template fails,
+    leaves out tools or calls of them, or writes a turn so that it cannot be found."""
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     calls = [call for message in chat for call in message.get("tool_calls", ())]
     for desc, parts in (("the tool calls", calls), ("the tools", tools or [])):
         if any(str(part.get("function", part).get("name", "")) not in text for part in parts):
-            says = f"leaves out {desc} in {_quote(chat)}: set another --task.chat_template"
-            raise UserError(f"the tokenizer's chat template {says}")
+            hint = "set another --task.chat_template"
+            raise UserError(f"the tokenizer's chat template leaves out {desc} in {_quote(chat)}: {hint}")
     if train_on_prompts:
         return text, None, _content_spans(chat, text)
     return text, *_assistant_spans(chat, text, render, str(tokenizer.eos_token or ""))
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
-    try:
-        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=prompts_answer)
-    except Exception as error:  # a template is a program: it raises anything
-        reason = " ".join(str(error).split())
-        raise UserError(f"the tokenizer's chat template refuses {_quote(chat)}: {reason}") from error
-    return str(text)
+    with explained(f"the tokenizer's chat template refuses {_quote(chat)}: "):  # it is a program: it raises anything
+        options: Any = {"tokenize": False, "add_generation_prompt": prompts_answer}
+        return str(tokenizer.apply_chat_template(chat, tools=tools, **options))
 
 
 def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str) -> tuple[Spans, Spans]:
-    """Find what the assistant wrote: what follows the generation prompt, up to and with the mark that ends the turn.
-    Messages of weight 0 are left out, as OpenAI defines it.
+    """Find what the assistant wrote: what follows the generation prompt, up to and with the mark that ends the turn;
+    and what of that the chat says. Messages of weight 0 are left out, as OpenAI defines it.
 
     Some templates (Qwen3, DeepSeek-R1) leave out the thoughts of a turn, or the empty place for them, once the chat
     goes on: what is left of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
@@ -161,11 +152,10 @@ def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str
                 f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
             )
         head, _, tail = tail.partition(PROBE)
-        first = len(head) if turn.startswith(head) else 0
-        last = len(turn) - len(tail) if turn.endswith(tail) else len(turn)
-        start -= left_out
-        turns.append((start + left_out, start + len(turn)))
-        texts.append((start + max(left_out, first), start + max(left_out, last)))
+        end = start + len(turn) - left_out
+        first = start + max(0, len(head) - left_out) if turn.startswith(head) else start
+        turns.append((start, end))
+        texts.append((first, max(start, end - len(tail)) if turn.endswith(tail) else end))
     return turns, texts
 
 

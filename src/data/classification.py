@@ -20,20 +20,19 @@ def label_names(parts: list[Dataset], column: str) -> list[list[str]]:
     has none, unless there are others, such as 1.5."""
     found = []
     for rows in parts:
-        feature, labels = rows.features[column], rows[column][:]
-        names = feature.names if isinstance(feature, ClassLabel) else []
+        feature = rows.features[column]
+        names = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
         # a number without a name, such as -1 for unknown, stays one
-        found.append([names[x] if names and 0 <= x < len(names) else str(x).strip() for x in labels])
-    if all(re.fullmatch(r"-?[0-9]+(\.0+)?", name) for name in {name for names in found for name in names}):
+        found.append([names.get(label) or str(label).strip() for label in rows[column][:]])
+    if all(re.fullmatch(r"-?[0-9]+(\.0+)?", name) for name in set().union(*found)):
         return [[name.partition(".")[0] for name in names] for names in found]
     return found
 
 
 def sorted_labels(labels: list[str]) -> list[str]:
     """Return each label once: numbers by their size, names by the alphabet."""
-    different = set(labels)
-    are_numbers = all(re.fullmatch("-?[0-9]+", label) for label in different)
-    return sorted(different, key=int if are_numbers else None)
+    are_numbers = all(re.fullmatch("-?[0-9]+", label) for label in set(labels))
+    return sorted(set(labels), key=int if are_numbers else None)
 
 
 def tokenize_texts(

@@ -1,16 +1,14 @@
 """From rows of text to chunks of tokens: what a causal language model reads, and what of it it has to predict.
 
-A row is raw text, a prompt with its completion, or a chat. A chunk is at most sequence_length tokens: `input_ids`, and
-as `labels` the token after each, or -100 where it is not to be learnt. Text that is longer makes several chunks;
-prompts and chats are cut off.
+A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where it is not to
+be learnt. Raw text that is longer makes several chunks; prompts and chats are cut off.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -42,17 +40,8 @@ class RowFormat:
     @property
     def columns(self) -> dict[str, ColumnKind]:
         """The columns and what their values are."""
-        kinds: dict[str | None, ColumnKind] = {self.text: "text", self.prompt: "text", self.completion: "text"}
-        kinds |= {self.messages: "chat", self.tools: "tools"}
-        return {name: kind for name, kind in kinds.items() if name}
-
-
-class _Text(NamedTuple):
-    """A row as one text; which parts of it are to be learnt, and which are counted as bytes (None: all)."""
-
-    text: str
-    targets: Spans | None = None
-    contents: Spans | None = None
+        kinds: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
+        return {name: kinds.get(role, "text") for role, name in vars(self).items() if name}
 
 
 @dataclass(frozen=True)
@@ -73,46 +62,45 @@ class Chunker:
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Return the columns of CHUNK_FEATURES for a batch of rows."""
-        texts = [self._render(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
-        around = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)  # templates write their own
-        chunks: list[dict[str, Any]] = []
-        for text, tokens in zip(texts, _encode([text for text, *_ in texts], self.tokenizer), strict=True):
-            chunks += self._cut(text, tokens, *around)
+        rows = [self._render(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
+        # templates write their own
+        begin, end = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)
+        encoded = _encode([text for text, *_ in rows], self.tokenizer, begin, end)
+        chunks = [c for row, tokens in zip(rows, encoded, strict=True) for c in self._cut(*row, tokens, len(end))]
         return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
 
-    def _render(self, row: dict[Any, Any]) -> _Text:
+    def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None, Spans | None]:
+        """Return a row as one text; which parts of it are to be learnt, and which are counted as bytes (None: all)."""
         columns = self.row_format
         if columns.text:
-            return _Text(row[columns.text])
+            return row[columns.text], None, None
         if columns.messages:
             chat, tools = normalize_chat(row[columns.messages]), normalize_tools(row.get(columns.tools))
-            return _Text(*render_chat(chat, tools, self.tokenizer, self.train_on_prompts))
+            return render_chat(chat, tools, self.tokenizer, self.train_on_prompts)
         prompt, completion = row[columns.prompt], row[columns.completion]
         spans = None if self.train_on_prompts else [(len(prompt), len(prompt + completion))]
-        return _Text(prompt + completion, spans, spans)
+        return prompt + completion, spans, spans
 
-    def _cut(self, text: _Text, tokens: np.ndarray, begin: list[int], end: list[int]) -> Iterator[dict[str, Any]]:
-        """Yield a row's chunks: of raw text all, else the first one. The tokens are as `_encode` returns them; `begin`
-        and `end` are the special ones around them, of which the last are always learnt."""
+    def _cut(
+        self, text: str, targets: Spans | None, contents: Spans | None, tokens: np.ndarray, num_end: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield a row's chunks: of raw text all, else the first one. The tokens are as `_encode` returns them; the last
+        `num_end` are always learnt."""
         ids, starts, ends = tokens
         so_far = np.maximum.accumulate(ends)
         # some tokenizers report tokens of white space as empty: they are what is between their neighbours
         starts = np.where(starts == ends, np.concatenate([[0], so_far])[:-1], starts)
-        loss_mask = np.full(len(ids), text.targets is None)
-        for first, last in text.targets or []:
+        loss_mask = np.full(len(ids), targets is None)
+        for first, last in targets or []:
             loss_mask |= (ends > first) & (starts < last) & (ends > starts)
-        codes = np.frombuffer(text.text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        loss_mask[len(ids) - num_end :] = True
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)  # in UTF-8
-        is_counted = np.full(len(codes), text.contents is None)
-        for first, last in text.contents or []:
+        is_counted = np.full(len(codes), contents is None)
+        for first, last in contents or []:
             is_counted[first:last] = True
         bytes_until = np.concatenate([[0], (sizes * is_counted).cumsum(dtype=np.int64)])
-        num_begin, num_end = len(begin), len(end)
-        ids = np.concatenate([begin, ids, end]).astype(np.int32)
-        loss_mask = np.concatenate([np.full(num_begin, text.targets is None), loss_mask, np.full(num_end, True)])
-        last_byte = np.full(num_end, bytes_until[-1])
-        bytes_until = np.concatenate([np.zeros(num_begin, int), bytes_until[so_far], last_byte])
-        labels, num_bytes = np.where(loss_mask, ids, -100), np.diff(bytes_until, prepend=0) * loss_mask
+        labels, num_bytes = np.where(loss_mask, ids, -100), np.diff(bytes_until[so_far], prepend=0) * loss_mask
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
         splits = self.row_format.text is not None
         for first in range(0, size if splits else min(size, 1), self.sequence_length):
@@ -128,13 +116,9 @@ class Chunker:
             }
 
 
-def cut_document(rows: Dataset, column: str, start: int, end: int) -> Dataset:
-    """Return a row's text from character `start` up to `end`, cached so that what is made of it is cached too."""
-    return cached_map(rows, partial(_cut_text, column=column, start=start, end=end), "cutting the text")
-
-
-def _cut_text(batch: dict[str, list[str]], column: str, start: int, end: int) -> dict[str, list[str]]:
-    return {column: [text[start:end] for text in batch[column]]}
+def cut_texts(batch: dict[str, list[str]], column: str, part: slice) -> dict[str, list[str]]:
+    """Return that part of each text of a batch."""
+    return {column: [text[part] for text in batch[column]]}
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
@@ -146,14 +130,13 @@ def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list
     return ids[:first], ids[last:] + ([eos] if eos is not None and eos not in ids[last:] else [])
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[np.ndarray]:
-    """Return each text's tokens, and the characters where they start and end; each int32 of shape (3, tokens).
-
-    Long texts are cut into slices of about SLICE characters, after the end of a line where there is one.
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, begin: list[int], end: list[int]) -> list[np.ndarray]:
+    """Return each text's tokens, between `begin` and `end`, and the characters where they start and end; each int32 of
+    shape (3, tokens). Long texts are cut into slices of about SLICE characters, at the end of a line if there is one.
     """
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
-    found: list[list[np.ndarray]] = [[np.zeros((3, 0), np.int32)] for _ in texts]
+    found = [[_without_text(begin, 0)] for _ in texts]
     sizes = accumulate(end - start for _, start, end in slices)
     for _, group in groupby(zip(slices, sizes, strict=True), key=lambda part: part[1] // SLICE):
         together = [part for part, _ in group]
@@ -167,4 +150,8 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[np.nda
         for (i, start, _), ids, offsets in zip(together, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
             found[i].append(np.vstack([np.array(ids, np.int32), positions]))
-    return [np.hstack(parts) for parts in found]
+    return [np.hstack([*parts, _without_text(end, len(text))]) for parts, text in zip(found, texts, strict=True)]
+
+
+def _without_text(ids: list[int], position: int) -> np.ndarray:
+    return np.array([ids, [position] * len(ids), [position] * len(ids)], np.int32)

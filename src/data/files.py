@@ -26,10 +26,7 @@ def path_error(path: Path) -> str | None:
     if not path.is_dir():
         return None if path.suffix.lower() in LOADERS else f"{path.suffix or 'no suffix'} is none of {known}"
     if saved := [name for name in SAVED_TO_DISK if (path / name).is_file()]:
-        return (
-            f"was written by save_to_disk ({saved[0]}), which is not read: write each split with to_parquet, to "
-            f"train.parquet and validation.parquet"
-        )
+        return f"was written by save_to_disk ({saved[0]}), which is not read: write each split with to_parquet"
     used = [file for files in files_by_split(path).values() for file in files]
     kinds = {file.suffix.lower() for file in used}
     if len(kinds) != 1:

@@ -27,15 +27,13 @@ class MicroBatch:
     """What one process passes through the model at once."""
 
     data: Any
-    """Of the task's `collate`, where the dataset is: on the CPU, but for Task.to_device."""
+    """What the task's `collate` returned; on the CPU, but for Task.to_device."""
     num_examples: int
     """0: it is a dummy."""
 
     def to(self, device: torch.device) -> Any:
         """Return the data on the device."""
-        if device.type == "cpu":
-            return self.data
-        return send_to_device(self.data, device, non_blocking=True)
+        return self.data if device.type == "cpu" else send_to_device(self.data, device, non_blocking=True)
 
     @property
     def weight(self) -> float:
@@ -45,10 +43,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class ShardedBatchSampler:
-    """One process's part of each chunk of micro_batch_size x world_size examples: every world_size-th.
-
-    Iterating yields lists of indices, one per micro-batch.
-    """
+    """One process's part of each chunk of micro_batch_size x world_size examples: every world_size-th. Iterating yields
+    lists of indices, one per micro-batch."""
 
     order: np.ndarray
     """Indices into the dataset in the order of a single process; shape (examples,), int64."""
@@ -72,11 +68,8 @@ class ShardedBatchSampler:
 
 
 def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[list[MicroBatch]]:
-    """Yield this process's micro-batches of each optimizer step after `first` steps: nothing is replayed.
-
-    Args:
-        last: steps that are done at the end; None: all of the run's.
-    """
+    """Yield this process's micro-batches of each optimizer step after `first` steps, up to and with `last` (None: the
+    run's last one). Nothing is replayed."""
     config, dataset, step = run.config, run.train_set, first
     last = run.total_steps if last is None else last
     while step < last:
@@ -97,12 +90,8 @@ def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
 
 
 def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int) -> Tensor:
-    """Return per-example outputs of all processes in the order of the dataset, on the CPU. Collective.
-
-    Args:
-        outputs: those of this process's `evaluation_batches`, shape (share, ...).
-        num_examples: over all processes.
-    """
+    """Return per-example outputs of all processes, shape (num_examples, ...), in the order of the dataset, on the CPU.
+    `outputs` are those of this process's `evaluation_batches`, shape (share, ...). Collective."""
     world_size = accelerator.num_processes
     missing = -(-num_examples // world_size) - len(outputs)  # 0 or 1, as shares are every world_size-th example
     padded = torch.cat([outputs, outputs.new_zeros(missing, *outputs.shape[1:])])
@@ -130,10 +119,8 @@ def samples(dataset: Any, indices: list[int]) -> Any:
 def _load(
     run: Run, dataset: Examples, order: np.ndarray, global_batch_size: int, epoch: int = 0
 ) -> Iterator[list[MicroBatch]]:
-    config = run.config
-    sampler = ShardedBatchSampler(
-        order, global_batch_size, config.micro_batch(run.world_size), run.rank, run.world_size
-    )
+    config, micro_batch_size = run.config, run.config.micro_batch(run.world_size)
+    sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.rank, run.world_size)
     batches: Iterator[Any]
     if config.num_workers == 0:  # a DataLoader would take as long as a small model's step
         batches = (fetch(config.task, dataset, indices) for indices in sampler)
@@ -155,11 +142,8 @@ def _load(
 
 
 def _name_dead_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield its batches. torch tells of a worker's death, unless it died while it handed over a batch.
-
-    Raises:
-        RuntimeError: it did.
-    """
+    """Yield its batches. torch tells of a worker's death, unless it died while it handed over a batch: then raise a
+    RuntimeError that does."""
     try:
         yield from loader
     except (ConnectionError, EOFError) as error:

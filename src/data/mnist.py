@@ -3,9 +3,8 @@
 import contextlib
 import hashlib
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
+from importlib.metadata import distribution
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +24,21 @@ class Digits:
 
     images: Tensor
     labels: Tensor
+    transforms: Tensor | None = None
+    """Where in an image each of its pixels comes from, as torch's affine_grid takes it, shape (examples, 2, 3). Images
+    are moved when they are asked for: each process moves its own, while it trains."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         index = torch.tensor(indices, device=self.labels.device)
-        return {"images": self.images[index], "labels": self.labels[index]}
+        images = self.images[index]
+        if self.transforms is not None:
+            grid = F.affine_grid(self.transforms[index], [len(indices), 1, 28, 28], align_corners=False)
+            moved = F.grid_sample(images.unsqueeze(1).float(), grid, align_corners=False)
+            images = moved.squeeze(1).round().to(torch.uint8)
+        return {"images": images, "labels": self.labels[index]}
 
     def checksum(self) -> str:
         """Return the SHA-256 of images and labels, which are on the CPU."""
@@ -39,46 +46,22 @@ class Digits:
 
     def to(self, device: torch.device) -> "Digits":
         """Return it in the memory of `device`: 47 MB for MNIST's training set."""
-        moved = self.images.to(device), self.labels.to(device)
-        return self if moved[0] is self.images else Digits(*moved)
+        return Digits(self.images.to(device), self.labels.to(device))
 
-    def moved(self, rotation: float, shift: int, seed: list[int]) -> "MovedDigits":
-        """Return each image rotated by up to `rotation` degrees and shifted by up to `shift` whole pixels along both
-        axes, drawn uniformly from `seed`."""
+    def moved(self, rotation: float, shift: int, seed: list[int]) -> "Digits":
+        """Return images rotated by up to `rotation` degrees and shifted by up to `shift` pixels along both axes, drawn
+        uniformly from `seed`."""
         random = np.random.default_rng(seed)
         angles = torch.from_numpy(np.radians(random.uniform(-rotation, rotation, len(self)))).float()
         offsets = torch.from_numpy(random.integers(-shift, shift + 1, (len(self), 2, 1)) * (2 / 28)).float()
         cos, sin = angles.cos(), angles.sin()
         turns = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)
-        return MovedDigits(self, torch.cat([turns, offsets], 2).to(self.images.device))
-
-
-@dataclass(frozen=True)
-class MovedDigits:
-    """Images that are moved when they are asked for: each process moves its own, while it trains."""
-
-    digits: Digits
-    transforms: Tensor
-    """Where in an image each of its pixels comes from, as torch's affine_grid takes it; shape (examples, 2, 3)."""
-
-    def __len__(self) -> int:
-        return len(self.digits)
-
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        batch = self.digits.__getitems__(indices)
-        images = batch["images"].unsqueeze(1).float()
-        transforms = self.transforms[torch.tensor(indices, device=self.transforms.device)]
-        grid = F.affine_grid(transforms, list(images.shape), align_corners=False)
-        moved = F.grid_sample(images, grid, align_corners=False).squeeze(1).round()
-        return {"images": moved.to(torch.uint8), "labels": batch["labels"]}
+        return replace(self, transforms=torch.cat([turns, offsets], 2).to(self.images.device))
 
 
 def mnist(data_dir: str) -> tuple[Digits, Digits]:
-    """Return MNIST's training and test set; torchvision downloads what is not in `data_dir`.
-
-    Raises:
-        UserError: the files can neither be found nor downloaded, or one is not what its name says.
-    """
+    """Return MNIST's training and test set; torchvision downloads what is not in `data_dir`. Raise a UserError if the
+    files can neither be found nor downloaded, or one is not what its name says."""
     folders = [Path(data_dir) / "MNIST" / "raw", Path(data_dir)]
     complete = [folder for folder in folders if all((folder / name).is_file() for name in IDX_FILES)]
     if not complete:
@@ -93,11 +76,8 @@ def bundled_digits() -> tuple[Digits, Digits]:
 
     Source: https://archive.ics.uci.edu/dataset/80 (8 x 8 pixels, 17 shades).
     """
-    sklearn = find_spec("sklearn")
-    assert sklearn
-    assert sklearn.origin
-    file = Path(sklearn.origin).parent / "datasets" / "data" / "digits.csv.gz"  # load_digits has a second of imports
-    rows = np.loadtxt(file, delimiter=",")
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), delimiter=",")  # load_digits has a second of imports
     images, labels = rows[:, :-1], rows[:, -1]
     order = np.random.default_rng(0).permutation(len(labels))
     small = torch.from_numpy(images[order]).view(-1, 1, 8, 8) * (255 / 16)
@@ -112,29 +92,25 @@ def _download(data_dir: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
             MNIST(data_dir, download=True)
     except (RuntimeError, OSError) as error:
+        says = str(error).strip().splitlines()[-1]
         raise UserError(
-            f"MNIST is not in task.data_dir={data_dir} and could not be downloaded "
-            f"({str(error).strip().splitlines()[-1]}): set --task.data_dir=DIR to a folder with the four files "
-            f"{', '.join(IDX_FILES)}, or use the bundled digits with --task.source=digits"
+            f"MNIST is not in task.data_dir={data_dir} and could not be downloaded ({says}): set --task.data_dir=DIR "
+            f"to a folder with the four files {', '.join(IDX_FILES)}, or take --task.source=digits"
         ) from error
 
 
 def _read_digits(folder: Path, images_name: str, labels_name: str) -> Digits:
-    images = _read_idx(folder / images_name, read_image_file)
-    labels = _read_idx(folder / labels_name, read_label_file)
+    hint = "delete it to download MNIST again, or set --task.data_dir"
+    tensors = []
+    for name, read in ((images_name, read_image_file), (labels_name, read_label_file)):
+        path = folder / name
+        try:
+            tensors.append(read(str(path)))
+        except Exception as error:  # torchvision asserts that a file is as it should be
+            says = f"truncated or not an IDX file of {name.split('-')[1]} ({path.stat().st_size} bytes)"
+            raise UserError(f"{path}: {says}; {hint}") from error
+    images, labels = tensors
     if images.shape[1:] != (28, 28) or len(labels) != len(images) or len(labels) == 0 or labels.max() > 9:
-        raise UserError(
-            f"{folder / images_name} and {labels_name} are not MNIST's: images {tuple(images.shape)}, "
-            f"labels {tuple(labels.shape)}; delete them to download MNIST again, or set --task.data_dir"
-        )
+        shapes = f"images {tuple(images.shape)}, labels {tuple(labels.shape)}"
+        raise UserError(f"{folder / images_name} and {labels_name} are not MNIST's: {shapes}; {hint}")
     return Digits(images, labels)
-
-
-def _read_idx(path: Path, read: Callable[[str], Tensor]) -> Tensor:
-    try:
-        return read(str(path))
-    except Exception as error:  # torchvision asserts that a file is as it should be
-        raise UserError(
-            f"{path}: truncated or not an IDX file of {'images' if 'images' in path.name else 'labels'} "
-            f"({path.stat().st_size} bytes); delete it to download MNIST again, or set --task.data_dir"
-        ) from error

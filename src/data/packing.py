@@ -10,10 +10,8 @@ from datasets import Dataset
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of one or more chunks: a map-style dataset that is asked for whole batches.
-
-    An example is a list of chunks, each with `input_ids` and `labels` of shape (length,), int32, and `bytes`, an int.
-    """
+    """Sequences of one or more chunks: a map-style dataset of which an example is a list of chunks, each with
+    `input_ids` and `labels` of shape (length,), int32, and `bytes`, an int."""
 
     chunks: Dataset
     """A table of chunks: see src/data/documents.py."""
@@ -59,18 +57,18 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
     lengths = chunks.with_format("numpy")["length"][:]
     order = np.argsort(-lengths, kind="stable")
     sequences: list[list[int]] = []
-    by_room: list[list[list[int]]] = [[] for _ in range(sequence_length)]  # the sequences that have so much room left
+    by_room: list[list[list[int]]] = [[] for _ in range(sequence_length + 1)]  # sequences with so much room left
     rooms: list[int] = []  # in ascending order, those that a sequence has
     for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         i = bisect_left(rooms, length)
         if i == len(rooms):
-            room, sequence = sequence_length, list[int]()
-            sequences.append(sequence)
-        else:
-            room = rooms[i]
-            sequence = by_room[room].pop()
-            if not by_room[room]:
-                del rooms[i]
+            sequences.append([])
+            by_room[sequence_length].append(sequences[-1])
+            rooms.append(sequence_length)
+        room = rooms[i]
+        sequence = by_room[room].pop()
+        if not by_room[room]:
+            del rooms[i]
         sequence.append(row)
         if left := room - length:
             if not by_room[left]:

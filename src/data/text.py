@@ -4,13 +4,12 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import datasets
-import pyarrow
-import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, Value, load_dataset
+from datasets import Dataset, DatasetDict, List, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
 from huggingface_hub import constants, snapshot_download
@@ -26,6 +25,7 @@ ColumnKind = Literal["text", "label", "chat", "tools"]
 """What a column's values are: text; a name or a whole number; messages; the tools that these may call."""
 CODE = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
 """Of what makes the cached tables: a change of it makes them again."""
+PART_NAMES = {"train": "the data to train on", "eval": "the data to evaluate on"}
 
 
 class TextSource(Settings):
@@ -55,18 +55,20 @@ class TextSource(Settings):
     def source_errors(self) -> Iterator[str]:
         """Yield what is wrong with the settings, a line each, found without loading anything."""
         path = Path(self.dataset)
+        is_local = path.exists()
+        is_hub_name = path.suffix.lower() not in LOADERS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset)
         if not self.dataset:
             yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
-        elif path.exists() and self.dataset_config:
+        elif is_local and self.dataset_config:
             yield f"task.dataset_config={self.dataset_config}: {path} is not on the Hub, and has none"
-        elif path.exists():
-            yield from [f"task.dataset={path}: {error}" for error in [path_error(path)] if error]
-        elif path.suffix.lower() in LOADERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset):
+        elif is_local and (error := path_error(path)):
+            yield f"task.dataset={path}: {error}"
+        elif not is_local and not is_hub_name:
             yield f"task.dataset={path}: no such file or folder"
 
     def load_rows(self) -> tuple[Dataset, Dataset | None]:
-        """Return the rows to train on and, where there is a split of its own for it, to evaluate on.
-        Raise a UserError that says in one line what cannot be loaded and what to do."""
+        """Return the rows to train on and, where they have a split of their own, to evaluate on. Raise a UserError that
+        says in one line what cannot be loaded and what to do."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
         path = Path(self.dataset)
         splits: Any = files_by_split(path) if path.exists() else self._load_from_hub()
@@ -88,41 +90,40 @@ class TextSource(Settings):
                 folder = snapshot_download(self.dataset, repo_type="dataset", local_files_only=True)
                 return load_dataset(folder, self.dataset_config)
         except (ConnectionError, DatasetNotFoundError, LocalEntryNotFoundError) as error:
+            says = f"no such file or folder here, and not available on the Hub ({cause(error)}); offline, download it"
+            command = f"`hf download --repo-type dataset {self.dataset}`"
             raise UserError(
-                f"task.dataset={self.dataset}: no such file or folder here, and not available on the Hub "
-                f"({cause(error)}); offline, download it before with `hf download --repo-type dataset {self.dataset}` "
-                f"and set HF_HUB_OFFLINE=1"
+                f"task.dataset={self.dataset}: {says} before with {command} and set HF_HUB_OFFLINE=1"
             ) from error
         except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
             is_config = "BuilderConfig" in str(error)
             where = f"task.dataset_config={self.dataset_config}" if is_config else f"task.dataset={self.dataset}"
             raise UserError(f"{where}: cannot be read, {cause(error)}") from error
 
-    @property
-    def skipped_rows(self) -> dict[str, int]:
-        """How many rows `validate_rows` left out of "train" and "eval"."""
-        return self._skipped_rows
+    def usable_parts(
+        self, train: Dataset, evaluation: Dataset | None, columns: dict[str, ColumnKind]
+    ) -> tuple[Dataset, Dataset]:
+        """Return the rows to train on and to evaluate on whose `columns` hold what they should, none of them empty.
+        Raise a UserError where there are others that may not be skipped, or too few are left."""
+        train = self._validate_rows(train, "train", columns)
+        return self.split(train) if evaluation is None else (train, self._validate_rows(evaluation, "eval", columns))
 
-    def validate_rows(self, rows: Dataset, part: Literal["train", "eval"], columns: dict[str, ColumnKind]) -> Dataset:
-        """Return the rows whose `columns` hold what they should, none of them empty. Raise a UserError where a column
-        is not there, there are other rows and they may not be skipped, or none is left."""
-        where = "the data to train on" if part == "train" else "the data to evaluate on"
-        dataset = f"task.dataset={self.dataset}"
+    def _validate_rows(self, rows: Dataset, part: Literal["train", "eval"], columns: dict[str, ColumnKind]) -> Dataset:
+        dataset, where = f"task.dataset={self.dataset}", PART_NAMES[part]
         if missing := " nor ".join(name for name in columns if name not in rows.column_names):
-            raise UserError(
-                f"{dataset}: no column {missing} in {where}; its columns are {', '.join(rows.column_names)}"
-            )
+            names = ", ".join(rows.column_names)
+            raise UserError(f"{dataset}: no column {missing} in {where}; its columns are {names}")
         bad: dict[int, str] = {}
         for name, kind in columns.items():
             try:
                 bad = {row: f"{name} {why}" for row, why in _bad_rows(rows, name, kind)} | bad
-            except (pyarrow.ArrowInvalid, UnicodeError) as error:  # the JSON reader lets other encodings pass
+            except UnicodeDecodeError as error:  # the JSON reader lets other encodings pass
                 raise UserError(f"{dataset}: cannot be read, column {name} is not UTF-8 ({error})") from error
         if len(bad) == len(rows) and (not bad or self.bad_rows == "skip"):
             raise UserError(f"{dataset}: no usable row in {where}{f': in row 1 {bad[0]}' if bad else ''}")
         if bad and self.bad_rows == "refuse":
-            first = min(bad)
-            named = ", ".join(str(row + 1) for row in sorted(bad)[:5]) + (", …" if len(bad) > 5 else "")
+            first, *more = sorted(bad)
+            named = ", ".join(str(row + 1) for row in [first, *more[:4]]) + (", …" if len(bad) > 5 else "")
             raise UserError(
                 f"{dataset}: {len(bad)} of {len(rows)} rows in {where} have no usable {' or '.join(columns)} "
                 f"(row {named}; the first is 1): in row {first + 1} {bad[first]}; mend them, or leave them out with "
@@ -158,9 +159,9 @@ def table_checksum(table: Dataset, columns: list[str]) -> str:
     """Return a SHA-256 of the numbers in these columns, row by row: a number each, or a list."""
     digest = hashlib.sha256()
     for rows in table.select_columns(columns).with_format("arrow").iter(10_000):
-        for column in rows.columns:
-            values = column.combine_chunks()
-            if hasattr(values, "value_lengths"):
+        for name in columns:
+            values = rows[name].combine_chunks()
+            if isinstance(table.features[name], List):
                 digest.update(values.value_lengths().to_numpy().tobytes())
                 values = values.flatten()
             digest.update(values.to_numpy().tobytes())
@@ -169,13 +170,9 @@ def table_checksum(table: Dataset, columns: list[str]) -> str:
 
 def _bad_rows(rows: Dataset, column: str, kind: ColumnKind) -> Iterator[tuple[int, str]]:
     """Yield the rows whose value is not of this kind, and what it is instead."""
-    feature = rows.features[column]
-    if kind in ("text", "label") and isinstance(feature, Value) and feature.dtype in ("string", "large_string"):
-        empty = pc.equal(pc.utf8_trim_whitespace(rows.with_format("arrow")[:][column]), "")
-        yield from ((row, "is empty") for row in pc.indices_nonzero(pc.fill_null(empty, True)).to_pylist())
-        return
     check = {"text": _check_text, "label": _check_label, "chat": normalize_chat, "tools": normalize_tools}[kind]
-    for row, value in enumerate(rows[column]):
+    batches = rows.select_columns(column).iter(1000)
+    for row, value in enumerate(chain.from_iterable(batch[column] for batch in batches)):
         try:
             check(value)
         except ValueError as error:

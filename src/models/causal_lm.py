@@ -1,7 +1,5 @@
 """Decoders of transformers: with new weights from the name of an architecture, and their loss, lean on memory."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -13,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from src.models.pretrained import fsdp_blocks
-from src.process import UserError
+from src.process import UserError, explained
 from src.settings import nearest
 
 CHUNK, CHUNK_ON_GPU = 2**24, 2**27
@@ -22,13 +20,12 @@ CHUNK, CHUNK_ON_GPU = 2**24, 2**27
 
 class LanguageModel(nn.Module):
     """Computes losses from the logits of a few tokens at a time: with a vocabulary of 100,000, nothing takes as much
-    memory as all of them. Says whether the model `is_causal` and `keeps_documents_apart`."""
+    memory as all of them. Says whether the model `is_causal` and `keeps_documents_apart`.
+
+    `lm` is of AutoModelForCausalLM, fp32, on the CPU; or a PeftModel of one.
+    """
 
     def __init__(self, lm: Any) -> None:
-        """
-        Args:
-            lm: of AutoModelForCausalLM, fp32, on the CPU; or a PeftModel of one.
-        """
         super().__init__()
         self.lm = lm
         self._no_split_modules = fsdp_blocks(self.hf)
@@ -38,11 +35,8 @@ class LanguageModel(nn.Module):
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
         self.eval()
-        try:
+        with explained(f"{type(self.hf).__name__} fails on eight tokens: "):  # its config builds, but does not run
             self._probe()
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # its config builds, but does not run
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{type(self.hf).__name__} fails on eight tokens: {reason}") from error
         self.train()
 
     @property
@@ -55,15 +49,13 @@ class LanguageModel(nn.Module):
         return getattr(self, method)(*args, **kwargs)
 
     def loss(self, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor) -> Tensor:
-        """
+        """Return the loss summed over the targets, shape (), fp32.
+
         Args:
             input_ids: shape (batch, length), int64; padding at the end, where nothing that counts sees it.
             position_ids: of the same shape; where they start anew, another document begins.
             index: of what has a target, in the flattened batch; shape (targets,), int64.
-            targets: the tokens to predict there; shape (targets,), int64.
-
-        Returns:
-            The loss summed over the targets, shape (), fp32.
+            targets: the tokens to predict there; of the same shape.
         """
         states = self._states(input_ids, position_ids).flatten(0, 1).index_select(0, index)
         chunks = self._chunks(states, targets)
@@ -111,9 +103,8 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(self._logits(states).float(), targets, reduction="sum")
 
     def _chunks(self, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        if not self._has_known_head:  # the logits are there already
-            return [(states, targets)]
-        size = max(1, (CHUNK_ON_GPU if states.device.type == "cuda" else CHUNK) // self._vocabulary)
+        size = (CHUNK_ON_GPU if states.device.type == "cuda" else CHUNK) // self._vocabulary
+        size = max(1, size if self._has_known_head else len(states))  # else the logits are there already
         return list(zip(states.split(size), targets.split(size), strict=True))
 
     def _probe(self) -> None:
@@ -154,11 +145,8 @@ def new_config(
     architecture: dict[str, Any], tokenizer: PreTrainedTokenizerFast, sequence_length: int
 ) -> PreTrainedConfig:
     """Return a config of `architecture`: model_type and any of its config's fields. Vocabulary, special tokens and
-    positions fit the tokenizer and the sequences where it does not name them.
-
-    Raises:
-        UserError: there is no such architecture, or it has no such fields, or it refuses their values.
-    """
+    positions fit the tokenizer and the sequences where it does not name them. Raise a UserError if there is no such
+    architecture, or it has no such fields, or refuses their values."""
     fields = dict(architecture)
     kind = fields.pop("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
@@ -175,14 +163,5 @@ def new_config(
         fields.setdefault(positions, sequence_length)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.setdefault(token, getattr(tokenizer, token))
-    with explain_refusal(kind):
+    with explained(f"task.architecture: {kind} refuses it, "):
         return AutoConfig.for_model(kind, **fields)
-
-
-@contextmanager
-def explain_refusal(kind: str) -> Iterator[None]:
-    """Turn what transformers raises where an architecture's fields do not fit each other into a UserError."""
-    try:
-        yield
-    except Exception as error:  # of many kinds
-        raise UserError(f"task.architecture: {kind} refuses it, {' '.join(str(error).split())}") from error

@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import Field, PositiveInt
 from transformers import PreTrainedModel
 
-from src.process import UserError
+from src.process import UserError, explained
 from src.settings import Settings
 
 
@@ -28,29 +28,17 @@ class Lora(Settings):
     def add_adapters(
         self, model: PreTrainedModel, task_type: Literal["CAUSAL_LM", "SEQ_CLS"], revision: str | None
     ) -> PeftModel:
-        """Return `model` with new adapters; its own weights are frozen, except for a classifier's head.
-
-        Args:
-            revision: of `model` on the Hub, to be saved with the adapters.
-
-        Raises:
-            UserError: target_modules names layers that the model does not have, or that cannot be adapted.
-        """
+        """Return `model`, of this revision on the Hub, with new adapters; its own weights are frozen, except for a
+        classifier's head. Raise a UserError where it has no such layers, or they cannot be adapted."""
         assert self.r
         layers = [name for name, _ in model.named_modules()]
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
         if absent:
             raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
+        targets = self.target_modules or "all-linear"
         config = LoraConfig(
-            r=self.r,
-            lora_alpha=self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=self.target_modules or "all-linear",
-            task_type=task_type,
+            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=targets, task_type=task_type
         )
-        try:
-            with warnings.catch_warnings():  # peft still uses a name that transformers has deprecated
-                warnings.simplefilter("ignore", FutureWarning)
-                return get_peft_model(model, config, revision=revision)
-        except ValueError as error:
-            raise UserError(f"task.lora.target_modules: {' '.join(str(error).split())}") from error
+        with explained("task.lora.target_modules: "), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
+            return get_peft_model(model, config, revision=revision)

@@ -11,9 +11,7 @@ class MnistCnn(nn.Module):
     _no_split_modules = ["Conv2d", "Linear"]
 
     def __init__(self, dropout: float = 1.0) -> None:
-        """Args:
-        dropout: scales both dropout rates.
-        """
+        """`dropout` scales both dropout rates."""
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)

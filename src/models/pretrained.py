@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from peft import PeftModel
 from pydantic import Field
 from torch import Tensor
@@ -46,8 +45,9 @@ class ModelSource(Settings):
 
     def load_config(self) -> PreTrainedConfig:
         """Return the model's config. Raise a UserError if there is none, it is damaged, or it asks to run code."""
-        with _explained("model", self.model):
-            return AutoConfig.from_pretrained(str(self.model), revision=self.revision, trust_remote_code=False)
+        with _loading("model", self.model):
+            config = AutoConfig.from_pretrained(str(self.model), revision=self.revision, trust_remote_code=False)
+        return self.with_dropout(config)
 
     def with_dropout(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Return `config` with all its dropout rates set, where the settings ask for it. Not the layerdrop of some:
@@ -59,19 +59,13 @@ class ModelSource(Settings):
                 setattr(config, name, self.dropout)
         return config
 
-    def load_model(self, auto_class: Any, config: PreTrainedConfig, allowed_missing: str = "$^") -> PreTrainedModel:
-        """Return the model with its weights, fp32.
-
-        Args:
-            allowed_missing: a regular expression; weights with a match in their name are initialised where the
-                checkpoint has none, or of another shape.
-
-        Raises:
-            UserError: it cannot be found, is damaged, or is another kind of model.
-        """
+    def load_model(self, auto_class: Any, config: PreTrainedConfig, new_head: bool = False) -> PreTrainedModel:
+        """Return the model with its weights, fp32. With `new_head`, the layers after the base model, and a pooler, are
+        initialised where the checkpoint has none, or of another shape. Raise a UserError if it cannot be found, is
+        damaged, or another kind of model."""
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
-        with _explained("model", self.model):
+        with _loading("model", self.model):
             model, loaded = auto_class.from_pretrained(
                 self.model,
                 revision=self.revision,
@@ -82,24 +76,22 @@ class ModelSource(Settings):
                 output_loading_info=True,
             )
         absent = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
-        if refused := [name for name in absent if not re.search(allowed_missing, name)]:
-            raise UserError(
-                f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {len(refused)} of its weights "
-                f"are missing or of another shape ({', '.join(refused[:3])}{', …' if len(refused) > 3 else ''})"
-            )
+        base = f"{model.base_model_prefix}."
+        if refused := [n for n in absent if not new_head or (n.startswith(base) and "pooler" not in n)]:
+            says = f"{len(refused)} of its weights are missing or of another shape"
+            names = ", ".join(refused[:3]) + (", …" if len(refused) > 3 else "")
+            raise UserError(f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {says} ({names})")
         return model
 
     def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
         say where in the text its tokens are."""
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
-        with _explained(setting, source):
+        with _loading(setting, source):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         if not tokenizer.is_fast:
-            raise UserError(
-                f"{source}: {type(tokenizer).__name__} does not say where in a text its tokens are; "
-                f"take a model with a tokenizer of the tokenizers library (tokenizer.json)"
-            )
+            hint = "take a model with a tokenizer of the tokenizers library (tokenizer.json)"
+            raise UserError(f"{source}: {type(tokenizer).__name__} does not say where its tokens are in a text; {hint}")
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
             raise UserError(f"task.{setting}={source}: it has no tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
@@ -111,7 +103,7 @@ class ModelSource(Settings):
 
 
 @contextmanager
-def _explained(setting: str, name: str | None) -> Iterator[None]:
+def _loading(setting: str, name: str | None) -> Iterator[None]:
     """Turn what goes wrong in loading what `task.<setting>` names into a UserError of one line."""
     try:
         yield
@@ -121,13 +113,9 @@ def _explained(setting: str, name: str | None) -> Iterator[None]:
             reason = "wants to run code of its own, which is not allowed here; take one that transformers has"
         elif Path(str(name)).is_dir():
             reason = f"cannot be loaded, {says or type(error).__name__}"
-        elif isinstance(error.__cause__ or error, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError):
-            reason = (
-                f"no such folder here, and the Hub cannot be reached; to work offline, download it before with "
-                f"`hf download {name}` and set HF_HUB_OFFLINE=1"
-            )
         else:
-            reason = f"no such folder here, and not available on the Hub ({says})"
+            hint = f"offline, download it before with `hf download {name}` and set HF_HUB_OFFLINE=1"
+            reason = f"no such folder here, and not available on the Hub ({says}); {hint}"
         raise UserError(f"task.{setting}={name}: {reason}") from error
 
 
@@ -143,14 +131,12 @@ def check_fit(sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrai
     if sequence_length > limit:
         raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
     if len(tokenizer) > known:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, but the model knows {known} "
-            f"(task.tokenizer, task.architecture.vocab_size)"
-        )
+        where = "task.tokenizer, task.architecture.vocab_size"
+        raise UserError(f"the tokenizer has {len(tokenizer)} tokens, but the model knows {known} ({where})")
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write what `from_pretrained` reads: config, weights, tokenizer and, of a PeftModel, its adapters alone."""
+    """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer."""
     logging.disable_progress_bar()
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
@@ -168,5 +154,5 @@ def fsdp_blocks(model: PreTrainedModel) -> list[str]:
     input embeddings, which Accelerate wraps by themselves afterwards."""
     embeddings = model.get_input_embeddings()
     around = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
-    present = {type(module).__name__ for module in model.modules()}
-    return [name for name in model._no_split_modules or [] if name in present - around]
+    usable = {type(module).__name__ for module in model.modules()} - around
+    return [name for name in model._no_split_modules or [] if name in usable]

@@ -16,15 +16,11 @@ TASKS = {
 
 def load_task(name: str) -> type[Task]:
     """Return a task's class. Its file, and the libraries that it needs, are imported now: those of the others never."""
-    return _imported(TASKS[name])
+    module, _, class_name = TASKS[name].rpartition(".")
+    return getattr(import_module(module), class_name)
 
 
 def load_metric(name: str) -> Any:
     """Return a new metric of src/tasks/metrics.py. To import `evaluate` takes seconds, which the first evaluation waits
     for, and no start."""
-    return _imported(f"src.tasks.metrics.{name}")()
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
+    return getattr(import_module("src.tasks.metrics"), name)()

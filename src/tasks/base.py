@@ -21,52 +21,39 @@ class Examples(Protocol):
 
 
 class Task(Settings, ABC):
-    """Subclass it in a file of its own, and name that file in src/tasks/__init__.py.
-
-    The fields are the task's settings (`--task.<field>`); `name` picks it. All methods but `metrics` and `export`
-    are called on every process.
-    """
+    """Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
+    (`--task.<field>`). All methods but `metrics` and `export` are called on every process."""
 
     name: str
     """The task to train."""
     metric_names: ClassVar[tuple[str, ...] | None] = None
-    """Names that `metrics` returns, so that settings that name one are checked at the start; None: not known before."""
+    """Names that `metrics` returns, to check settings that name one at the start; None: not known before."""
 
     def validation_errors(self) -> Iterator[str]:
-        """Yield what no single field can tell, a line each: settings that contradict each other, missing files.
-
-        Called before anything is loaded.
-        """
+        """Yield what no single field can tell, a line each, before anything is loaded: settings that contradict each
+        other, missing files."""
         yield from ()
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """Return the model, fp32, on the CPU. Same seed, same weights.
-
-        For FSDP, `_no_split_modules` on it lists the class names of its repeating blocks, as transformers does.
-        """
+        """Return the model, fp32, on the CPU. Same seed, same weights. For FSDP, `_no_split_modules` on it lists the
+        class names of its repeating blocks, as transformers does."""
 
     @abstractmethod
     def build_datasets(self) -> tuple[Examples, Examples]:
-        """Return the training and the evaluation set.
-
-        The first process of each machine goes first: the others find what it downloaded or cached.
-
-        Raises:
-            UserError: in one line, what is wrong with the user's data and what to do.
-        """
+        """Return the training and the evaluation set. The first process of each machine goes first: the others find
+        what it downloaded or cached. Raise a UserError that says in one line what is wrong with the data."""
 
     def data_state(self) -> dict[str, Any]:
-        """Return what `build_datasets` found out and `build_model` needs, as JSON. Checkpoints keep it: the model can
-        then be built without the data."""
+        """Return what `build_datasets` found out and `build_model` needs, as JSON, for checkpoints."""
         return {}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         """Take over what `data_state` returned, in place of `build_datasets`."""
 
     def fingerprint(self, dataset: Any) -> str:
-        """Return what tells a dataset from one with other examples, or another order; empty: nothing does. A run
-        refuses to go on with other data than it began with."""
+        """Return what tells a dataset from one with other examples, or another order, for a run does not go on with
+        other data than it began with; empty: nothing does."""
         return ""
 
     def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
@@ -74,18 +61,18 @@ class Task(Settings, ABC):
         return {}
 
     def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
-        """Return the order of an epoch: indices into `train`, each once, shape (examples,), int64. Draw from `random`
-        alone: it is the same on any number of processes."""
+        """Return the order of an epoch: indices into `train`, each once, shape (examples,), int64. Draw from `random`,
+        which is the same on any number of processes."""
         return random.permutation(len(train))
 
     def augmented(self, train: Any, seed: list[int]) -> Examples:
         """Return `train` as one epoch sees it. Draw from `seed` (the run's and the epoch's) and the example's index
-        alone, best when the example is asked for: it is then the same on any number of processes."""
+        alone: it is then the same on any number of processes."""
         return train
 
     def to_device(self, dataset: Any, device: torch.device) -> Examples:
-        """Return the dataset in the device's memory, where it fits there easily: no batch is then copied. Called where
-        the process loads its data itself (num_workers=0)."""
+        """Return the dataset in the device's memory, where it fits there easily: no batch is then copied. Not called
+        where workers load the data."""
         return dataset
 
     def collate(self, samples: list[Any]) -> Any:
@@ -97,8 +84,7 @@ class Task(Settings, ABC):
         return [sample]
 
     def count_tokens(self, batch: Any) -> tuple[int, int]:
-        """Return the tokens in a batch of `collate`, without padding and with it; (0, 0) where it is not text. Called
-        before the batch is on the device."""
+        """Return the tokens in a batch of `collate`, without padding and with it; (0, 0) where it is not text."""
         return 0, 0
 
     @abstractmethod
@@ -106,8 +92,8 @@ class Task(Settings, ABC):
         """Return the loss summed over its targets (examples, tokens), shape (), fp32, and their number.
 
         The loop divides by the number over all processes and micro-batches: never average here. Take the loss of
-        `logits.float()`: FSDP returns them in the dtype it computes in. BatchNorm would see each process's examples
-        alone, and a dummy batch where one has none left: prefer a norm that looks at one example.
+        `logits.float()`: FSDP returns them in the dtype it computes in. Prefer a norm that looks at one example:
+        BatchNorm would see those of one process, or a dummy batch.
         """
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
@@ -115,25 +101,18 @@ class Task(Settings, ABC):
         return *self.loss(model, batch), {}
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        """Return the metrics of the whole evaluation set by name.
-
-        Args:
-            outputs: from `evaluate`, each example exactly once, in the dataset's order, on the CPU.
-        """
+        """Return the metrics of the whole evaluation set by name. `outputs` are those of `evaluate`, each example
+        exactly once, in the dataset's order, on the CPU."""
         return {}
 
     def report(self, model: Any, device: torch.device) -> dict[str, list[dict[str, str]]]:
-        """Return tables of text to record at each evaluation, by name: rows of equal keys, such as a prompt and its
-        continuation. Every process calls the model, on `device`, equally often."""
+        """Return tables of text to record at each evaluation, by name: rows of equal keys. Every process calls the
+        model, on `device`, equally often."""
         return {}
 
     def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-        """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole.
-
-        Args:
-            model: as `build_model` returned it, or FSDP left it.
-            weights: its state dict, on the CPU.
-        """
+        """Write what others load. `model` is as `build_model` returned it, or FSDP left it; `weights` are its whole
+        state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, in several parts where it is large
 
     def card(self) -> dict[str, Any]:

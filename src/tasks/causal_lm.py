@@ -5,33 +5,42 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import yaml
 from datasets import Dataset
-from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr, field_validator
+from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt, PrivateAttr
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from src.data.byte_tokenizer import byte_tokenizer
-from src.data.documents import Chunker, RowFormat, cut_document
+from src.data.documents import Chunker, RowFormat, cut_texts
 from src.data.packing import Sequences, pack, unpacked
-from src.data.text import TextSource, table_checksum
-from src.models.causal_lm import LanguageModel, explain_refusal, new_config
+from src.data.text import TextSource, cached_map, table_checksum
+from src.models.causal_lm import LanguageModel, new_config
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
-from src.process import UserError
+from src.process import UserError, explained
 from src.settings import Yaml, flatten
 from src.tasks.base import Task
 
-ROUTER_LOSS = re.compile("output_router_logits|(aux|z)_loss|moe_loss")
-"""Fields of a config that ask for it."""
 NO_ROUTER_LOSS = (
     "the auxiliary loss of a mixture of experts is not added here: it is one of the whole batch's routing, and would "
     "be another on each number of processes"
 )
+
+
+def _typed(value: Any) -> Any:
+    """Return values from the command line, which are text, as YAML reads them; 1e-5, which it takes for text, too."""
+    if isinstance(value, dict):
+        return {name: _typed(inner) for name, inner in value.items()}
+    with contextlib.suppress(yaml.YAMLError):
+        value = yaml.load(value, Loader=Yaml) if isinstance(value, str) else value  # it is a safe one
+    with contextlib.suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
+    return value
 
 
 class CausalLM(TextSource, ModelSource, Task):
@@ -39,7 +48,7 @@ class CausalLM(TextSource, ModelSource, Task):
 
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
-    architecture: dict[str, Any] = {}
+    architecture: Annotated[dict[str, Any], BeforeValidator(_typed)] = {}
     """Trains from scratch, in place of task.model: model_type as transformers names it (llama, gpt2, qwen3, …), and
     any field of its config."""
     tokenizer: str | None = None
@@ -70,11 +79,6 @@ class CausalLM(TextSource, ModelSource, Task):
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
 
-    @field_validator("architecture", mode="before")
-    @classmethod
-    def _with_types(cls, fields: Any) -> Any:
-        return _typed(fields) if isinstance(fields, dict) else fields
-
     def validation_errors(self) -> Iterator[str]:
         yield from self.source_errors()
         yield from self.model_errors()
@@ -83,7 +87,7 @@ class CausalLM(TextSource, ModelSource, Task):
         elif self.architecture and not isinstance(self.architecture.get("model_type"), str):
             yield "task.architecture.model_type is not set: name an architecture of transformers, such as llama"
         for name, value in flatten(self.architecture):
-            if value and ROUTER_LOSS.search(name):
+            if value and re.search("output_router_logits|(aux|z)_loss|moe_loss", name):
                 yield f"task.architecture.{name}={value}: {NO_ROUTER_LOSS}; leave it out to train without"
         if self.lora.r and not self.model:
             yield "task.lora adapts a model that there is: set task.model, not task.architecture"
@@ -91,11 +95,7 @@ class CausalLM(TextSource, ModelSource, Task):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
             yield "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one"
-        try:
-            self._read_chat_template()
-        except UnicodeDecodeError:
-            yield f"task.chat_template={self.chat_template}: is not UTF-8"
-        except OSError:
+        if self.chat_template and not Path(self.chat_template).is_file():
             yield f"task.chat_template={self.chat_template}: no such file"
 
     def build_model(self) -> LanguageModel:
@@ -110,20 +110,18 @@ class CausalLM(TextSource, ModelSource, Task):
         if self.model:
             lm = self.load_model(AutoModelForCausalLM, self._config)
             return self.lora.add_adapters(lm, "CAUSAL_LM", self.revision) if self.lora.r else lm
-        with explain_refusal(self._config.model_type):
+        with explained(f"task.architecture: {self._config.model_type} refuses it, "):
             return AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
         if self.model:
-            config = self.with_dropout(self.load_config())
+            config = self.load_config()
         else:
             config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
         if getattr(config.get_text_config(), "output_router_logits", False):
-            raise UserError(
-                f"task.model={self.model}: its config asks for it by output_router_logits, but {NO_ROUTER_LOSS}; "
-                f"set that to false in its config.json to train without"
-            )
+            says = f"its config asks for it by output_router_logits, but {NO_ROUTER_LOSS}"
+            raise UserError(f"task.model={self.model}: {says}; set that to false in its config.json to train without")
         check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
@@ -131,23 +129,16 @@ class CausalLM(TextSource, ModelSource, Task):
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         name = self.tokenizer or (None if self.model else "bytes")
         tokenizer = byte_tokenizer() if name == "bytes" else self.load_tokenizer(name)
-        tokenizer.chat_template = self._read_chat_template() or tokenizer.chat_template
+        if self.chat_template:
+            with explained(f"task.chat_template={self.chat_template}: "):
+                tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         return tokenizer
 
-    def _read_chat_template(self) -> str | None:
-        return Path(self.chat_template).read_text(encoding="utf-8") if self.chat_template else None
-
     def build_datasets(self) -> tuple[Sequences, Sequences]:
-        train, evaluation = self.load_rows()
-        self._row_format = row_format = self._find_row_format(train.column_names)
-        train = self.validate_rows(train, "train", row_format.columns)
-        if evaluation is not None:
-            evaluation = self.validate_rows(evaluation, "eval", row_format.columns)
-        elif row_format.text and len(train) == 1:
-            train, evaluation = self._cut(train, row_format.text)
-        else:
-            train, evaluation = self.split(train)
-        if row_format.messages and not self._tokenizer.chat_template:
+        rows = self.load_rows()
+        self._row_format = self._find_row_format(rows[0].column_names)
+        train, evaluation = self.usable_parts(*rows, self._row_format.columns)
+        if self._row_format.messages and not self._tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template: set --task.chat_template to a Jinja file with one")
         _ = self._config  # sequence_length is checked before the work begins
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
@@ -163,34 +154,36 @@ class CausalLM(TextSource, ModelSource, Task):
         elif "text" in names or len(names) == 1:
             found = RowFormat(text="text" if "text" in names else names[0])
         else:
+            hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
             raise UserError(
-                f"task.dataset={self.dataset}: which of its columns {', '.join(names)} to learn? Set "
-                f"--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
+                f"task.dataset={self.dataset}: which of its columns {', '.join(names)} to learn? Set {hint}"
             )
         return replace(found, tools="tools") if found.messages and "tools" in names else found
 
-    def _cut(self, rows: Dataset, column: str) -> tuple[Dataset, Dataset]:
+    def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
+        column = self._row_format.text
+        if column is None or len(rows) > 1:
+            return super().split(rows)
         length = len(rows[0][column])
         cut = round(length * (1 - self.eval_fraction))
         if not 0 < cut < length:
             raise UserError(f"task.dataset={self.dataset}: too short to keep a part of it for evaluation")
-        return cut_document(rows, column, 0, cut), cut_document(rows, column, cut, length)
+        train = cached_map(rows, partial(cut_texts, column=column, part=slice(cut)), "cutting the text")
+        return train, cached_map(rows, partial(cut_texts, column=column, part=slice(cut, None)), "cutting the text")
 
     def _sequences(self, rows: Dataset, part: str) -> Sequences:
         length = self.sequence_length
         chunks = Chunker(self._row_format, self._tokenizer, length, self.train_on_prompts).make_chunks(rows, part)
         if not chunks.with_format("numpy")["targets"][:].any():
-            raise UserError(
-                f"task.dataset={self.dataset}: the {part} has nothing to predict: no row has a completion, or a turn "
-                f"of the assistant, within sequence_length={length}"
-            )
+            says = f"no row has a completion, or a turn of the assistant, within sequence_length={length}"
+            raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
         return pack(chunks, length) if self.packing else unpacked(chunks)
 
     def fingerprint(self, dataset: Sequences) -> str:
         return table_checksum(dataset.chunks, ["input_ids", "labels"])
 
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
-        return dataset.describe(self.sequence_length) | {"skipped_rows": self.skipped_rows[part]}
+        return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}
 
     def collate(self, samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
         lengths = [sum(len(chunk["input_ids"]) for chunk in sample) for sample in samples]
@@ -206,30 +199,27 @@ class CausalLM(TextSource, ModelSource, Task):
                 labels[row, start:end] = torch.from_numpy(chunk["labels"])
                 position_ids[row, start:] = torch.arange(width - start)
                 start = end
-        index = (labels.flatten() != -100).nonzero().squeeze(1)
-        return {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "index": index,
-            "targets": labels.flatten()[index],
-            "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
-            "tokens": sum(lengths),
-        }
+        labels = labels.flatten()
+        index = (labels != -100).nonzero().squeeze(1)
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "index": index, "targets": labels[index]}
+        num_bytes = torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples])
+        return {"inputs": inputs, "bytes": num_bytes, "tokens": sum(lengths)}
 
     def documents(self, sample: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         return [[chunk] for chunk in sample]
 
     def count_tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
-        return batch["tokens"], batch["input_ids"].numel()
+        return batch["tokens"], batch["inputs"]["input_ids"].numel()
 
     def loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-        return model("loss", *_inputs(batch)), len(batch["targets"])
+        return model("loss", **batch["inputs"]), len(batch["inputs"]["targets"])
 
     def evaluate(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
-        nats, correct = model("score", *_inputs(batch))
-        targets = (batch["index"] // batch["input_ids"].shape[1]).bincount(minlength=len(nats))
+        inputs = batch["inputs"]
+        nats, correct = model("score", **inputs)
+        targets = (inputs["index"] // inputs["input_ids"].shape[1]).bincount(minlength=len(nats))
         outputs = {"nats": nats, "correct": correct, "targets": targets, "bytes": batch["bytes"]}
-        return nats.sum(), len(batch["targets"]), outputs
+        return nats.sum(), len(inputs["targets"]), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         total = {name: values.double().sum().item() for name, values in outputs.items()}
@@ -244,12 +234,9 @@ class CausalLM(TextSource, ModelSource, Task):
         return {"samples": samples} if samples else {}
 
     def _continuation(self, model: Any, prompt: str, device: torch.device) -> str:
-        tokenizer = self._tokenizer
-        if self._row_format.messages:
-            chat = [{"role": "user", "content": prompt}]
-            encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-        else:
-            encoded = tokenizer(prompt)
+        tokenizer, chat = self._tokenizer, [{"role": "user", "content": prompt}]
+        is_chat = self._row_format.messages is not None
+        encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True) if is_chat else tokenizer(prompt)
         tokens = encoded["input_ids"] or [tokenizer.eos_token_id or 0]
         limit = max_length(self._config, tokenizer)
         input_ids = torch.tensor([tokens[-(limit - 1) :]], device=device)
@@ -278,20 +265,3 @@ class CausalLM(TextSource, ModelSource, Task):
     def card(self) -> dict[str, Any]:
         adapter = {"library_name": "peft"} if self.lora.r else {}
         return {"pipeline_tag": "text-generation", **self.model_card(), **self.source_card(), **adapter}
-
-
-def _inputs(batch: dict[str, Any]) -> list[Tensor]:
-    return [batch[name] for name in ("input_ids", "position_ids", "index", "targets")]
-
-
-def _typed(value: Any) -> Any:
-    """Return values from the command line, which are text, as YAML reads them; 1e-5, which it takes for text, too."""
-    if isinstance(value, dict):
-        return {name: _typed(inner) for name, inner in value.items()}
-    if isinstance(value, str):
-        with contextlib.suppress(yaml.YAMLError):
-            value = yaml.load(value, Loader=Yaml)  # it is a safe one
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return float(value)
-    return value

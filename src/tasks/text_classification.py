@@ -56,12 +56,7 @@ class TextClassification(TextSource, ModelSource, Task):
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [self.text_column] + ([self.text_pair_column] if self.text_pair_column else [])
         columns: dict[str, ColumnKind] = {**dict.fromkeys(texts, "text"), self.label_column: "label"}
-        train, evaluation = self.load_rows()
-        train = self.validate_rows(train, "train", columns)
-        if evaluation is None:
-            train, evaluation = self.split(train)
-        else:
-            evaluation = self.validate_rows(evaluation, "eval", columns)
+        train, evaluation = self.usable_parts(*self.load_rows(), columns)
         train_ids, eval_ids = self._label_ids(*label_names([train, evaluation], self.label_column))
         tokenizer, length = self._tokenizer, self.sequence_length
         train = tokenize_texts(train.select_columns(texts), train_ids, tokenizer, length, "training data")
@@ -78,11 +73,9 @@ class TextClassification(TextSource, ModelSource, Task):
         where = f"task.label_column={self.label_column}"
         if len(names) < 2:
             raise UserError(f"{where}: all rows to train on have the same label, {names[0]}")
-        if unseen := sorted(set(evaluation) - set(names)):
-            raise UserError(
-                f"{where}: {', '.join(unseen)} is in the data to evaluate on, but not in the data to train on "
-                f"({', '.join(names)})"
-            )
+        if unseen := ", ".join(sorted(set(evaluation) - set(names))):
+            says = f"is in the data to evaluate on, but not in the data to train on ({', '.join(names)})"
+            raise UserError(f"{where}: {unseen} {says}")
         self._labels, ids = names, {name: i for i, name in enumerate(names)}
         return [ids[label] for label in train], [ids[label] for label in evaluation]
 
@@ -101,7 +94,7 @@ class TextClassification(TextSource, ModelSource, Task):
         return {
             "tokens": int(columns["length"].sum()),
             "truncated": int(columns["truncated"].sum()),
-            "skipped_rows": self.skipped_rows[part],
+            "skipped_rows": self._skipped_rows[part],
             "labels": len(counts),
             **{f"label {self._labels[label]}": count for label, count in counts.most_common(SHOWN)},
         }
@@ -110,13 +103,9 @@ class TextClassification(TextSource, ModelSource, Task):
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        width = max(sample["length"] for sample in samples)
-        pads = {"input_ids": self._tokenizer.pad_token_id, "token_type_ids": 0, "attention_mask": 0}
-        inputs = {
-            name: torch.tensor([sample[name] + [pad] * (width - sample["length"]) for sample in samples])
-            for name, pad in pads.items()
-            if name in samples[0]
-        }
+        names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
+        encoded = [{name: sample[name] for name in names} for sample in samples]
+        inputs = dict(self._tokenizer.pad(encoded, padding_side="right", return_tensors="pt"))
         labels = torch.tensor([sample["label"] for sample in samples])
         return {"inputs": inputs, "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
 
@@ -125,23 +114,19 @@ class TextClassification(TextSource, ModelSource, Task):
 
     def build_model(self) -> Any:
         config = self._config
-        config.num_labels = len(self._labels)
         config.id2label = dict(enumerate(self._labels))
         config.label2id = {label: i for i, label in enumerate(self._labels)}
         config.problem_type = "single_label_classification"
         config.pad_token_id = self._tokenizer.pad_token_id
-        classes = AutoModelForSequenceClassification._model_mapping
-        if type(config) not in classes:
+        if type(config) not in AutoModelForSequenceClassification._model_mapping:
             raise UserError(f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}")
-        model_class: Any = classes[type(config)]
-        head = rf"^(?!{model_class.base_model_prefix}\.)|pooler"  # is new where the checkpoint has none
-        model: Any = self.load_model(AutoModelForSequenceClassification, config, allowed_missing=head)
+        model: Any = self.load_model(AutoModelForSequenceClassification, config, new_head=True)
         model._no_split_modules = fsdp_blocks(model)
         return self.lora.add_adapters(model, "SEQ_CLS", self.revision) if self.lora.r else model
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
-        config = self.with_dropout(self.load_config())
+        config = self.load_config()
         check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
