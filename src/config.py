@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.checkpoint.output_folder import folder_errors, saved_settings
+from src.checkpoint.output_folder import folder_errors
 from src.process import UserError
-from src.settings import Settings, describe, fields, nearest, read_arguments, validate
+from src.settings import Settings, describe, nearest, read_arguments, validate
 from src.tasks import TASKS, load_task
 from src.tasks.base import Task
 from src.wandb_settings import Wandb
@@ -25,13 +25,6 @@ The task's own are shown for the chosen one: --task.name={tasks}
 """
 RENAMED = {"task.learn_all": "task.train_on_prompts"}
 """Settings of earlier versions, and what they are called now."""
-RESUME_SAFE_SETTINGS = (
-    "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
-    "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
-    "ddp_comm_hook", "push_to_hub", "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts",
-    "task.sample_tokens", "task.sample_temperature", "task.lora.merge",
-)  # fmt: skip
-"""Settings, and groups of them, that leave the weights which a run arrives at as they are, but for rounding."""
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -161,25 +154,9 @@ class Config(Settings):
 
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
         """Return the optimizer steps to take, and those that the learning rate's schedule spans."""
-        return steps_of(self.max_steps, self.epochs, steps_per_epoch)
-
-    @property
-    def parent_checkpoint(self) -> Path | None:
-        """The checkpoint that the run branches off from: by `resume`, or by what its folder says of its beginning."""
-        resume = self.resume if self.resume not in ("auto", "never") else saved_settings(self.folder).get("resume")
-        return Path(str(resume)) if resume not in ("auto", "never", None) else None
-
-    def changes_since(self, saved: dict[str, Any]) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-        """Return what differs from the settings that a checkpoint was saved with, as (then, now) by name: those that
-        say how long the run is, and those that make it another run."""
-        then, now = (_by_name(type(self), values) for values in (saved, self.model_dump(mode="json")))
-        safe = tuple(f"{name}." for name in RESUME_SAFE_SETTINGS)
-        changed = {
-            name: (value, now[name])
-            for name, value in then.items()
-            if name in now and value != now[name] and not f"{name}.".startswith(safe)
-        }
-        return {name: changed.pop(name) for name in ("max_steps", "epochs") if name in changed}, changed
+        planned = (self.epochs or 0) * steps_per_epoch
+        total = self.max_steps or planned
+        return total, max(total, planned)
 
     def micro_batch(self, world_size: int) -> int:
         """Return the examples per forward pass of one of `world_size` processes."""
@@ -188,13 +165,6 @@ class Config(Settings):
     def accumulation(self, world_size: int) -> int:
         """Return the micro-batches per optimizer step on each of `world_size` processes."""
         return self.global_batch_size // (self.micro_batch(world_size) * world_size)
-
-
-def steps_of(max_steps: int | None, epochs: int | None, steps_per_epoch: int) -> tuple[int, int]:
-    """As Config.steps, of these settings."""
-    planned = (epochs or 0) * steps_per_epoch
-    total = max_steps or planned
-    return total, max(total, planned)
 
 
 def load_config(argv: list[str]) -> Config:
@@ -280,19 +250,6 @@ def metric_errors(config: Config, names: Collection[str]) -> Iterator[str]:
         if name is not None and name not in names:
             hint = nearest(name, list(names))
             yield f"{setting}.metric={name}: the evaluation has no such metric{hint} ({', '.join(names)})"
-
-
-def _by_name(config_class: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings among nested values by their dotted name, without those of another version of the code."""
-    found = {}
-    for name, _ in fields(config_class):
-        *groups, last = name.split(".")
-        group: Any = values
-        for part in groups:
-            group = group.get(part) if isinstance(group, dict) else None
-        if isinstance(group, dict) and last in group:
-            found[name] = group[last]
-    return found
 
 
 def _hub_errors(repository: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ import yaml
 from tqdm import tqdm
 
 from src.checkpoint.format import ResumePoint, write_json, write_text
-from src.checkpoint.output_folder import saved_settings
+from src.checkpoint.output_folder import parent_checkpoint, saved_settings
 from src.config import Config
 from src.data.loading import examples_seen
 from src.distributed import Launch, peak_memory
@@ -54,7 +54,7 @@ class Tracker:
         line = self._metrics.readline()
         is_kept = line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")
         self._metrics.truncate(self._recorded + len(line) * is_kept)
-        parent = saved_settings(self.folder).get("resume") if is_continued else config.parent_checkpoint
+        parent = saved_settings(self.folder).get("resume") if is_continued else parent_checkpoint(config)
         settings = config.model_dump(mode="json") | {"resume": str(parent or config.resume)}
         if "{run_name}" not in config.output_dir:
             del settings["output_dir"]  # fed back under another name, it would lead to this run

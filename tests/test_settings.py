@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from src.checkpoint.output_folder import parent_checkpoint
 from src.config import Config, load_config
 from tests.launching import PROJECT
 
@@ -266,7 +267,7 @@ def test_a_spoilt_config_yaml_is_no_traceback() -> None:
     Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
     for content in (b"\xff\xfe", b"resume: [a]", b"- a", b"resume: null"):
         Path("runs/mnist/config.yaml").write_bytes(content)
-        assert load_config([]).parent_checkpoint in (None, Path("['a']"))
+        assert parent_checkpoint(load_config([])) in (None, Path("['a']"))
 
 
 @pytest.mark.parametrize(

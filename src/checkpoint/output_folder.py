@@ -6,12 +6,14 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from src.settings import nearest
+from src.settings import fields, nearest
 
 if TYPE_CHECKING:  # a circle: the settings are complete only when this folder has been judged
     from src.config import Config
@@ -19,6 +21,15 @@ if TYPE_CHECKING:  # a circle: the settings are complete only when this folder h
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
 """What a run writes into its output folder, besides status.json, which one that was stopped at its start leaves too."""
 ELSEWHERE = "choose another --run_name or --output_dir"
+RESUME_SAFE_SETTINGS = (
+    "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
+    "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
+    "ddp_comm_hook", "push_to_hub", "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts",
+    "task.sample_tokens", "task.sample_temperature", "task.lora.merge",
+)  # fmt: skip
+"""Settings, and groups of them, that leave the weights which a run arrives at as they are, but for rounding."""
+LENGTH = {"max_steps", "epochs"}
+"""Settings that say how long a run is."""
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
@@ -34,6 +45,26 @@ def saved_settings(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return saved if isinstance(saved, dict) else {}
+
+
+def parent_checkpoint(config: "Config") -> Path | None:
+    """Return the checkpoint that the run branches off from: by `resume`, or by what its folder says of its start."""
+    resume = config.resume if config.resume not in ("auto", "never") else saved_settings(config.folder).get("resume")
+    return Path(str(resume)) if resume not in ("auto", "never", None) else None
+
+
+def changed_settings(config: "Config", saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return which settings make it another run than the one that was saved, as (then, now) by name; max_steps and
+    epochs, which say how long it is, among them."""
+    now, changed = config.model_dump(mode="json"), {}
+    for name, _ in fields(type(config)):
+        try:
+            before, after = (reduce(getitem, name.split("."), values) for values in (saved, now))
+        except (KeyError, TypeError):  # another version of the code did not have it
+            continue
+        if before != after and not f"{name}.".startswith(tuple(f"{safe}." for safe in RESUME_SAFE_SETTINGS)):
+            changed[name] = before, after
+    return changed
 
 
 def folder_errors(config: "Config") -> Iterator[str]:
@@ -74,7 +105,7 @@ def _run_errors(config: "Config") -> Iterator[str]:
     elif held and not checkpoints:
         if "summary.json" in held or "model" in held or not saved:
             yield f"{holds} a run already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
-        elif config.changes_since(saved)[1]:
+        elif changed_settings(config, saved).keys() - LENGTH:
             yield f"{holds} the beginning of a run with other settings; {elsewhere}"
         elif _had_checkpoints(folder, saved):
             yield f"{lost}; or {elsewhere}"

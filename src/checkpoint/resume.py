@@ -17,10 +17,17 @@ from torch import nn
 
 from src.checkpoint import format
 from src.checkpoint.format import ResumePoint, RunState
-from src.checkpoint.output_folder import folder_errors, list_checkpoints, saved_settings
+from src.checkpoint.output_folder import (
+    LENGTH,
+    changed_settings,
+    folder_errors,
+    list_checkpoints,
+    parent_checkpoint,
+    saved_settings,
+)
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
 from src.checkpoint.tensors import frozen_norm, load_tensors, require_same_frozen
-from src.config import Config, steps_of
+from src.config import Config
 from src.distributed import Launch
 from src.process import SIGNALS, UserError
 from src.progress import Progress
@@ -70,7 +77,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
         format.remove_incomplete(own)
     if config.resume == "never":
         return ResumePoint()
-    parent = config.parent_checkpoint
+    parent = parent_checkpoint(config)
     checkpoint, damaged = first_valid(accelerator, [*list_checkpoints(own), *([parent] if parent else [])])
     if checkpoint is None and damaged:
         lines = [f"{path}: {why}" for path, why in damaged.items()]
@@ -219,15 +226,14 @@ def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[s
 def _changed_settings(config: Config, checkpoint: Path, state: RunState) -> list[str]:
     """Return a line that names them, or none; raise a UserError where some would make another run of it, and nobody
     asked for that."""
-    saved, examples = state.config, state.examples
-    extent, others = config.changes_since(saved)
-    _, before = steps_of(saved["max_steps"], saved["epochs"], -(-examples // saved["global_batch_size"]))
-    _, after = config.steps(-(-examples // config.global_batch_size))
-    changes = _differences({**extent, **others})
-    if extent and after < before:
-        others |= extent
+    changed = changed_settings(config, state.config)
+    saved = config.model_copy(update={name: state.config[name] for name in (*LENGTH, "global_batch_size")})
+    before, after = (of.steps(-(-state.examples // of.global_batch_size))[1] for of in (saved, config))
+    changes = _differences(changed)
+    is_shorter = after < before and not changed.keys().isdisjoint(LENGTH)
+    if is_shorter:
         changes += f" (the learning rate's schedule then spans {after} steps, not {before})"
-    if others and not config.checkpoint.accept_changes:
+    if (is_shorter or changed.keys() - LENGTH) and not config.checkpoint.accept_changes:
         advice = f"set them back, choose another --run_name, {ALL_THE_SAME}"
         raise UserError(f"{checkpoint} is of a run with other settings: {changes}; {advice}")
     return [f"changed since: {changes}"] if changes else []
