@@ -9,9 +9,9 @@ import pytest
 
 from src.checkpoint.__main__ import main
 from src.process import exit_codes
-from tests import tiny
 from tests.faults.runs import EACH_STEP, weights
 from tests.launching import Launch, Run, Whole, run_command
+from tests.text import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 

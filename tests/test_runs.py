@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from src.data.mnist import bundled_digits
 from src.models.mnist_cnn import MnistCnn
-from tests import tiny
 from tests.launching import BIN, PROJECT, Launch, Run, run_command
+from tests.text import tiny
 
 GPU_YAMLS = ["single_gpu", "ddp", "ddp_bf16_hook", "fsdp", "fsdp_grad_op", "fsdp_offload", "fsdp_fp8"]
 

@@ -15,9 +15,9 @@ import yaml
 from src.checkpoint import format, resume
 from src.config import config_from, load_config
 from src.tasks.text_classification import TextClassification
-from tests import tiny
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, curve, cut_back, lines, weights
 from tests.launching import Launch, Run, Started, Whole
+from tests.text import tiny
 
 Arguments = tuple[str, ...]
 

@@ -10,9 +10,9 @@ import torch
 
 from src.checkpoint import format
 from src.checkpoint.tensors import read, saved_tensors
-from tests import tiny
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, curve, cut_back, weights
 from tests.launching import Launch, Run, Started, Whole
+from tests.text import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 

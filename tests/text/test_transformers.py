@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests import tiny
 from tests.launching import Launch, Run
+from tests.text import tiny
 
 EARLY = (
     "--max_steps=12", "--log_every=1", "--optim.lr=1e-4", "--optim.schedule=constant", "--optim.warmup_steps=0",

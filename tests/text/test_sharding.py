@@ -16,7 +16,7 @@ def launched(launch: Launch, script: str, yaml: str, processes: int) -> list[dic
 
 def held_bytes(launch: Launch, yaml: str, processes: int) -> list[int]:
     """Of each process, for a model of 100M parameters after a step."""
-    counts = launched(launch, "tests/count_bytes.py", yaml, processes)
+    counts = launched(launch, "tests/text/count_bytes.py", yaml, processes)
     assert [count["strategy"] for count in counts] == [yaml] * processes
     assert all(95e6 < count["count"] < 105e6 for count in counts)
     return [count["parameters"] + count["gradients"] + count["optimizer"] for count in counts]
@@ -32,7 +32,7 @@ def test_fsdp_holds_half_on_two_processes_and_a_quarter_on_four(launch: Launch) 
 
 
 def test_decoders_are_sharded_by_their_own_blocks_tied_embeddings_included(launch: Launch) -> None:
-    (results,) = launched(launch, "tests/sharded_decoders.py", "fsdp", 2)
+    (results,) = launched(launch, "tests/text/sharded_decoders.py", "fsdp", 2)
     assert [kind for kind, result in results.items() if result["is_tied"]] == ["gpt2", "qwen3", "gemma", "gemma3_text"]
     for result in results.values():
         assert result["units"] == 3  # two blocks and the rest

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from src.config import load_config
 from src.data.byte_tokenizer import byte_tokenizer
 from src.process import exit_codes
-from tests import tiny
 from tests.launching import Launch
+from tests.text import tiny
 
 Refused = Callable[..., list[str]]
 

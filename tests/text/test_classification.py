@@ -13,7 +13,7 @@ from src.data.byte_tokenizer import byte_tokenizer
 from src.data.classification import label_names, length_grouped, sorted_labels
 from src.run import in_one_line
 from src.tasks.text_classification import TextClassification
-from tests import tiny
+from tests.text import tiny
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from src.config import load_config
 from src.export import push_to_hub
-from tests import tiny
-from tests.hub import Hub, hub
 from tests.launching import BIN, PROJECT, Launch, Run, run_command
+from tests.text import tiny
+from tests.text.hub import Hub, hub
 
 CLASSIFIER = ("--task.name=text_classification", "--task.sequence_length=32")
 NAMES = ("--task.model=team/model", "--task.dataset=team/data")

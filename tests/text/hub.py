@@ -47,7 +47,7 @@ class Repository:
     def add(self, lines: bytes) -> None:
         for line in map(json.loads, lines.splitlines()[1:]):
             if line["key"] != "file":
-                raise HubError(400, f"tests/hub.py does not know {line['key']}")
+                raise HubError(400, f"tests/text/hub.py does not know {line['key']}")
             path = self.folder / line["value"]["path"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(base64.b64decode(line["value"]["content"]))

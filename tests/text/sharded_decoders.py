@@ -12,7 +12,7 @@ from src.config import Optim, config_from
 from src.distributed import build_accelerator, prepare, reduce_step_stats, sharded_units
 from src.optim import build_optimizers, local_gradients
 from src.tasks.causal_lm import CausalLM
-from tests.tiny import LLAMA
+from tests.text.tiny import LLAMA
 
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
