@@ -213,6 +213,21 @@ def test_in_bf16_the_curve_stays_near_that_of_fp32(
     }
 
 
+def test_fp8_trains_and_exports_fp32_weights(launch: Launch, tmp_path: Path) -> None:
+    """Emulated on the CPU, on one process, whose weights keep torchao's wrapper; it can't be saved, which was tried."""
+    data = tiny.questions(tmp_path / "questions.jsonl")
+    run = launch(
+        "fsdp_fp8", "--task.name=causal_lm", f"--task.dataset={data}", "--task.sequence_length=64",
+        f"--task.model={tiny.llama(tmp_path / 'llama')}", "--global_batch_size=8", "--max_steps=3", "--log_every=1",
+        processes=1, launcher_arguments=("--mixed_precision=fp8",),
+    ).succeeded()  # fmt: skip
+    assert run.summary["precision"] == "fp8"
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "llama", run.folder / "model"))
+    for name, weight in after.items():
+        assert weight.dtype == torch.float32
+        assert 0 < (weight - before[name]).norm() < 0.1 * before[name].norm()
+
+
 # ---------------------------------------------------------------------------------------------- text classification
 @pytest.fixture(scope="module")
 def classification(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
