@@ -1,6 +1,5 @@
 """python -m src.checkpoint export, of transformers."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -15,17 +14,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 
 @pytest.mark.parametrize("lora", [(), ("--task.lora.r=4",)], ids=["whole", "adapters"])
 @pytest.mark.parametrize("task", ["causal_lm", "text_classification"])
-def test_export_of_a_transformer(launch: Launch, tmp_path: Path, task: str, lora: tuple[str, ...]) -> None:
+def test_export_of_a_transformer(
+    launch: Launch, models: Path, tmp_path: Path, task: str, lora: tuple[str, ...]
+) -> None:
     """The same files as the run's, the same weights to the last bit; a classifier's labels are known without data."""
-    if task == "causal_lm":
-        model, data = tiny.llama(tmp_path / "llama"), tiny.questions(tmp_path / "questions.jsonl")
-    else:
-        model, data = tiny.bert(tmp_path / "bert"), tiny.reviews(tmp_path / "reviews")
+    questions, reviews = tiny.questions(tmp_path / "questions.jsonl"), tiny.reviews(tmp_path / "reviews")
+    model, data = ("llama", questions) if task == "causal_lm" else ("bert", reviews)
     run = launch(
-        "fsdp" if lora else "cpu", f"--task.name={task}", f"--task.model={model}", f"--task.dataset={data}",
+        "fsdp" if lora else "cpu", f"--task.name={task}", f"--task.model={models}/{model}", f"--task.dataset={data}",
         "--max_steps=3", "--global_batch_size=4", "--task.sequence_length=64", *lora,
     ).succeeded()  # fmt: skip
-    (shutil.rmtree if data.is_dir() else os.unlink)(data)
+    data.rename(tmp_path / "away")
     copy = shutil.copytree(run.folder / "checkpoints" / "step_00000003", tmp_path / "elsewhere")
     assert not main(["export", str(copy), str(tmp_path / "model")])
     there = {path.name for path in (run.folder / "model").iterdir()}

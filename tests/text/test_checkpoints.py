@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from src.checkpoint import resume
@@ -18,12 +17,11 @@ from tests.text import tiny
 
 
 @pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def transformer(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """With dropout, accumulation and packing."""
-    folder = tmp_path_factory.mktemp("tiny")
-    model, data = tiny.llama(folder / "llama"), tiny.questions(folder / "questions.jsonl", rows=400)
+    data = tiny.questions(tmp_path_factory.mktemp("data") / "questions.jsonl", rows=400)
     return (
-        "--task.name=causal_lm", f"--task.model={model}", f"--task.dataset={data}", "--task.sequence_length=64",
+        "--task.name=causal_lm", f"--task.model={models}/llama", f"--task.dataset={data}", "--task.sequence_length=64",
         "--task.packing=true", "--task.dropout=0.1", "--global_batch_size=8", "--micro_batch_size=2", *SHORT,
         "--log_every=3",
     )  # fmt: skip
@@ -58,36 +56,38 @@ def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, tm
     assert "was trained beside other frozen weights" in other.messages[0]
 
 
-def test_other_data_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_data_are_another_run(models: Path, tmp_path: Path) -> None:
     """Labels that are renamed or swapped, texts that are edited or moved, as long as before: each is named. Tried with
     comparing the number of examples."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    bert, reviews = tiny.bert(tmp_path / "bert"), tiny.reviews(tmp_path / "reviews")
-    original = {name: (reviews / name).read_text() for name in ("train.tsv", "dev.tsv")}
+    reviews = tiny.reviews(tmp_path / "reviews")
+    original = {file: file.read_text() for file in (reviews / "train.tsv", reviews / "dev.tsv")}
 
-    def facts() -> dict[str, Any]:
-        task = TextClassification(model=str(bert), dataset=str(reviews))
+    def facts(reviews: Path = reviews) -> dict[str, Any]:
+        task = TextClassification(model=f"{models}/bert", dataset=str(reviews))
         data = task.build_datasets()
         return {"examples": 110, "data_state": task.data_state(), "data": [task.fingerprint(part) for part in data]}
 
     then = facts()
     resume._require_same_data(Path("step"), then, facts())
     swapped = {"falling": "rising", "rising": "falling"}
-    for file, edit, says in (
-        ("both", lambda text: text.replace("falling", "low"), 'labels ["falling", "rising"] -> ["low", "rising"]'),
-        ("train.tsv", lambda text: re.sub("falling|rising", lambda m: swapped[m[0]], text), "labels to train on"),
-        ("dev.tsv", lambda text: text.replace("the", "teh"), "other text, images or labels to evaluate on"),
-        ("train.tsv", lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
+    train, dev = original
+    for files, edit, says in (
+        (
+            [train, dev],
+            lambda text: text.replace("falling", "low"),
+            'labels ["falling", "rising"] -> ["low", "rising"]',
+        ),
+        ([train], lambda text: re.sub("falling|rising", lambda m: swapped[m[0]], text), "labels to train on"),
+        ([dev], lambda text: text.replace("the", "teh"), "other text, images or labels to evaluate on"),
+        ([train], lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
     ):
-        for name in original:
-            (reviews / name).write_text(edit(original[name]) if file in (name, "both") else original[name])
+        for file in files:
+            file.write_text(edit(original[file]))
         with pytest.raises(ValueError, match=re.escape(says)):
             resume._require_same_data(Path("step"), then, facts())
-    for name in original:
-        (reviews / name).write_text(original[name])
-    shutil.move(reviews, tmp_path / "moved")
-    reviews = tmp_path / "moved"
-    resume._require_same_data(Path("step"), then, facts())
+        for file in files:
+            file.write_text(original[file])
+    resume._require_same_data(Path("step"), then, facts(Path(shutil.move(reviews, tmp_path / "moved"))))
 
 
 def test_a_change_within_a_mapping_is_a_change() -> None:

@@ -1,9 +1,9 @@
 """From labelled rows to batches: labels by name or number, pairs, batches of similar lengths."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
@@ -13,60 +13,51 @@ from src.data.byte_tokenizer import byte_tokenizer
 from src.data.classification import label_names, length_grouped, sorted_labels
 from src.run import in_one_line
 from src.tasks.text_classification import TextClassification
-from tests.text import tiny
+
+Classifier = Callable[..., TextClassification]
 
 
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.bert(tmp_path_factory.mktemp("models") / "bert")
+@pytest.fixture
+def classifier(models: Path, tmp_path: Path) -> Classifier:
+    """classifier(train, dev): the task on tables of that content, with the model `bert`."""
+
+    def classifier(train: str, dev: str, model: Path = models / "bert", **settings: Any) -> TextClassification:
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        (folder / "train.csv").write_text(train)
+        (folder / "dev.csv").write_text(dev)
+        return TextClassification(model=str(model), dataset=str(folder), **settings)
+
+    return classifier
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def task(bert: Path, folder: Path, **settings: Any) -> TextClassification:
-    return TextClassification(model=str(bert), dataset=str(folder), **settings)
-
-
-def write(folder: Path, train: str, dev: str) -> Path:
-    folder.mkdir()
-    (folder / "train.csv").write_text(train)
-    (folder / "dev.csv").write_text(dev)
-    return folder
-
-
-def test_labels_are_found_and_kept_with_the_model(bert: Path, tmp_path: Path) -> None:
-    classifier = task(bert, write(tmp_path / "data", "text,label\na,no\nbb,yes\nc,maybe\n", "text,label\nd,yes\n"))
-    train, evaluation = classifier.build_datasets()
-    model: Any = classifier.build_model()
+def test_labels_are_found_and_kept_with_the_model(classifier: Classifier) -> None:
+    task = classifier("text,label\na,no\nbb,yes\nc,maybe\n", "text,label\nd,yes\n")
+    train, evaluation = task.build_datasets()
+    model: Any = task.build_model()
     assert model.config.id2label == {0: "maybe", 1: "no", 2: "yes"}
     assert model.config.label2id["yes"] == 2 == evaluation[0]["label"]
     assert train["label"][:] == [1, 2, 0]
     assert model.classifier.out_features == 3
 
 
-def test_numbers_are_in_the_order_of_their_size() -> None:
+def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them() -> None:
     assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
     assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
-
-
-def test_numbers_that_the_dataset_has_names_for_get_them() -> None:
     features = Features({"label": ClassLabel(names=["neg", "pos"]), "text": Value("string")})
     rows = Dataset.from_dict({"label": [1, 0, -1], "text": ["a", "b", "c"]}, features=features)
     assert label_names([rows], "label") == [["pos", "neg", "-1"]]
 
 
-def test_a_head_that_knows_the_labels_keeps_their_order(bert: Path, tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", "text,label\na,negative\nb,positive\n", "text,label\nc,positive\n")
-    first = task(bert, folder)
+def test_a_head_that_knows_the_labels_keeps_their_order(classifier: Classifier, tmp_path: Path) -> None:
+    tables = "text,label\na,negative\nb,positive\n", "text,label\nc,positive\n"
+    first = classifier(*tables)
     first.build_datasets()
     trained: Any = first.build_model()
     trained.config.id2label, trained.config.label2id = {0: "positive", 1: "negative"}, {"positive": 0, "negative": 1}
     trained.save_pretrained(tmp_path / "trained")
     byte_tokenizer().save_pretrained(tmp_path / "trained")
-    again = task(tmp_path / "trained", folder)
+    again = classifier(*tables, model=tmp_path / "trained")
     train, _ = again.build_datasets()
     assert train["label"][:] == [1, 0]
     model: Any = again.build_model()
@@ -74,54 +65,50 @@ def test_a_head_that_knows_the_labels_keeps_their_order(bert: Path, tmp_path: Pa
     assert model.classifier.weight.equal(trained.classifier.weight)
 
 
-def test_a_text_may_be_in_a_column_called_label(bert: Path, tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", "label,kind\nabc,x\nd,y\n", "label,kind\ne,y\n")
-    train, _ = task(bert, folder, text_column="label", label_column="kind").build_datasets()
+def test_a_text_may_be_in_a_column_called_label(classifier: Classifier) -> None:
+    task = classifier("label,kind\nabc,x\nd,y\n", "label,kind\ne,y\n", text_column="label", label_column="kind")
+    train, _ = task.build_datasets()
     assert (train["length"][:], train["label"][:]) == ([4, 2], [0, 1])
 
 
-def test_dropout_is_set_everywhere_but_for_whole_layers(bert: Path) -> None:
+def test_dropout_is_set_everywhere_but_for_whole_layers() -> None:
     rates: dict[str, Any] = {"attention_dropout": 0.0, "dropout": 0.0, "layerdrop": 0.0, "classifier_dropout": None}
-    config = task(bert, bert, dropout=0.3).with_dropout(PreTrainedConfig(**rates))
+    config = TextClassification(dropout=0.3).with_dropout(PreTrainedConfig(**rates))
     assert {name: getattr(config, name) for name in rates} == {**dict.fromkeys(rates, 0.3), "layerdrop": 0.0}
 
 
-def test_pairs_are_read_together(bert: Path, tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", "a,b,same\nhi,ho,0\nab,ab,1\n", "a,b,same\nx,y,0\n")
-    classifier = task(bert, folder, text_column="a", text_pair_column="b", label_column="same")
-    train, _ = classifier.build_datasets()
+def test_pairs_are_read_together(classifier: Classifier) -> None:
+    columns = {"text_column": "a", "text_pair_column": "b", "label_column": "same"}
+    task = classifier("a,b,same\nhi,ho,0\nab,ab,1\n", "a,b,same\nx,y,0\n", **columns)
+    train, _ = task.build_datasets()
     assert train["length"][:] == [6, 6]  # both texts, each after the byte tokenizer's <|endoftext|>
-    batch = classifier.collate([train[0], train[1]])
-    logits = classifier.build_model()(**batch["inputs"]).logits
-    assert logits.shape == (2, 2)
+    batch = task.collate([train[0], train[1]])
+    assert task.build_model()(**batch["inputs"]).logits.shape == (2, 2)
 
 
-def test_long_texts_are_cut_off_and_counted(bert: Path, tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", f"text,label\n{'a' * 50},0\nb,1\n", "text,label\nc,0\n")
-    classifier = task(bert, folder, sequence_length=10)
-    train, evaluation = classifier.build_datasets()
+def test_long_texts_are_cut_off_and_counted(classifier: Classifier) -> None:
+    task = classifier(f"text,label\n{'a' * 50},0\nb,1\n", "text,label\nc,0\n", sequence_length=10)
+    train, evaluation = task.build_datasets()
     assert train["length"][:] == [10, 2]
     counted = {"tokens": 12, "truncated": 1, "skipped_rows": 0}
-    assert classifier.describe("train", train) == counted | {"labels": 2, "label 0": 1, "label 1": 1}
-    assert classifier.describe("eval", evaluation)["truncated"] == 0
+    assert task.describe("train", train) == counted | {"labels": 2, "label 0": 1, "label 1": 1}
+    assert task.describe("eval", evaluation)["truncated"] == 0
 
 
-def test_the_labels_are_counted_the_most_frequent_first(bert: Path, tmp_path: Path) -> None:
+def test_the_labels_are_counted_the_most_frequent_first(classifier: Classifier) -> None:
     rows = [f"a,{name}\n" for name in [*"xyyzzz", *map(str, range(30))]]
-    classifier = task(bert, write(tmp_path / "data", "text,label\n" + "".join(rows), "text,label\nc,x\n"))
-    train, _ = classifier.build_datasets()
-    said = in_one_line(classifier.describe("train", train)).split(", ")
+    task = classifier("text,label\n" + "".join(rows), "text,label\nc,x\n")
+    said = in_one_line(task.describe("train", task.build_datasets()[0])).split(", ")
     assert said[3:7] == ["labels 33", "label z 3", "label y 2", "label x 1"]
     assert len(said) == 4 + 20
 
 
-def test_padding_is_masked(bert: Path, tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", "text,label\nabc,0\na,1\n", "text,label\nc,0\n")
-    classifier = task(bert, folder)
-    train, _ = classifier.build_datasets()
-    model: Any = classifier.build_model().eval()
-    together = model(**classifier.collate([train[0], train[1]])["inputs"]).logits[1]
-    alone = model(**classifier.collate([train[1]])["inputs"]).logits[0]
+def test_padding_is_masked(classifier: Classifier) -> None:
+    task = classifier("text,label\nabc,0\na,1\n", "text,label\nc,0\n")
+    train, _ = task.build_datasets()
+    model: Any = task.build_model().eval()
+    together = model(**task.collate([train[0], train[1]])["inputs"]).logits[1]
+    alone = model(**task.collate([train[1]])["inputs"]).logits[0]
     assert together.tolist() == pytest.approx(alone.tolist(), abs=1e-6)
 
 

@@ -1,83 +1,44 @@
 """From rows to sequences: what is learnt of text, prompts and chats, and that packing drops and mixes nothing."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from datasets import Dataset
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
 
 from src.data.byte_tokenizer import byte_tokenizer
 from src.data.documents import Chunker, RowFormat
 from src.data.packing import pack, unpacked
 from src.tasks.causal_lm import CausalLM
 
-END = 256
+END = "<|endoftext|>"
+LLAMA = {"model_type": "llama"}
+TEXT, PAIR, CHATS = RowFormat(text="t"), RowFormat(prompt="q", completion="a"), RowFormat(messages="m")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer()
-
-
-def learnt(tokenizer: PreTrainedTokenizerFast, table: Dataset) -> str:
-    """What has to be predicted, all chunks in a row."""
-    labels = np.concatenate(table["labels"])
-    return str(tokenizer.decode(labels[labels != -100]))
-
-
-def table_of(
-    tokenizer: PreTrainedTokenizerFast,
+def chunks(
     row_format: RowFormat,
-    length: int = 64,
+    length: int = 512,
     train_on_prompts: bool = False,
-    **columns: list,
+    template: str | None = None,
+    post_processor: Any = None,
+    **columns: list[Any],
 ) -> Dataset:
+    """The table of chunks that is made of the columns, with byte_tokenizer or a variant of it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    if post_processor is not None:
+        tokenizer.backend_tokenizer.post_processor = post_processor
     return Chunker(row_format, tokenizer, length, train_on_prompts).make_chunks(Dataset.from_dict(columns), "test")
 
 
-def test_all_of_a_text_is_learnt_and_its_end(tokenizer: PreTrainedTokenizerFast) -> None:
-    table = table_of(tokenizer, RowFormat(text="text"), text=["héllo €"])
-    assert learnt(tokenizer, table) == "héllo €<|endoftext|>"
-    assert table[0]["input_ids"][0] == END
-    assert table[0]["input_ids"][1:] == table[0]["labels"][:-1]
-    assert table[0]["bytes"] == len("héllo €".encode())
-
-
-def test_long_text_makes_several_chunks_and_nothing_is_lost(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = "".join(chr(ord("a") + i % 26) for i in range(100)) + "ü"
-    table = table_of(tokenizer, RowFormat(text="text"), length=10, text=[text])
-    assert learnt(tokenizer, table) == text + "<|endoftext|>"
-    assert max(table["length"]) == 10
-    assert sum(table["bytes"]) == len(text.encode())
-    assert not any(table["truncated"])
-
-
-def test_only_completions_are_learnt_unless_all_is_asked_for(tokenizer: PreTrainedTokenizerFast) -> None:
-    form = RowFormat(prompt="q", completion="a")
-    rows: dict[str, Any] = {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
-    table = table_of(tokenizer, form, **rows)
-    assert learnt(tokenizer, table) == "4<|endoftext|>ö!<|endoftext|>"
-    assert table["bytes"] == [1, 3]
-    assert learnt(tokenizer, table_of(tokenizer, form, train_on_prompts=True, **rows)) == (
-        "2+2=4<|endoftext|>äö!<|endoftext|>"
-    )
-
-
-def test_long_prompts_are_cut_off_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
-    table = table_of(tokenizer, RowFormat(prompt="q", completion="a"), length=8, q=["12345", "1"], a=["abcdef", "b"])
-    assert table["truncated"] == [True, False]
-    assert learnt(tokenizer, table) == "abcb<|endoftext|>"
+def learnt(table: Dataset) -> str:
+    """What has to be predicted, all chunks in a row."""
+    labels = np.concatenate(table["labels"])
+    return str(byte_tokenizer().decode(labels[labels != -100]))
 
 
 CHAT = [
@@ -87,13 +48,6 @@ CHAT = [
     {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "Ciao"},
 ]
-
-
-def test_only_the_assistants_turns_are_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
-    table = table_of(tokenizer, RowFormat(messages="m"), length=128, m=[CHAT])
-    assert learnt(tokenizer, table) == "Yo<|endoftext|>Ciao<|endoftext|>"
-
-
 QWEN = (  # its marks, its empty place for thoughts, which only the last turn keeps, its calls of tools
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -101,86 +55,6 @@ QWEN = (  # its marks, its empty place for thoughts, which only the last turn ke
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@pytest.mark.parametrize("template", [None, QWEN])
-@pytest.mark.parametrize("train_on_prompts", [False, True])
-def test_the_bytes_of_a_chat_are_those_of_the_text_that_is_learnt(
-    tokenizer: PreTrainedTokenizerFast, template: str | None, train_on_prompts: bool
-) -> None:
-    """As of the same conversation as prompt and completion, whatever a template writes around them. Tried with all
-    bytes of the turn: bits per byte depend on how many marks there are."""
-    tokenizer.chat_template = template or tokenizer.chat_template
-    chat = [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Très bien — et toi?"}]
-    as_chat = table_of(tokenizer, RowFormat(messages="m"), 256, train_on_prompts, m=[chat])
-    as_pair = table_of(
-        tokenizer,
-        RowFormat(prompt="p", completion="c"),
-        256,
-        train_on_prompts,
-        p=["How are you?"],
-        c=["Très bien — et toi?"],
-    )
-    assert as_chat["bytes"] == as_pair["bytes"]
-    several = table_of(tokenizer, RowFormat(messages="m"), 512, train_on_prompts, m=[[*chat, *CHAT[1:]]])
-    assert several[0]["bytes"] - as_chat[0]["bytes"] == len("HiYoByeCiao" if train_on_prompts else "YoCiao")
-
-
-def test_chats_of_other_kinds_are_learnt_as_the_usual_ones(tokenizer: PreTrainedTokenizerFast) -> None:
-    """ShareGPT's names, and content in parts."""
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT[:3]]
-    others = [m | {"role": {"user": "Human", "assistant": "model"}.get(m["role"], m["role"])} for m in CHAT[:3]]
-    parts = [{"role": m["role"], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in CHAT]
-    usual = table_of(tokenizer, RowFormat(messages="m"), 128, m=[CHAT[:3]])[:]
-    assert table_of(tokenizer, RowFormat(messages="m"), 128, m=[sharegpt])[:] == usual
-    assert table_of(tokenizer, RowFormat(messages="m"), 128, m=[parts[:3]])[:] == usual
-    assert table_of(tokenizer, RowFormat(messages="m"), 128, m=[others])[:] == usual  # tried without: nothing is learnt
-
-
-def test_an_answer_of_weight_0_is_not_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
-    chat = [{"weight": 0 if m["content"] == "Yo" else None, **m} for m in CHAT]
-    whole, part = (table_of(tokenizer, RowFormat(messages="m"), 128, m=[messages]) for messages in (CHAT, chat))
-    assert learnt(tokenizer, whole) == "Yo<|endoftext|>" + learnt(tokenizer, part)
-    assert whole[0]["bytes"] - part[0]["bytes"] == len("Yo")
-
-
-@pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
-def test_calls_of_tools_are_learnt(tokenizer: PreTrainedTokenizerFast, arguments: object) -> None:
-    """With the null that a table has for each key which only other messages have, and the tools that there are."""
-    nothing = {"content": None, "tool_calls": None}
-    call = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
-    chat = [
-        {**nothing, "role": "user", "content": "Bern?"},
-        {**nothing, "role": "assistant", "tool_calls": call},
-        {**nothing, "role": "tool", "content": "rain"},
-        {**nothing, "role": "assistant", "content": "Rain."},
-    ]
-    rows: dict[str, Any] = {"m": [chat], "t": [json.dumps([{"function": {"name": "weather"}}])]}
-    form = RowFormat(messages="m", tools="t")
-    with pytest.raises(ValueError, match="leaves out the tool calls in the chat that begins with 'Bern\\?'"):
-        table_of(tokenizer, form, **rows)
-    with pytest.raises(ValueError, match="leaves out the tools in the chat that begins with 'Hi'"):
-        table_of(tokenizer, form, m=[CHAT[1:3]], t=rows["t"])
-    tokenizer.chat_template = QWEN
-    table = table_of(tokenizer, form, length=512, **rows)
-    turn = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
-    assert learnt(tokenizer, table) == f"{turn}<|im_end|>\n<think>\n\n</think>\n\nRain.<|im_end|>\n"
-    assert table[0]["bytes"] == len(f"{turn}Rain.")
-    assert str(tokenizer.decode(table[0]["input_ids"])).startswith(
-        '<|im_start|>system\n[{"function": {"name": "weather"}}]'
-    )
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
-        table_of(tokenizer, RowFormat(messages="m"), m=[CHAT])
-
-    table = table_of(tokenizer, RowFormat(messages="m"), train_on_prompts=True, m=[CHAT])
-    assert learnt(tokenizer, table).startswith("Be brief.HiYo")
-
-
 THINKING = (  # as Qwen3 does: what was thought stands only in the answers after the user's last turn
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think>t</think>{% endif %}"
     "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -195,68 +69,138 @@ MARKING = (  # where the chat ends
     "{{ '<assistant>' if add_generation_prompt else '<end>' }}"
 )
 BEGINNING = "{{ messages[0].role }}:" + THINKING  # with the assistant's turn; it fails without a message
+REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
 ANSWERS = [[CHAT[1], CHAT[2] | {"content": answer}, *CHAT[3:]] for answer in ("<b>Yo</b>", "<", "")]
+PAIRS = {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
+ADDS_ENDS = processors.TemplateProcessing(single=f"{END} $A {END}", pair="$A $B", special_tokens=[(END, 256)])
+TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space as empty
 
 
 @pytest.mark.parametrize(
-    ("template", "chats", "learns", "says"),
+    ("row_format", "given", "learns", "num_bytes"),
     [
-        (THINKING, [CHAT], "Yo<end>\n<think>t</think>Ciao<end>\n", "YoCiao"),
-        (PROMPTED, [CHAT], "Yo<end>\nt</think>Ciao<end>\n", "YoCiao"),
+        (TEXT, {"t": ["héllo €"]}, f"héllo €{END}", [10]),
+        (PAIR, PAIRS, f"4{END}ö!{END}", [1, 3]),
+        (PAIR, {**PAIRS, "train_on_prompts": True}, f"2+2=4{END}äö!{END}", [5, 5]),
+        (PAIR, {"q": ["12345", "1"], "a": ["abcdef", "b"], "length": 8}, f"abcb{END}", [3, 1]),  # the rest is cut off
+        (PAIR, {"q": ["def f():"], "a": ["\n  return 1\n"], "post_processor": TRIMS}, f"\n  return 1\n{END}", [12]),
+        (PAIR, {"q": ["2+2="], "a": ["4"], "post_processor": ADDS_ENDS}, f"4{END}", [1]),
+        (CHATS, {"m": [CHAT]}, f"Yo{END}Ciao{END}", [6]),
+        # Templates may write the last turn or the end otherwise.
+        (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n", [6]),
+        (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n", [6]),
         # An answer may begin as the thought that is asked for. Tried without: its first characters are not learnt, and
         # end marks are counted as bytes.
-        (PROMPTED, ANSWERS[:1], "<b>Yo</b><end>\nt</think>Ciao<end>\n", "<b>Yo</b>Ciao"),
-        (PROMPTED, ANSWERS[1:2], "<<end>\nt</think>Ciao<end>\n", "<Ciao"),
-        (PROMPTED, ANSWERS[2:], "<end>\nt</think>Ciao<end>\n", "Ciao"),
-        (ENDING, [CHAT], "Yo<|end|>Ciao<|end|><|endoftext|>", "YoCiao"),
-        (MARKING, [CHAT[1:3]], "Yo<end>", "Yo"),
-        (BEGINNING, [CHAT[2:4], CHAT[2:]], "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n", "YoYoCiao"),
+        (CHATS, {"m": ANSWERS[:1], "template": PROMPTED}, "<b>Yo</b><end>\nt</think>Ciao<end>\n", [13]),
+        (CHATS, {"m": ANSWERS[1:2], "template": PROMPTED}, "<<end>\nt</think>Ciao<end>\n", [5]),
+        (CHATS, {"m": ANSWERS[2:], "template": PROMPTED}, "<end>\nt</think>Ciao<end>\n", [4]),
+        (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [6]),
+        (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>", [2]),
+        (
+            CHATS, {"m": [CHAT[2:4], CHAT[2:]], "template": BEGINNING},
+            "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n", [2, 6],
+        ),
     ],
-)
-def test_templates_may_write_the_last_turn_or_the_end_otherwise(
-    tokenizer: PreTrainedTokenizerFast, template: str, chats: list[list[dict[str, str]]], learns: str, says: str
-) -> None:
-    tokenizer.chat_template = template
-    table = table_of(tokenizer, RowFormat(messages="m"), length=256, m=chats)
-    assert learnt(tokenizer, table) == learns
-    assert sum(table["bytes"]) == len(says)
+)  # fmt: skip
+def test_what_is_learnt(row_format: RowFormat, given: dict[str, Any], learns: str, num_bytes: list[int]) -> None:
+    table = chunks(row_format, **given)
+    assert learnt(table) == learns
+    assert table["bytes"] == num_bytes
+    for chunk in table:
+        ids, labels = chunk["input_ids"], chunk["labels"]
+        assert ids[0] == 256 or row_format == CHATS or "post_processor" in given
+        assert len(ids) == len(labels) == chunk["length"] <= given.get("length", 512)
+        assert all(label in (-100, following) for label, following in zip(labels[:-1], ids[1:], strict=True))
 
 
-def test_white_space_is_learnt_where_the_tokenizer_reports_it_as_empty(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    table = table_of(tokenizer, RowFormat(prompt="q", completion="a"), q=["def f():"], a=["\n  return 1\n"])
-    assert learnt(tokenizer, table) == "\n  return 1\n<|endoftext|>"
+def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted() -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(100)) + "ü"
+    table = chunks(TEXT, length=10, t=[text])
+    assert learnt(table) == text + END
+    assert max(table["length"]) == 10
+    assert sum(table["bytes"]) == len(text.encode())
+    assert not any(table["truncated"])
+    assert chunks(PAIR, length=8, q=["12345", "1"], a=["abcdef", "b"])["truncated"] == [True, False]
 
 
-def test_the_end_is_learnt_also_where_the_tokenizer_puts_it(tokenizer: PreTrainedTokenizerFast) -> None:
-    end = ("<|endoftext|>", END)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A <|endoftext|>", pair="$A $B", special_tokens=[end]
-    )
-    table = table_of(tokenizer, RowFormat(prompt="q", completion="a"), q=["2+2="], a=["4"])
-    assert learnt(tokenizer, table) == "4<|endoftext|>"
+@pytest.mark.parametrize("template", [None, QWEN])
+@pytest.mark.parametrize("train_on_prompts", [False, True])
+def test_the_bytes_of_a_chat_are_those_of_the_text_that_is_learnt(template: str | None, train_on_prompts: bool) -> None:
+    """As of the same conversation as prompt and completion, whatever a template writes around them. Tried with all
+    bytes of the turn: bits per byte depend on how many marks there are."""
+    question, answer = "How are you?", "Très bien — et toi?"
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    options: dict[str, Any] = {"template": template, "train_on_prompts": train_on_prompts}
+    as_chat, as_pair = chunks(CHATS, m=[chat], **options), chunks(PAIR, q=[question], a=[answer], **options)
+    assert as_chat["bytes"] == as_pair["bytes"]
+    several = chunks(CHATS, m=[[*chat, *CHAT[1:]]], **options)
+    assert several[0]["bytes"] - as_chat[0]["bytes"] == len("HiYoByeCiao" if train_on_prompts else "YoCiao")
 
 
-def test_a_long_text_is_tokenized_slice_by_slice(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
+    """ShareGPT's names, other names of roles (tried without: nothing is learnt), and content in parts."""
+    usual = CHAT[:3]
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in usual]
+    others = [m | {"role": {"user": "Human", "assistant": "model"}.get(m["role"], m["role"])} for m in usual]
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in usual]
+    for chat in (sharegpt, others, parts):
+        assert chunks(CHATS, m=[chat])[:] == chunks(CHATS, m=[usual])[:]
+
+
+def test_an_answer_of_weight_0_is_not_learnt() -> None:
+    chat = [{"weight": 0 if m["content"] == "Yo" else None, **m} for m in CHAT]
+    whole, part = (chunks(CHATS, m=[messages]) for messages in (CHAT, chat))
+    assert learnt(whole) == f"Yo{END}{learnt(part)}"
+    assert whole[0]["bytes"] - part[0]["bytes"] == len("Yo")
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
+def test_calls_of_tools_are_learnt(arguments: object) -> None:
+    """With the null that a table has for each key which only other messages have, and the tools that there are."""
+    nothing = {"content": None, "tool_calls": None}
+    call = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    chat = [
+        {**nothing, "role": "user", "content": "Bern?"},
+        {**nothing, "role": "assistant", "tool_calls": call},
+        {**nothing, "role": "tool", "content": "rain"},
+        {**nothing, "role": "assistant", "content": "Rain."},
+    ]
+    tools = [json.dumps([{"function": {"name": "weather"}}])]
+    form = RowFormat(messages="m", tools="t")
+    with pytest.raises(ValueError, match="leaves out the tool calls in the chat that begins with 'Bern\\?'"):
+        chunks(form, m=[chat], t=tools)
+    with pytest.raises(ValueError, match="leaves out the tools in the chat that begins with 'Hi'"):
+        chunks(form, m=[CHAT[1:3]], t=tools)
+    table = chunks(form, m=[chat], t=tools, template=QWEN)
+    turn = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+    assert learnt(table) == f"{turn}<|im_end|>\n<think>\n\n</think>\n\nRain.<|im_end|>\n"
+    assert table[0]["bytes"] == len(f"{turn}Rain.")
+    text = str(byte_tokenizer().decode(table[0]["input_ids"]))
+    assert text.startswith('<|im_start|>system\n[{"function": {"name": "weather"}}]')
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        chunks(CHATS, m=[CHAT], template=REWRITING)
+    assert learnt(chunks(CHATS, m=[CHAT], template=REWRITING, train_on_prompts=True)).startswith("Be brief.HiYo")
+
+
+def test_a_long_text_is_tokenized_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["ab\ncd\n" * 5 + "x" * 30 + "ü", "short", "", "é\n" * 20]
-    whole = table_of(tokenizer, RowFormat(text="text"), length=10, text=texts)[:]
+    whole = chunks(TEXT, length=10, t=texts)[:]
     monkeypatch.setattr("src.data.documents.SLICE", 7)
-    assert table_of(tokenizer, RowFormat(text="text"), length=10, text=texts)[:] == whole
+    assert chunks(TEXT, length=10, t=texts)[:] == whole
     assert sum(whole["bytes"]) == len("".join(texts).encode())
 
 
-def test_packing_keeps_each_chunk_whole_and_fills_the_sequences(tokenizer: PreTrainedTokenizerFast) -> None:
-    random = np.random.default_rng(0)
-    texts = ["x" * int(n) for n in random.integers(1, 40, 300)]
-    table = table_of(tokenizer, RowFormat(text="text"), text=texts)
+def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
+    texts = ["x" * int(n) for n in np.random.default_rng(0).integers(1, 40, 300)]
+    table = chunks(TEXT, length=64, t=texts)
     together, apart = pack(table, 64), unpacked(table)
     assert sorted(together.rows.tolist()) == list(range(300)) == apart.rows.tolist()
-    sizes = [
-        sum(len(chunk["input_ids"]) for chunk in sequence)
-        for sequence in together.__getitems__([*range(len(together))])
-    ]
+    sequences = together.__getitems__([*range(len(together))])
+    sizes = [sum(len(chunk["input_ids"]) for chunk in sequence) for sequence in sequences]
     assert max(sizes) <= 64
     assert sum(sizes) == sum(table["length"])
     assert len(together) <= 1.05 * -(-sum(sizes) // 64)
@@ -264,7 +208,7 @@ def test_packing_keeps_each_chunk_whole_and_fills_the_sequences(tokenizer: PreTr
 
 
 def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
-    task = CausalLM(dataset="x", architecture={"model_type": "llama"}, sequence_length=8)
+    task = CausalLM(dataset="x", architecture=LLAMA, sequence_length=8)
     chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32), "bytes": 2}
     batch = task.collate([[chunk, chunk], [chunk]])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]  # padding goes on
@@ -274,38 +218,42 @@ def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     assert task.count_tokens(batch) == (9, 16)
 
 
-def rows_file(folder: Path) -> Path:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)))
-    return file
+# ----------------------------------------------------------------------------------------------------------- files
+FILES = {
+    "rows.jsonl": "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)),
+    "book.txt": "0123456789" * 10,
+}
 
 
-def book(folder: Path) -> Path:
-    (folder / "book.txt").write_text("0123456789" * 10)
-    return folder / "book.txt"
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current one, with FILES."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        Path(name).write_text(content)
+    return tmp_path
 
 
-@pytest.mark.parametrize("data", [rows_file, book])
-def test_tokenizing_and_cutting_are_done_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Callable[[Path], Path]
-) -> None:
+@pytest.mark.parametrize("dataset", FILES)
+def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.MonkeyPatch, dataset: str) -> None:
     def written() -> dict[Path, float]:
-        return {file: file.stat().st_mtime for file in (tmp_path / "cache").rglob("*.arrow")}
+        return {file: file.stat().st_mtime for file in (folder / "cache").rglob("*.arrow")}
 
-    settings = {"dataset": str(data(tmp_path)), "architecture": {"model_type": "llama"}, "sequence_length": 32}
+    settings: dict[str, Any] = {"dataset": dataset, "architecture": LLAMA, "sequence_length": 32}
     first, cached = CausalLM(**settings).build_datasets(), written()
     again = CausalLM(**settings).build_datasets()
     assert [part.describe(32) for part in again] == [part.describe(32) for part in first]
     assert written() == cached
-    CausalLM(**settings | {"train_on_prompts": True}).build_datasets()
+    CausalLM(**settings, train_on_prompts=True).build_datasets()
     assert (others := written()).keys() > cached.keys()
     monkeypatch.setattr("src.data.text.CODE", ["a change of it"])
     CausalLM(**settings).build_datasets()
     assert written().keys() > others.keys()
 
 
-def test_a_share_is_kept_for_evaluation_the_same_in_each_run(tmp_path: Path) -> None:
-    task = CausalLM(dataset=str(rows_file(tmp_path)), eval_fraction=0.25)
+@pytest.mark.usefixtures("folder")
+def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
+    task = CausalLM(dataset="rows.jsonl", eval_fraction=0.25)
     rows, _ = task.load_rows()
     train, evaluation = task.split(rows)
     assert (len(train), len(evaluation)) == (15, 5)
@@ -316,9 +264,9 @@ def test_a_share_is_kept_for_evaluation_the_same_in_each_run(tmp_path: Path) -> 
     assert last["text"] == [f"row {i}" for i in range(15, 20)]
 
 
-def test_a_single_text_is_cut_near_its_end(tmp_path: Path) -> None:
-    task = CausalLM(dataset=str(book(tmp_path)), architecture={"model_type": "llama"}, sequence_length=32)
-    train, evaluation = task.build_datasets()
+@pytest.mark.usefixtures("folder")
+def test_a_single_text_is_cut_near_its_end() -> None:
+    train, evaluation = CausalLM(dataset="book.txt", architecture=LLAMA, sequence_length=32).build_datasets()
     assert (len(train.chunks), len(evaluation.chunks)) == (3, 1)
     assert evaluation.describe(32)["tokens"] == 11  # and the end
 
@@ -339,33 +287,30 @@ def test_each_kind_of_file_is_read_as_it_stands(tmp_path: Path, name: str, conte
     assert evaluation is None
 
 
+def splits(folder: Path, **settings: str) -> tuple[list[str], list[str]]:
+    """The texts to train and to evaluate on."""
+    train, evaluation = CausalLM(dataset=str(folder), **settings).load_rows()
+    assert evaluation is not None
+    return train["text"][:], evaluation["text"][:]
+
+
 def test_parquet_and_folders_with_splits_in_the_names(tmp_path: Path) -> None:
     for name in ("my-train-0", "my-train-1", "my_dev", "my.test", "train_test_split_test"):
         Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "data" / f"{name}.parquet")
-    train, evaluation = CausalLM(dataset=str(tmp_path / "data")).load_rows()
-    assert train["text"][:] == ["my-train-0", "my-train-1"]
-    assert evaluation is not None
-    assert evaluation["text"][:] == ["my_dev"]
-    _, test = CausalLM(dataset=str(tmp_path / "data"), eval_split="test").load_rows()
-    assert test is not None
-    assert test["text"][:] == ["my.test", "train_test_split_test"]
+    assert splits(tmp_path / "data") == (["my-train-0", "my-train-1"], ["my_dev"])
+    assert splits(tmp_path / "data", eval_split="test")[1] == ["my.test", "train_test_split_test"]
     for name in ("training", "testData"):  # tried without: both are trained on
         Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "more" / f"{name}.parquet")
-    train, evaluation = CausalLM(dataset=str(tmp_path / "more")).load_rows()
-    assert evaluation is not None
-    assert (train["text"][:], evaluation["text"][:]) == (["training"], ["testData"])
+    assert splits(tmp_path / "more") == (["training"], ["testData"])
 
 
 def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:
     """And the others may have other columns, as in GLUE."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "README.txt").write_text("not data")
-    for name, text in (("train", "text\tlabel\na\t1\n"), ("dev", "id\ttext\tlabel\n0\tb\t1\n"), ("test", "")):
-        (folder / f"{name}.tsv").write_text(text)
-    train, evaluation = CausalLM(dataset=str(folder)).load_rows()
-    assert evaluation is not None
-    assert (train["text"][:], evaluation["text"][:]) == (["a"], ["b"])
+    files = {"train.tsv": "text\tlabel\na\t1\n", "dev.tsv": "id\ttext\tlabel\n0\tb\t1\n", "test.tsv": ""}
+    (tmp_path / "data").mkdir()
+    for name, content in (files | {"README.txt": "not data"}).items():
+        (tmp_path / "data" / name).write_text(content)
+    assert splits(tmp_path / "data") == (["a"], ["b"])
 
 
 def test_columns_can_be_named(tmp_path: Path) -> None:

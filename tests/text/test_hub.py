@@ -1,16 +1,13 @@
 """Models and data by their name on the Hub, the way back there, and what is said where it cannot be had."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import huggingface_hub
 import pytest
 import torch
@@ -18,8 +15,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from src.config import load_config
 from src.export import push_to_hub
-from tests.launching import BIN, PROJECT, Launch, Run, run_command
+from tests.launching import Launch, Run, run_command
 from tests.text import tiny
+from tests.text.ending import End
 from tests.text.hub import Hub, hub
 
 CLASSIFIER = ("--task.name=text_classification", "--task.sequence_length=32")
@@ -50,35 +48,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield server
 
 
+def trained(server: Hub, folder: Path, *arguments: str, **environment: str) -> Run:
+    """A run from names, in a process of its own: the libraries read the environment when they are imported."""
+    command = [sys.executable, "train.py", *RUN, "--wandb.mode=disabled", f"--output_dir={folder}", *arguments]
+    return run_command(command, folder, **(server.environment | environment)).succeeded()
+
+
 @pytest.fixture(scope="module")
-def online(launch: Launch, server: Hub) -> Run:
+def online(server: Hub, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run from names to a name."""
-    return launch("cpu", *RUN, "--push_to_hub=me/mine", real=True, **server.environment).succeeded()
+    return trained(server, tmp_path_factory.mktemp("online") / "run", "--push_to_hub=me/mine")
 
 
 # ----------------------------------------------------------------------------------------------------- there and back
-def test_a_model_and_a_dataset_are_found_by_name(online: Run, server: Hub) -> None:
+def test_a_model_and_a_dataset_are_found_by_name_and_the_second_time_offline(
+    online: Run, server: Hub, tmp_path: Path
+) -> None:
     assert online.summary["eval/examples"] == 37
     asked = [re.sub("/resolve/[^/]+/", " ", request) for request in server.requests]
     assert {"GET /team/model model.safetensors", "GET /datasets/team/data train.tsv"} <= set(asked)
-
-
-def test_the_second_run_works_offline_from_the_cache(launch: Launch, online: Run, server: Hub) -> None:
-    asked = len(server.requests)
-    offline = launch("cpu", *RUN, real=True, **(server.environment | {"HF_HUB_OFFLINE": "1"})).succeeded()
-    assert len(server.requests) == asked
+    offline = trained(server, tmp_path / "run", HF_HUB_OFFLINE="1")
+    assert len(server.requests) == len(asked)
     assert offline.losses == pytest.approx(online.losses, rel=1e-6)
-
-
-def test_what_is_pushed_is_what_the_run_exported(online: Run, server: Hub) -> None:
-    def content(folder: Path) -> dict[str, bytes]:
-        return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-    pushed = content(server.folder / "models/me/mine")
-    assert pushed == content(online.folder / "model")
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(pushed)
-    assert b"base_model: team/model" in pushed["README.md"]
-    assert b"- team/data" in pushed["README.md"]
 
 
 def logits(model: Any, tokenizer: Any) -> torch.Tensor:
@@ -86,20 +77,19 @@ def logits(model: Any, tokenizer: Any) -> torch.Tensor:
         return model.eval()(**tokenizer(["by the of", "in"], padding=True, return_tensors="pt")).logits
 
 
-def test_what_is_pushed_loads_with_from_pretrained_and_computes_the_same(online: Run, server: Hub) -> None:
-    models = [
-        AutoModelForSequenceClassification.from_pretrained(folder)
-        for folder in (server.folder / "models/me/mine", online.folder / "model")
-    ]
+def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(online: Run, server: Hub) -> None:
+    folders = server.folder / "models/me/mine", online.folder / "model"
+    pushed, exported = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
+    assert pushed == exported
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(pushed)
+    assert b"base_model: team/model" in pushed["README.md"]
+    assert b"- team/data" in pushed["README.md"]
+    models = [AutoModelForSequenceClassification.from_pretrained(folder) for folder in folders]
     assert models[0].config.id2label == {0: "falling", 1: "rising"}
-    tokenizers = [AutoTokenizer.from_pretrained(model.name_or_path) for model in models]
-    assert torch.equal(*map(logits, models, tokenizers))
+    assert torch.equal(*(logits(model, AutoTokenizer.from_pretrained(model.name_or_path)) for model in models))
 
 
-def test_a_folder_is_a_model_too_such_as_the_one_that_a_run_exported(
-    online: Run, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+def test_a_folder_is_a_model_too_such_as_the_one_that_a_run_exported(online: Run, server: Hub, tmp_path: Path) -> None:
     folder, data = online.folder / "model", server.folder / "datasets/team/data"
     arguments = [*CLASSIFIER, f"--task.model={folder}", f"--task.dataset={data}", f"--output_dir={tmp_path}/run"]
     task: Any = load_config(arguments).task
@@ -111,120 +101,75 @@ def test_a_folder_is_a_model_too_such_as_the_one_that_a_run_exported(
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
-End = tuple[int, list[str]]
-
-
 def ends(*runs: tuple[str, ...], **environment: str) -> list[End]:
-    """How train.py would end, with these arguments, before it trains: its exit code, 0 where it would train, and its
-    messages. All in one process, as they need the environment from the start, and imports take seconds."""
-    code = (
-        "import contextlib, io, json, sys\n"
-        "from src.config import load_config\n"
-        "from src.process import exit_codes\n"
-        "for arguments in json.loads(sys.argv[1]):\n"
-        "    with contextlib.redirect_stderr(io.StringIO()) as said:\n"
-        "        code = 0\n"
-        "        try:\n"
-        "            with exit_codes():\n"
-        "                task = load_config(arguments).task\n"
-        "                task.build_datasets(), task.build_model()\n"
-        "        except SystemExit as end:\n"
-        "            code = end.code\n"
-        "        except Exception as error:\n"
-        "            code = f'a traceback: {error!r}'\n"
-        "    lines = [line for line in said.getvalue().splitlines() if line.startswith('train.py: ')]\n"
-        "    print(json.dumps([code, [line.removeprefix('train.py: ') for line in lines]]))\n"
-    )
-    arguments = [[*CLASSIFIER, *run] for run in runs]
-    run = run_command([sys.executable, "-c", code, json.dumps(arguments)], Path(), PROJECT, **environment).succeeded()
+    """All in one process, as imports take seconds."""
+    command = [sys.executable, "-m", "tests.text.ending", json.dumps([[*CLASSIFIER, *run] for run in runs])]
+    run = run_command(command, Path(), **environment).succeeded()
     return [(code, lines) for code, lines in map(json.loads, run.stdout.splitlines())]
 
 
+NOT_ON_HUB = r"and not available on the Hub \("
 UNUSABLE = {
-    "unknown model": (
-        ("--task.model=team/unknown", "--task.dataset=team/data"),
-        r"task\.model=team/unknown: no such folder here, and not available on the Hub \(",
-    ),
-    "unknown dataset": (
-        ("--task.model=team/model", "--task.dataset=team/unknown"),
-        r"task\.dataset=team/unknown: no such file or folder here, and not available on the Hub \(",
-    ),
-    "unknown revision": ((*NAMES, "--task.revision=v9"), r"task\.model=team/model: .*v9"),
-    "model without weights": (
-        ("--task.model=team/weightless", "--task.dataset=team/data"),
-        r"task\.model=team/weightless: .*model\.safetensors",
-    ),
-    "model with code": (
-        ("--task.model=team/code", "--task.dataset=team/data"),
-        r"task\.model=team/code: wants to run code of its own, which is not allowed here",
-    ),
-    "dataset without files": (
-        ("--task.model=team/model", "--task.dataset=team/empty"),
-        r"task\.dataset=team/empty: .*doesn't contain any data files",
-    ),
-    "dataset with code": (
-        ("--task.model=team/model", "--task.dataset=team/script"),
-        r"task\.dataset=team/script: .*script\.py",
-    ),
-    "unknown subset": ((*NAMES, "--task.dataset_config=large"), r"task\.dataset_config=large: .*default"),
-    "malformed file": (
-        ("--task.model=team/model", "--task.dataset=team/malformed"),
-        r"task\.dataset=team/malformed: (?!no such file).*JSON parse error",
-    ),
-}  # fmt: skip
+    "model=team/unknown": rf"task\.model=team/unknown: no such folder here, {NOT_ON_HUB}",
+    "dataset=team/unknown": rf"task\.dataset=team/unknown: no such file or folder here, {NOT_ON_HUB}",
+    "revision=v9": r"task\.model=team/model: .*v9",
+    "model=team/weightless": r"task\.model=team/weightless: .*model\.safetensors",
+    "model=team/code": r"task\.model=team/code: wants to run code of its own, which is not allowed here",
+    "dataset=team/empty": r"task\.dataset=team/empty: .*doesn't contain any data files",
+    "dataset=team/script": r"task\.dataset=team/script: .*script\.py",
+    "dataset_config=large": r"task\.dataset_config=large: .*default",
+    "dataset=team/malformed": r"task\.dataset=team/malformed: (?!no such file).*JSON parse error",
+}
 
 
-@pytest.fixture(scope="module")
-def refusals(server: Hub) -> dict[str, End]:
-    found = ends(*[arguments for arguments, _ in UNUSABLE.values()], **server.environment)
-    return dict(zip(UNUSABLE, found, strict=True))
-
-
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_what_the_hub_has_not_or_in_no_usable_form_is_one_line(refusals: dict[str, End], name: str) -> None:
-    code, lines = refusals[name]
-    assert code == 2
-    (says,) = lines
-    assert re.match(UNUSABLE[name][1], says)
+def test_what_the_hub_has_not_or_in_no_usable_form_is_one_line(server: Hub) -> None:
+    found = ends(*[(*NAMES, f"--task.{setting}") for setting in UNUSABLE], **server.environment)
+    assert [code for code, _ in found] == [2] * len(UNUSABLE), found
+    for (_, (says,)), expected in zip(found, UNUSABLE.values(), strict=True):
+        assert re.match(expected, says)
 
 
 def test_offline_an_unknown_name_is_one_line_and_what_it_advises_works(server: Hub, tmp_path: Path) -> None:
     data = tiny.reviews(tmp_path / "data")
-    online = os.environ | server.environment | {"HF_HOME": str(tmp_path), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    runs = ("--task.model=team/model", f"--task.dataset={data}"), NAMES, NAMES  # the data come first
     offline = server.environment | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    (code, model), (same_code, dataset) = ends(
-        ("--task.model=team/model", f"--task.dataset={data}"), NAMES, **offline
-    )  # the data come first
+    (code, model), (same_code, dataset), afterwards = ends(*runs, **offline)
     assert (code, same_code) == (2, 2)
     for name, lines in (("task.model=team/model", model), ("task.dataset=team/data", dataset)):
         (says,) = lines
         assert says.startswith(f"{name}: no such ")
         assert says.endswith("and set HF_HUB_OFFLINE=1")
-        (command,) = re.findall("`(.+?)`", says)
-        subprocess.run(command, shell=True, check=True, capture_output=True, env=online)
-    assert ends(NAMES, **offline) == [(0, [])]
+        assert len(re.findall("`(.+?)`", says)) == 1
+    assert afterwards == (0, [])
 
 
 # --------------------------------------------------------------------------------------------------------- uploading
+NO_CREDENTIALS = "push_to_hub=me/mine: no credentials; `hf auth login` first"
+OFFLINE = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
+
+
 @pytest.mark.parametrize(
-    ("name", "environment", "says"),
+    ("name", "is_offline", "says"),
     [
-        ("me/mine", {"HF_TOKEN": ""}, "push_to_hub=me/mine: no credentials; `hf auth login` first"),
-        ("mine", {}, "push_to_hub=mine: must be USER/NAME"),
-        (
-            "me/mine",
-            {"HF_HUB_OFFLINE": "1"},
-            "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out",
-        ),
+        ("me/mine", False, NO_CREDENTIALS),
+        ("mine", False, "push_to_hub=mine: must be USER/NAME"),
+        ("me/mine", True, OFFLINE),
     ],
-    ids=["without credentials", "without a user", "offline"],
 )
-def test_an_upload_that_must_fail_is_refused_before_training(
-    server: Hub, tmp_path: Path, name: str, environment: dict[str, str], says: str
+def test_an_upload_that_must_fail_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_offline: bool, says: str
 ) -> None:
-    command = [sys.executable, "train.py", *RUN, f"--push_to_hub={name}", f"--output_dir={tmp_path}/run"]
-    run = run_command(command, tmp_path / "run", PROJECT, **(server.environment | environment))
-    assert (run.exit_code, run.stderr) == (2, f"train.py: {says}\n")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 (all of its text is compared)
+        load_config([f"--output_dir={tmp_path}/run", f"--push_to_hub={name}"])
+    assert str(refused.value) == says
+
+
+def test_an_upload_that_must_fail_is_refused_before_training(launch: Launch) -> None:
+    run = launch("cpu", "--push_to_hub=me/mine")  # the tests are offline
+    assert (run.exit_code, run.stderr) == (2, f"train.py: {OFFLINE}\n")
     assert not run.folder.exists()
 
 
