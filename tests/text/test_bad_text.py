@@ -88,6 +88,10 @@ def write(files: Files) -> str:
     return f"dataset={next(iter(files)).partition('/')[0]}"
 
 
+def labelled(labels: Any) -> pd.DataFrame:
+    return pd.DataFrame({"text": [f"line {i}" for i in range(len(labels))], "label": labels})
+
+
 def fits(says: str, expected: str) -> bool:
     """Whether it is as expected, where *** stands for anything."""
     return re.fullmatch(".*".join(map(re.escape, expected.split("***"))), says) is not None
@@ -195,6 +199,15 @@ DATA: list[tuple[Files, tuple[str, ...], str]] = [
         "task.label_column=label: all rows to train on have the same label, odd",
     ),
 ]  # fmt: skip
+NO_LABELS: list[tuple[Any, str]] = [
+    (pd.to_datetime(["2020-01-01", "2020-01-02"] * 10), "datetime, not text"),
+    ([datetime.date(2020, 1, 1)] * 20, "date, not text"),
+    ([b"a", b"b"] * 10, "bytes, not text"),
+    ([["a"], ["b"]] * 10, "list, not text"),
+    ([None] * 20, "empty"),
+    (pd.to_timedelta([1, 2] * 10), "Timedelta, not text"),
+]
+NO_USABLE_LABEL = "20 of 20 rows in the data to train on have no usable text or label (row 1, 2, 3, 4, 5, …; ***"
 NO_COLUMN = "task.dataset=a.jsonl: no column {} in the data to train on; its columns are text, label"
 TOO_LONG = "task.sequence_length=16: the model sees at most 8 tokens"
 ONE_OF_TWO = "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
@@ -337,6 +350,10 @@ DAMAGED_LLAMA: list[tuple[Files, str]] = [
 
 @pytest.mark.parametrize(("files", "arguments", "expected"), [
     *DATA,
+    *(
+        ({"a.parquet": labelled(column).to_parquet()}, BERT, f"{NO_USABLE_LABEL}in row 1 label is {says}; mend them***")
+        for column, says in NO_LABELS
+    ),
     *(({}, arguments, says) for arguments, says in SETTINGS),
     *(({"a.jsonl": [*CHATS, {"messages": chat}]}, NEW, f"{NO_USABLE}{why}***") for chat, why in BAD_CHATS),
     *(
@@ -433,25 +450,34 @@ def test_a_csv_as_other_programs_write_it(content: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- labels
-@pytest.mark.parametrize(
-    ("labels", "names"),
-    [
-        ([0.0, 1.0, 2.0] * 7, ["0", "1", "2"]),
-        ([0, 1, None] * 7, ["0", "1"]),
-        ([True, False] * 10, ["False", "True"]),
-        (["pos", "neg", "pos ", "\tneg"] * 5, ["neg", "pos"]),
-        (["1.0", "1.5"] * 10, ["1.0", "1.5"]),  # such as versions
-        (["--1", "1"] * 10, ["--1", "1"]),
-    ],
-)
-def test_labels_as_files_have_them(labels: list[Any], names: list[str]) -> None:
+LABELS: list[tuple[Any, list[str]]] = [
+    ([0.0, 1.0, 2.0] * 7, ["0", "1", "2"]),
+    ([0, 1, None] * 7, ["0", "1"]),
+    ([True, False] * 10, ["False", "True"]),
+    (["pos", "neg", "pos ", "\tneg"] * 5, ["neg", "pos"]),
+    (["1.0", "1.5"] * 10, ["1.0", "1.5"]),  # such as versions
+    (["--1", "1"] * 10, ["--1", "1"]),
+]
+IN_PARQUET: list[tuple[Any, list[str]]] = [
+    (pd.Categorical(["x", "y"] * 10), ["x", "y"]),
+    (pd.array([0, 1] * 10, dtype="Int64"), ["0", "1"]),
+    (np.array([0, 1] * 10, np.float16), ["0", "1"]),
+    (np.array([0, 1] * 10, np.uint8), ["0", "1"]),
+    ([Decimal("1.0"), Decimal("2.0")] * 10, ["1", "2"]),
+    ([True, False] * 10, ["False", "True"]),
+    (pd.array(["a", "b"] * 10, dtype="string"), ["a", "b"]),
+]
+
+
+@pytest.mark.parametrize(("files", "names"), [
+    *(({"a.jsonl": labelled(pd.Series(labels, dtype=object)).to_dict("records")}, names) for labels, names in LABELS),
+    *(({"a.csv": labelled(labels).to_csv(index=False)}, names) for labels, names in LABELS if None not in labels),
+    *(({"a.parquet": labelled(column).to_parquet()}, names) for column, names in IN_PARQUET),
+])  # fmt: skip
+def test_labels_as_files_have_them(files: Files, names: list[str]) -> None:
     """Tried without: all rows are refused, `pos` and `pos ` are two classes."""
-    rows = [{"text": f"line {i}", "label": label} for i, label in enumerate(labels)]
-    task, *_, model = built(*BERT, write({"a.jsonl": rows}), SKIP)
+    task, *_, model = built(*BERT, write(files), SKIP)
     assert task.data_state()["labels"] == sorted(model.config.label2id) == names
-    if None not in labels:
-        table = "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows)
-        assert built(*BERT, write({"a.csv": table}), SKIP)[0].data_state()["labels"] == names
 
 
 def test_labels_of_which_some_are_whole() -> None:
@@ -460,36 +486,6 @@ def test_labels_of_which_some_are_whole() -> None:
     header, whole = "text,label\n", "two,2.0\n" * 5
     data = write({"data/train.csv": header + "one,1.5\ntwo,2.0\n" * 5, "data/test.csv": header + whole})
     assert built(*BERT, data)[0].data_state()["labels"] == ["1.5", "2.0"]
-
-
-COLUMNS: dict[str, tuple[Any, list[str] | str]] = {
-    "category": (pd.Categorical(["x", "y"] * 10), ["x", "y"]),
-    "Int64": (pd.array([0, 1] * 10, dtype="Int64"), ["0", "1"]),
-    "float16": (np.array([0, 1] * 10, np.float16), ["0", "1"]),
-    "uint8": (np.array([0, 1] * 10, np.uint8), ["0", "1"]),
-    "decimal": ([Decimal("1.0"), Decimal("2.0")] * 10, ["1", "2"]),
-    "bool": ([True, False] * 10, ["False", "True"]),
-    "string": (pd.array(["a", "b"] * 10, dtype="string"), ["a", "b"]),
-    "datetime": (pd.to_datetime(["2020-01-01", "2020-01-02"] * 10), "datetime, not text"),
-    "date": ([datetime.date(2020, 1, 1)] * 20, "date, not text"),
-    "bytes": ([b"a", b"b"] * 10, "bytes, not text"),
-    "lists": ([["a"], ["b"]] * 10, "list, not text"),
-    "null": ([None] * 20, "empty"),
-    "timedelta": (pd.to_timedelta([1, 2] * 10), "Timedelta, not text"),
-}
-
-
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_labels_of_every_type_that_parquet_has(kind: str) -> None:
-    column, expected = COLUMNS[kind]
-    pd.DataFrame({"text": [f"line {i}" for i in range(20)], "label": column}).to_parquet("a.parquet")
-    arguments = (*BERT, "dataset=a.parquet")
-    if isinstance(expected, list):
-        assert built(*arguments)[0].data_state()["labels"] == expected
-    else:
-        (says,) = refused(*arguments)
-        assert "20 of 20 rows in the data to train on have no usable text or label (row 1, 2, 3, 4, 5, …; " in says
-        assert f"in row 1 label is {expected}; mend them" in says
 
 
 # ------------------------------------------------------------------------------------------------------ tokenizers
