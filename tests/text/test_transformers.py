@@ -37,7 +37,7 @@ STRATEGIES = [
 ]
 LM_METRICS = ("eval/perplexity", "eval/bits_per_byte", "eval/accuracy")
 METRICS = {
-    "lm": LM_METRICS,
+    "lm with samples": LM_METRICS,
     "lm with adapters": LM_METRICS,
     "classifier": ("eval/accuracy", "eval/f1", "eval/matthews_correlation"),
     "classifier with adapters": ("eval/accuracy",),
@@ -58,14 +58,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(data: Path, models: Path) -> dict[str, list[str]]:
     """Of each kind of run. Language models: packed, with masked prompts."""
     architecture = [f"--task.architecture.{name}={value}" for name, value in tiny.LLAMA.items()]
-    lm = ["--task.name=causal_lm", f"--task.dataset={data}/questions.jsonl", "--task.sequence_length=128", *EARLY]
+    base = ["--task.name=causal_lm", f"--task.dataset={data}/questions.jsonl", "--task.sequence_length=128", *EARLY]
+    lm = [*base, "--task.architecture.model_type=llama", *architecture]
     classifier = ["--task.name=text_classification", f"--task.dataset={data}/reviews", *EARLY]
     classifier += [f"--task.model={models}/bert"]
     adapters = ["--task.lora.r=4", "--optim.lr=1e-3"]
     merged = ["--task.lora.merge=true", "--task.eval_from=last"]
     return {
-        "lm": [*lm, "--task.architecture.model_type=llama", *architecture, "--task.sample_prompts=['Q: the', '']"],
-        "lm with adapters": [*lm, f"--task.model={models}/llama", *adapters, *merged],
+        "lm": lm,
+        "lm with samples": [*lm, "--task.sample_prompts=['Q: the', '']", "--task.sample_tokens=16"],
+        "lm with adapters": [*base, f"--task.model={models}/llama", *adapters, *merged],
         "classifier": classifier,
         "classifier with adapters": [*classifier, *adapters],
     }
@@ -91,7 +93,7 @@ def samples(run: Run) -> list[list[dict[str, str]]]:
 @pytest.mark.parametrize(
     ("kind", "strategy", "processes", "arguments"),
     [
-        *(("lm", *strategy) for strategy in STRATEGIES),
+        *(("lm with samples", *strategy) for strategy in STRATEGIES),
         *(("classifier", *strategy) for strategy in STRATEGIES),
         ("lm with adapters", "ddp", 2, ()),
         ("lm with adapters", "fsdp", 2, ("--activation_checkpointing=true",)),
@@ -117,7 +119,7 @@ def test_the_curve_is_the_same(
 
 # ------------------------------------------------------------------------------------------- causal language models
 def test_samples_of_each_evaluation_are_in_the_record(trained: Trained) -> None:
-    run = trained("lm")
+    run = trained("lm with samples")
     assert len(samples(run)) == len([record for record in run.records if "eval/loss" in record]) > 1
     for rows in samples(run):
         assert [row["prompt"] for row in rows] == ["Q: the", ""]
@@ -220,7 +222,7 @@ def test_in_bf16_the_curve_stays_near_that_of_fp32(
 def test_fp8_trains_and_exports_fp32_weights(launch: Launch, settings: dict[str, list[str]], models: Path) -> None:
     """Emulated on the CPU, on one process, whose weights keep torchao's wrapper; it can't be saved, which was tried."""
     arguments = [argument for argument in settings["lm"] if "architecture" not in argument]
-    arguments += [f"--task.model={models}/llama", "--max_steps=3", "--task.sample_prompts=[]"]
+    arguments += [f"--task.model={models}/llama", "--max_steps=3"]
     run = launch("fsdp_fp8", *arguments, processes=1, launcher_arguments=("--mixed_precision=fp8",)).succeeded()
     assert run.summary["precision"] == "fp8"
     before, after = (load_file(folder / "model.safetensors") for folder in (models / "llama", run.folder / "model"))
