@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from src.config import load_config
 from src.export import push_to_hub
-from tests.launching import Launch, Run, run_command
+from tests.launching import PROJECT, Launch, Run, run_command
 from tests.text import tiny
 from tests.text.ending import End
 from tests.text.hub import Hub, hub
@@ -51,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 def trained(server: Hub, folder: Path, *arguments: str, **environment: str) -> Run:
     """A run from names, in a process of its own: the libraries read the environment when they are imported."""
     command = [sys.executable, "train.py", *RUN, "--wandb.mode=disabled", f"--output_dir={folder}", *arguments]
-    return run_command(command, folder, **(server.environment | environment)).succeeded()
+    return run_command(command, folder, PROJECT, **(server.environment | environment)).succeeded()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_a_folder_is_a_model_too_such_as_the_one_that_a_run_exported(online: Run
 def ends(*runs: tuple[str, ...], **environment: str) -> list[End]:
     """All in one process, as imports take seconds."""
     command = [sys.executable, "-m", "tests.text.ending", json.dumps([[*CLASSIFIER, *run] for run in runs])]
-    run = run_command(command, Path(), **environment).succeeded()
+    run = run_command(command, Path(), PROJECT, **environment).succeeded()
     return [(code, lines) for code, lines in map(json.loads, run.stdout.splitlines())]
 
 
