@@ -139,20 +139,28 @@ def test_torchs_linear_cross_entropy_sums_in_half_precision() -> None:
 @pytest.mark.filterwarnings("default")  # the compiler sets its own aside, unless they are errors
 @pytest.mark.parametrize("compiled", [False, True])
 def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    """And one compilation serves all blocks."""
-    monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")  # without optimizing what is compiled: a third of the time
+    """The loss falls along its gradients as they say: tried with other dropout in the backward pass, by 0.57 of that.
+    Without the compiler, which draws otherwise, they are those without recomputing. One compilation serves all blocks.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")  # without optimizing what is compiled: half the time
     torch._dynamo.reset()
     counters.clear()
-    model, other = build("gpt2", dropout=0.2, n_layer=3), build("gpt2", dropout=0.2, n_layer=3)
-    transformed(model, compile=compiled)
-    transformed(other, compile=compiled)
-    transformed(other, activation_checkpointing=True)
-    loss, wanted = gradients(model, batch())
+    model = build("gpt2", dropout=0.5, n_layer=3)
+    transformed(model, compile=compiled, activation_checkpointing=True)
+    loss, found = gradients(model, batch())
     assert counters["stats"]["unique_graphs"] == int(compiled)
-    recomputed, found = gradients(other, batch())
-    assert recomputed == loss
-    for gradient, expected in zip(found, wanted, strict=True):
-        assert torch.equal(gradient, expected)
+    if not compiled:
+        expected, wanted = gradients(build("gpt2", dropout=0.5, n_layer=3), batch())
+        assert loss == expected
+        assert all(torch.equal(gradient, other) for gradient, other in zip(found, wanted, strict=True))
+    step = 0.05 / sum(gradient.square().sum().item() for gradient in found)
+    losses = []
+    for steps in (1, -2):  # to either side
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), found, strict=True):
+                parameter.add_(gradient, alpha=steps * step)
+        losses.append(gradients(model, batch())[0].item())
+    assert losses[0] - losses[1] == pytest.approx(2 * 0.05, rel=0.01)
 
 
 def test_activations_inside_of_the_blocks_are_not_kept() -> None:
