@@ -10,7 +10,7 @@ The data: 500 prompts with completions, log-normal in length, with a median of 6
 The model: a Llama of 3.7 million parameters. Equal work, asserted: the same documents, each once per epoch, of which
 the completions are learnt; optimizer steps (ours with 4 sequences of 512, theirs with as many documents as make as many
 steps), real tokens, those that are followed by another of their document, targets, parameters and precision. That a
-document's loss is the same packed and padded is asserted in tests/test_language_model.py.
+document's loss is the same packed and padded is asserted in tests/text/test_language_model.py.
 """
 
 from pathlib import Path

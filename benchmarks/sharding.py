@@ -5,7 +5,7 @@
 A Llama of 97.5 million parameters in fp32, two processes of one thread each on gloo: fsdp.yaml, which gathers a block's
 parameters in the forward and again in the backward pass, and fsdp_grad_op.yaml, which gathers them once, both against
 ddp.yaml. They take turns of a step; the first two, in which memory is touched for the first time, don't count. Bytes
-are those that tests/count_bytes.py counts: parameters, gradients and AdamW's state, as held between two steps.
+are those that tests/text/test_sharding.py counts: parameters, gradients and AdamW's state, as held between two steps.
 
 Equal work, which is asserted: the same number of parameters, 8 sequences of 128 tokens a step without padding, in the
 same order, fused AdamW at a constant learning rate; the losses of all steps within 1e-4.
@@ -40,7 +40,7 @@ def assert_equal_work(side: Side, ddp: Side) -> None:
 
 def bytes_held(yaml: str, folder: Path) -> float:
     """Return those of the process that holds most."""
-    side = Side([*launch(yaml, PROCESSES), "-m", "tests.count_bytes"], folder / f"bytes-{yaml}")
+    side = Side([*launch(yaml, PROCESSES), "-m", "tests.text.test_sharding", "bytes"], folder / f"bytes-{yaml}")
     side.run()
     counts = [json.loads(line) for line in side.log.splitlines() if line.startswith("{")]
     assert [count["strategy"] for count in counts] == [yaml] * PROCESSES

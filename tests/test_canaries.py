@@ -156,41 +156,11 @@ def test_torchs_norm_on_the_cpu_is_imprecise() -> None:
     assert abs(values.square().sum().double().sqrt() / exact - 1) < 1e-7
 
 
-def test_fsdp_cannot_wrap_a_block_around_the_input_embeddings(tmp_path: Path) -> None:
-    """src/models/pretrained.py: why fsdp_blocks leaves BertEmbeddings out."""
-    code = """
-import torch
-from accelerate import Accelerator, PartialState
-from transformers import BertConfig, BertModel
-
-PartialState(cpu=True)._shared_state["distributed_type"] = "MULTI_GPU"
-model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
-assert "BertEmbeddings" in model._no_split_modules
-try:
-    Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
-except TypeError:
-    say("failed")
-"""
-    fsdp = {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_cpu_ram_efficient_loading": False,
-    }
-    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config=fsdp)
-    assert run.stdout.split() == ["failed", "failed"]
-
-
 def test_a_failed_save_of_dcp_is_no_exception() -> None:
     """`except Exception` does not catch it: src/checkpoint/write.py names it."""
     from torch.distributed.checkpoint import CheckpointException
 
     assert not issubclass(CheckpointException, Exception)
-
-
-def imported(code: str, module: str) -> bool:
-    """Whether `code`, in a process of its own, imports `module`."""
-    probe = f"import sys; {code}; sys.exit('{module}' not in sys.modules)"
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", probe], cwd=PROJECT).returncode == 0
 
 
 def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
@@ -200,11 +170,6 @@ def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
         prepared.step()
         prepared.step()
     assert [call.args for call in find.call_args_list].count(("lomo_optim",)) >= 2
-
-
-def test_evaluate_imports_transformers_pipelines() -> None:
-    """src/tasks/__init__.py: why a metric is imported when it is first needed."""
-    assert imported("import evaluate", "transformers.pipelines")
 
 
 def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

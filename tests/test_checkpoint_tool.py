@@ -1,6 +1,5 @@
 """python -m src.checkpoint: what there is, whether it is whole, its export, what differs."""
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -9,9 +8,8 @@ import pytest
 
 from src.checkpoint.__main__ import main
 from src.process import exit_codes
-from tests import tiny
 from tests.faults.runs import EACH_STEP, weights
-from tests.launching import Launch, Run, Whole, run_command
+from tests.launching import Run, Whole, run_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
@@ -78,27 +76,6 @@ def test_export_is_what_the_run_exported(tool: Tool, run: Run, tmp_path: Path) -
     tool("export", run.folder / "checkpoints" / "step_00000024", tmp_path / "model").succeeded()
     older = weights(Run(0, "", "", tmp_path))
     assert all(not older[name].equal(weight) for name, weight in weights(run).items())
-
-
-@pytest.mark.parametrize("lora", [(), ("--task.lora.r=4",)], ids=["whole", "adapters"])
-@pytest.mark.parametrize("task", ["causal_lm", "text_classification"])
-def test_export_of_a_transformer(tool: Tool, launch: Launch, tmp_path: Path, task: str, lora: tuple[str, ...]) -> None:
-    """The same files as the run's, the same weights to the last bit; a classifier's labels are known without data."""
-    if task == "causal_lm":
-        model, data = tiny.llama(tmp_path / "llama"), tiny.questions(tmp_path / "questions.jsonl")
-    else:
-        model, data = tiny.bert(tmp_path / "bert"), tiny.reviews(tmp_path / "reviews")
-    run = launch(
-        "fsdp" if lora else "cpu", f"--task.name={task}", f"--task.model={model}", f"--task.dataset={data}",
-        "--max_steps=3", "--global_batch_size=4", "--task.sequence_length=64", *lora,
-    ).succeeded()  # fmt: skip
-    (shutil.rmtree if data.is_dir() else os.unlink)(data)
-    copy = shutil.copytree(run.folder / "checkpoints" / "step_00000003", tmp_path / "elsewhere")
-    tool("export", copy, tmp_path / "model").succeeded()
-    there = {path.name for path in (run.folder / "model").iterdir()}
-    assert {path.name for path in (tmp_path / "model").iterdir()} == there
-    (file,) = (name for name in there if name.endswith(".safetensors"))
-    assert (tmp_path / "model" / file).read_bytes() == (run.folder / "model" / file).read_bytes()
 
 
 def test_diff(tool: Tool, run: Run) -> None:

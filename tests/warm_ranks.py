@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import accelerate.commands.launch
@@ -73,7 +74,8 @@ class Script:
 def warm() -> None:
     """Import the libraries and every module of the project."""
     own = [module.name for module in pkgutil.walk_packages(src.__path__, "src.")]
-    for name in [*LIBRARIES, *own]:
+    installed = [name for name in LIBRARIES if find_spec(name.partition(".")[0])]  # some may have been thrown out
+    for name in [*installed, *own]:
         if not name.endswith("__main__"):
             importlib.import_module(name)
     gc.collect()

@@ -4,8 +4,8 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests import tiny
 from tests.launching import PROJECT
+from tests.text import tiny
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
 from tests.faults.runs import SHORT
 from tests.launching import BIN, MNIST, Launch, Run, run_command
+from tests.text import tiny
 
 CHECKS = [
     "Launch", "Data", "Same start", "Gradients", "Updates", "Accumulation", "Evaluation", "Checkpoint", "Precision",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.launching import Run
+from tests.launching import Launch, Run, Started
 
 SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
 """An epoch has 23 steps: checkpoints at 8, 16, 24 and 30, evaluations at 23 and 30. With dropout."""
@@ -31,6 +31,15 @@ def cut_back(whole: Run, folder: Path, *steps: int) -> Path:
     for name in ("summary.json", "status.json"):
         (folder / name).unlink()
     return folder
+
+
+def killed_and_resumed(launch: Launch, yaml: str, arguments: tuple[str, ...], folder: Path) -> Run:
+    """Killed when the checkpoint of step 8 and records up to step 12 are there, and launched again as it was."""
+    with Started(yaml, *arguments, folder=folder) as started:
+        started.wait_for("step     12/").wait_until(lambda: 8 in checkpoints(folder)).kill_all()
+    run = launch(yaml, *arguments, folder=folder).succeeded()
+    assert any("after step 8, from" in line for line in lines(run, "resume"))
+    return run
 
 
 def curve(run: Run) -> list[dict[str, Any]]:

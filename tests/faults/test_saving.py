@@ -1,8 +1,6 @@
 """Saves that fail don't end the run, and what is kept is what was asked for."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,7 @@ import torch
 
 from src.checkpoint import format
 from src.checkpoint.tensors import read, saved_tensors
-from tests import tiny
-from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, curve, cut_back, weights
+from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back, weights
 from tests.launching import Launch, Run, Started, Whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
@@ -160,22 +157,3 @@ def test_a_checkpoint_is_hardly_larger_than_its_tensors_and_says_what_it_is_of(j
     assert sum(path.stat().st_size for path in checkpoint.iterdir()) <= 1.02 * size
     state = format.read_state(checkpoint)
     assert (state.strategy, state.num_processes, state.config["save_every"]) == ("ddp", 2, 8)
-
-
-def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, tmp_path: Path) -> None:
-    """And go on to the last bit, but only beside the weights that they were trained with. Tried with saving
-    frozen weights too: it is as large as the model; without comparing their norm: it trains on beside others."""
-    model, data = tiny.llama(tmp_path / "llama"), tiny.questions(tmp_path / "questions.jsonl")
-    arguments = (
-        "--task.name=causal_lm", f"--task.model={model}", f"--task.dataset={data}", "--task.lora.r=4",
-        "--task.sequence_length=64", "--global_batch_size=4", *SHORT,
-    )  # fmt: skip
-    whole = launch("fsdp", *arguments).succeeded()
-    shards = (whole.folder / "checkpoints" / "step_00000030").glob("shard-*")
-    assert sum(shard.stat().st_size for shard in shards) < os.path.getsize(model / "model.safetensors")
-    run = launch("fsdp", *arguments, folder=cut_back(whole, tmp_path / "run", 24)).succeeded()
-    assert curve(run) == curve(whole)
-    tiny.llama(tmp_path / "other", seed=1)
-    shutil.copy(tmp_path / "other" / "model.safetensors", model)
-    other = launch("cpu", *arguments, "--max_steps=40", folder=tmp_path / "run")
-    assert "was trained beside other frozen weights" in other.messages[0]

@@ -6,47 +6,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from src.data.byte_tokenizer import byte_tokenizer
 
-LLAMA: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
 WORDS = ["the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with"]
 
 
 def llama(folder: Path, seed: int = 0) -> Path:
     """A causal language model with fresh weights, and the byte tokenizer."""
-    tokenizer = byte_tokenizer()
-    special: dict[str, Any] = {
-        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
-    }
-    config = LlamaConfig(**LLAMA, **special, vocab_size=len(tokenizer), max_position_embeddings=256)
-    return _saved(LlamaForCausalLM, config, folder, seed)
+    return _saved(LlamaForCausalLM, LlamaConfig, LLAMA, folder, seed)
 
 
 def bert(folder: Path) -> Path:
     """An encoder without dropout, and the byte tokenizer."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return _saved(BertForMaskedLM, BertConfig, SIZES | dropout, folder, seed=0)
+
+
+def _saved(model_class: Any, config_class: Any, fields: dict[str, Any], folder: Path, seed: int) -> Path:
     tokenizer = byte_tokenizer()
-    config = BertConfig(
-        **sizes, **dropout, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, max_position_embeddings=256
-    )
-    return _saved(BertForMaskedLM, config, folder, seed=0)
-
-
-def _saved(model_class: Any, config: PreTrainedConfig, folder: Path, seed: int) -> Path:
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = config_class(**fields, **special, vocab_size=len(tokenizer), max_position_embeddings=256)
     torch.manual_seed(seed)
     model_class(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -47,7 +47,7 @@ class Repository:
     def add(self, lines: bytes) -> None:
         for line in map(json.loads, lines.splitlines()[1:]):
             if line["key"] != "file":
-                raise HubError(400, f"tests/hub.py does not know {line['key']}")
+                raise HubError(400, f"tests/text/hub.py does not know {line['key']}")
             path = self.folder / line["value"]["path"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(base64.b64decode(line["value"]["content"]))
@@ -95,12 +95,11 @@ class Hub(ThreadingHTTPServer):
             content = {"commitUrl": f"{self.url}/{name}/commit/{commit}", "commitOid": commit}
         return 200, content, {}
 
-    def create(self, name: str, organization: str | None, type: str = "model", **settings: object) -> Answer:
+    def create(self, name: str, organization: str | None, **settings: object) -> Answer:
+        """A model."""
         organization = organization or "me"
-        folder = self.folder / f"{type}s" / organization / name
-        status = 409 if folder.is_dir() else 200
-        folder.mkdir(parents=True, exist_ok=True)
-        return status, {"url": f"{self.url}/{'' if type == 'model' else f'{type}s/'}{organization}/{name}"}, {}
+        (self.folder / "models" / organization / name).mkdir(parents=True)
+        return 200, {"url": f"{self.url}/{organization}/{name}"}, {}
 
 
 class Handler(BaseHTTPRequestHandler):

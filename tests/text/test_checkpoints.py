@@ -1,0 +1,103 @@
+"""Checkpoints of transformers: a killed run goes on exactly, adapters alone are saved, other data are refused."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.checkpoint import resume
+from src.checkpoint.output_folder import changed_settings
+from src.config import config_from
+from src.tasks.text_classification import TextClassification
+from tests.faults.runs import SHORT, assert_same_run, curve, cut_back, killed_and_resumed
+from tests.launching import Launch, Whole
+from tests.text import tiny
+
+
+@pytest.fixture(scope="module")
+def transformer(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """With dropout, accumulation and packing."""
+    data = tiny.questions(tmp_path_factory.mktemp("data") / "questions.jsonl", rows=400)
+    return (
+        "--task.name=causal_lm", f"--task.model={models}/llama", f"--task.dataset={data}", "--task.sequence_length=64",
+        "--task.packing=true", "--task.dropout=0.1", "--global_batch_size=8", "--micro_batch_size=2", *SHORT,
+        "--log_every=3",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
+def test_a_killed_transformer_goes_on_to_the_last_bit(
+    launch: Launch, whole: Whole, transformer: tuple[str, ...], tmp_path: Path, yaml: str
+) -> None:
+    """Tried without: restoring the random numbers (dropout), the optimizer, what was summed up since the last record;
+    cutting the order of the epoch and the record off where the checkpoint was made."""
+    run = killed_and_resumed(launch, yaml, transformer, tmp_path / "run")
+    assert_same_run(run, whole(yaml, *transformer))
+
+
+def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, tmp_path: Path) -> None:
+    """And go on to the last bit, but only beside the weights that they were trained with. Tried with saving
+    frozen weights too: it is as large as the model; without comparing their norm: it trains on beside others."""
+    model, data = tiny.llama(tmp_path / "llama"), tiny.questions(tmp_path / "questions.jsonl")
+    arguments = (
+        "--task.name=causal_lm", f"--task.model={model}", f"--task.dataset={data}", "--task.lora.r=4",
+        "--task.sequence_length=64", "--global_batch_size=4", *SHORT,
+    )  # fmt: skip
+    whole = launch("fsdp", *arguments).succeeded()
+    shards = (whole.folder / "checkpoints" / "step_00000030").glob("shard-*")
+    assert sum(shard.stat().st_size for shard in shards) < os.path.getsize(model / "model.safetensors")
+    run = launch("fsdp", *arguments, folder=cut_back(whole, tmp_path / "run", 24)).succeeded()
+    assert curve(run) == curve(whole)
+    tiny.llama(tmp_path / "other", seed=1)
+    shutil.copy(tmp_path / "other" / "model.safetensors", model)
+    other = launch("cpu", *arguments, "--max_steps=40", folder=tmp_path / "run")
+    assert "was trained beside other frozen weights" in other.messages[0]
+
+
+def test_other_data_are_another_run(models: Path, tmp_path: Path) -> None:
+    """Labels that are renamed or swapped, texts that are edited or moved, as long as before: each is named. Tried with
+    comparing the number of examples."""
+    reviews = tiny.reviews(tmp_path / "reviews")
+    original = {file: file.read_text() for file in (reviews / "train.tsv", reviews / "dev.tsv")}
+
+    def facts(reviews: Path = reviews) -> dict[str, Any]:
+        task = TextClassification(model=f"{models}/bert", dataset=str(reviews))
+        data = task.build_datasets()
+        return {"examples": 110, "data_state": task.data_state(), "data": [task.fingerprint(part) for part in data]}
+
+    then = facts()
+    resume._require_same_data(Path("step"), then, facts())
+    swapped = {"falling": "rising", "rising": "falling"}
+    train, dev = original
+    for files, edit, says in (
+        (
+            [train, dev],
+            lambda text: text.replace("falling", "low"),
+            'labels ["falling", "rising"] -> ["low", "rising"]',
+        ),
+        ([train], lambda text: re.sub("falling|rising", lambda m: swapped[m[0]], text), "labels to train on"),
+        ([dev], lambda text: text.replace("the", "teh"), "other text, images or labels to evaluate on"),
+        ([train], lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
+    ):
+        for file in files:
+            file.write_text(edit(original[file]))
+        with pytest.raises(ValueError, match=re.escape(says)):
+            resume._require_same_data(Path("step"), then, facts())
+        for file in files:
+            file.write_text(original[file])
+    resume._require_same_data(Path("step"), then, facts(Path(shutil.move(reviews, tmp_path / "moved"))))
+
+
+def test_a_change_within_a_mapping_is_a_change() -> None:
+    """Tried with comparing only what is no mapping."""
+    then, now = (
+        config_from(
+            {"task": {"name": "causal_lm", "architecture": {"model_type": "llama", **more}}, "output_dir": "nowhere"}
+        )
+        for more in ({"hidden_size": 32}, {"hidden_size": 32, "hidden_act": "relu"})
+    )
+    assert list(changed_settings(now, then.model_dump(mode="json"))) == ["task.architecture"]
+    assert changed_settings(now, now.model_dump(mode="json")) == {}

@@ -1,0 +1,130 @@
+"""From labelled rows to batches: labels by name or number, pairs, batches of similar lengths."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+from transformers import PreTrainedConfig
+
+from src.data.byte_tokenizer import byte_tokenizer
+from src.data.classification import label_names, length_grouped, sorted_labels
+from src.run import in_one_line
+from src.tasks.text_classification import TextClassification
+
+Classifier = Callable[..., TextClassification]
+
+
+@pytest.fixture
+def classifier(models: Path, tmp_path: Path) -> Classifier:
+    """classifier(train, dev): the task on tables of that content, with the model `bert`."""
+
+    def classifier(train: str, dev: str, model: Path = models / "bert", **settings: Any) -> TextClassification:
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        (folder / "train.csv").write_text(train)
+        (folder / "dev.csv").write_text(dev)
+        return TextClassification(model=str(model), dataset=str(folder), **settings)
+
+    return classifier
+
+
+def test_labels_are_found_and_kept_with_the_model(classifier: Classifier) -> None:
+    task = classifier("text,label\na,no\nbb,yes\nc,maybe\n", "text,label\nd,yes\n")
+    train, evaluation = task.build_datasets()
+    model: Any = task.build_model()
+    assert model.config.id2label == {0: "maybe", 1: "no", 2: "yes"}
+    assert model.config.label2id["yes"] == 2 == evaluation[0]["label"]
+    assert train["label"][:] == [1, 2, 0]
+    assert model.classifier.out_features == 3
+
+
+def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them() -> None:
+    assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
+    assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
+    features = Features({"label": ClassLabel(names=["neg", "pos"]), "text": Value("string")})
+    rows = Dataset.from_dict({"label": [1, 0, -1], "text": ["a", "b", "c"]}, features=features)
+    assert label_names([rows], "label") == [["pos", "neg", "-1"]]
+
+
+def test_a_head_that_knows_the_labels_keeps_their_order(classifier: Classifier, tmp_path: Path) -> None:
+    tables = "text,label\na,negative\nb,positive\n", "text,label\nc,positive\n"
+    first = classifier(*tables)
+    first.build_datasets()
+    trained: Any = first.build_model()
+    trained.config.id2label, trained.config.label2id = {0: "positive", 1: "negative"}, {"positive": 0, "negative": 1}
+    trained.save_pretrained(tmp_path / "trained")
+    byte_tokenizer().save_pretrained(tmp_path / "trained")
+    again = classifier(*tables, model=tmp_path / "trained")
+    train, _ = again.build_datasets()
+    assert train["label"][:] == [1, 0]
+    model: Any = again.build_model()
+    assert model.config.id2label == {0: "positive", 1: "negative"}
+    assert model.classifier.weight.equal(trained.classifier.weight)
+
+
+def test_a_text_may_be_in_a_column_called_label(classifier: Classifier) -> None:
+    task = classifier("label,kind\nabc,x\nd,y\n", "label,kind\ne,y\n", text_column="label", label_column="kind")
+    train, _ = task.build_datasets()
+    assert (train["length"][:], train["label"][:]) == ([4, 2], [0, 1])
+
+
+def test_dropout_is_set_everywhere_but_for_whole_layers() -> None:
+    rates: dict[str, Any] = {"attention_dropout": 0.0, "dropout": 0.0, "layerdrop": 0.0, "classifier_dropout": None}
+    config = TextClassification(dropout=0.3).with_dropout(PreTrainedConfig(**rates))
+    assert {name: getattr(config, name) for name in rates} == {**dict.fromkeys(rates, 0.3), "layerdrop": 0.0}
+
+
+def test_pairs_are_read_together(classifier: Classifier) -> None:
+    columns = {"text_column": "a", "text_pair_column": "b", "label_column": "same"}
+    task = classifier("a,b,same\nhi,ho,0\nab,ab,1\n", "a,b,same\nx,y,0\n", **columns)
+    train, _ = task.build_datasets()
+    assert train["length"][:] == [6, 6]  # both texts, each after the byte tokenizer's <|endoftext|>
+    batch = task.collate([train[0], train[1]])
+    assert task.build_model()(**batch["inputs"]).logits.shape == (2, 2)
+
+
+def test_long_texts_are_cut_off_and_counted(classifier: Classifier) -> None:
+    task = classifier(f"text,label\n{'a' * 50},0\nb,1\n", "text,label\nc,0\n", sequence_length=10)
+    train, evaluation = task.build_datasets()
+    assert train["length"][:] == [10, 2]
+    counted = {"tokens": 12, "truncated": 1, "skipped_rows": 0}
+    assert task.describe("train", train) == counted | {"labels": 2, "label 0": 1, "label 1": 1}
+    assert task.describe("eval", evaluation)["truncated"] == 0
+
+
+def test_the_labels_are_counted_the_most_frequent_first(classifier: Classifier) -> None:
+    rows = [f"a,{name}\n" for name in [*"xyyzzz", *map(str, range(30))]]
+    task = classifier("text,label\n" + "".join(rows), "text,label\nc,x\n")
+    said = in_one_line(task.describe("train", task.build_datasets()[0])).split(", ")
+    assert said[3:7] == ["labels 33", "label z 3", "label y 2", "label x 1"]
+    assert len(said) == 4 + 20
+
+
+def test_padding_is_masked(classifier: Classifier) -> None:
+    task = classifier("text,label\nabc,0\na,1\n", "text,label\nc,0\n")
+    train, _ = task.build_datasets()
+    model: Any = task.build_model().eval()
+    together = model(**task.collate([train[0], train[1]])["inputs"]).logits[1]
+    alone = model(**task.collate([train[1]])["inputs"]).logits[0]
+    assert together.tolist() == pytest.approx(alone.tolist(), abs=1e-6)
+
+
+def test_batches_have_similar_lengths_and_come_at_random() -> None:
+    lengths = np.random.default_rng(0).integers(1, 200, 1003)
+
+    def epoch(seed: int) -> np.ndarray:
+        return length_grouped(lengths, np.random.default_rng(seed), 8)
+
+    order = epoch(0)
+    assert sorted(order) == list(range(1003))
+    assert (order == epoch(0)).all()
+    assert (order != epoch(1)).any()
+    batches = [lengths[order[i : i + 8]] for i in range(0, 1000, 8)]
+    padding = 1 - sum(batch.sum() for batch in batches) / sum(8 * batch.max() for batch in batches)
+    assert padding < 0.05  # 0.4 in a random order
+    longest = [int(batch.max()) for batch in batches]
+    assert longest != sorted(longest)
+    assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.3

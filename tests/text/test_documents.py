@@ -1,0 +1,322 @@
+"""From rows to sequences: what is learnt of text, prompts and chats, and that packing drops and mixes nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from tokenizers import processors
+
+from src.data.byte_tokenizer import byte_tokenizer
+from src.data.documents import Chunker, RowFormat
+from src.data.packing import pack, unpacked
+from src.tasks.causal_lm import CausalLM
+
+END = "<|endoftext|>"
+LLAMA = {"model_type": "llama"}
+TEXT, PAIR, CHATS = RowFormat(text="t"), RowFormat(prompt="q", completion="a"), RowFormat(messages="m")
+
+
+def chunks(
+    row_format: RowFormat,
+    length: int = 512,
+    train_on_prompts: bool = False,
+    template: str | None = None,
+    post_processor: Any = None,
+    **columns: list[Any],
+) -> Dataset:
+    """The table of chunks that is made of the columns, with byte_tokenizer or a variant of it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    if post_processor is not None:
+        tokenizer.backend_tokenizer.post_processor = post_processor
+    return Chunker(row_format, tokenizer, length, train_on_prompts).make_chunks(Dataset.from_dict(columns), "test")
+
+
+def learnt(table: Dataset) -> str:
+    """What has to be predicted, all chunks in a row."""
+    labels = np.concatenate(table["labels"])
+    return str(byte_tokenizer().decode(labels[labels != -100]))
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yo"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Ciao"},
+]
+QWEN = (  # its marks, its empty place for thoughts, which only the last turn keeps, its calls of tools
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content | trim }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = (  # as Qwen3 does: what was thought stands only in the answers after the user's last turn
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think>t</think>{% endif %}"
+    "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PROMPTED = THINKING.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")  # as DeepSeek-R1 does
+ENDING = (  # the text where the chat ends, as Phi-4-mini's does; tried without: "rewrites earlier turns"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
+)
+MARKING = (  # where the chat ends
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{{ '<assistant>' if add_generation_prompt else '<end>' }}"
+)
+BEGINNING = "{{ messages[0].role }}:" + THINKING  # with the assistant's turn; it fails without a message
+REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+ANSWERS = [[CHAT[1], CHAT[2] | {"content": answer}, *CHAT[3:]] for answer in ("<b>Yo</b>", "<", "")]
+PAIRS = {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
+ADDS_ENDS = processors.TemplateProcessing(single=f"{END} $A {END}", pair="$A $B", special_tokens=[(END, 256)])
+TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space as empty
+
+
+@pytest.mark.parametrize(
+    ("row_format", "given", "learns", "num_bytes"),
+    [
+        (TEXT, {"t": ["héllo €"]}, f"héllo €{END}", [10]),
+        (PAIR, PAIRS, f"4{END}ö!{END}", [1, 3]),
+        (PAIR, {**PAIRS, "train_on_prompts": True}, f"2+2=4{END}äö!{END}", [5, 5]),
+        (PAIR, {"q": ["12345", "1"], "a": ["abcdef", "b"], "length": 8}, f"abcb{END}", [3, 1]),  # the rest is cut off
+        (PAIR, {"q": ["def f():"], "a": ["\n  return 1\n"], "post_processor": TRIMS}, f"\n  return 1\n{END}", [12]),
+        (PAIR, {"q": ["2+2="], "a": ["4"], "post_processor": ADDS_ENDS}, f"4{END}", [1]),
+        (CHATS, {"m": [CHAT]}, f"Yo{END}Ciao{END}", [6]),
+        # Templates may write the last turn or the end otherwise.
+        (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n", [6]),
+        (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n", [6]),
+        # An answer may begin as the thought that is asked for. Tried without: its first characters are not learnt, and
+        # end marks are counted as bytes.
+        (CHATS, {"m": ANSWERS[:1], "template": PROMPTED}, "<b>Yo</b><end>\nt</think>Ciao<end>\n", [13]),
+        (CHATS, {"m": ANSWERS[1:2], "template": PROMPTED}, "<<end>\nt</think>Ciao<end>\n", [5]),
+        (CHATS, {"m": ANSWERS[2:], "template": PROMPTED}, "<end>\nt</think>Ciao<end>\n", [4]),
+        (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [6]),
+        (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>", [2]),
+        (
+            CHATS, {"m": [CHAT[2:4], CHAT[2:]], "template": BEGINNING},
+            "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n", [2, 6],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_learnt(row_format: RowFormat, given: dict[str, Any], learns: str, num_bytes: list[int]) -> None:
+    table = chunks(row_format, **given)
+    assert learnt(table) == learns
+    assert table["bytes"] == num_bytes
+    for chunk in table:
+        ids, labels = chunk["input_ids"], chunk["labels"]
+        assert ids[0] == 256 or row_format == CHATS or "post_processor" in given
+        assert len(ids) == len(labels) == chunk["length"] <= given.get("length", 512)
+        assert all(label in (-100, following) for label, following in zip(labels[:-1], ids[1:], strict=True))
+
+
+def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted() -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(100)) + "ü"
+    table = chunks(TEXT, length=10, t=[text])
+    assert learnt(table) == text + END
+    assert max(table["length"]) == 10
+    assert sum(table["bytes"]) == len(text.encode())
+    assert not any(table["truncated"])
+    assert chunks(PAIR, length=8, q=["12345", "1"], a=["abcdef", "b"])["truncated"] == [True, False]
+
+
+@pytest.mark.parametrize("template", [None, QWEN])
+@pytest.mark.parametrize("train_on_prompts", [False, True])
+def test_the_bytes_of_a_chat_are_those_of_the_text_that_is_learnt(template: str | None, train_on_prompts: bool) -> None:
+    """As of the same conversation as prompt and completion, whatever a template writes around them. Tried with all
+    bytes of the turn: bits per byte depend on how many marks there are."""
+    question, answer = "How are you?", "Très bien — et toi?"
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    options: dict[str, Any] = {"template": template, "train_on_prompts": train_on_prompts}
+    as_chat, as_pair = chunks(CHATS, m=[chat], **options), chunks(PAIR, q=[question], a=[answer], **options)
+    assert as_chat["bytes"] == as_pair["bytes"]
+    several = chunks(CHATS, m=[[*chat, *CHAT[1:]]], **options)
+    assert several[0]["bytes"] - as_chat[0]["bytes"] == len("HiYoByeCiao" if train_on_prompts else "YoCiao")
+
+
+def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
+    """ShareGPT's names, other names of roles (tried without: nothing is learnt), and content in parts."""
+    usual = CHAT[:3]
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in usual]
+    others = [m | {"role": {"user": "Human", "assistant": "model"}.get(m["role"], m["role"])} for m in usual]
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in usual]
+    for chat in (sharegpt, others, parts):
+        assert chunks(CHATS, m=[chat])[:] == chunks(CHATS, m=[usual])[:]
+
+
+def test_an_answer_of_weight_0_is_not_learnt() -> None:
+    chat = [{"weight": 0 if m["content"] == "Yo" else None, **m} for m in CHAT]
+    whole, part = (chunks(CHATS, m=[messages]) for messages in (CHAT, chat))
+    assert learnt(whole) == f"Yo{END}{learnt(part)}"
+    assert whole[0]["bytes"] - part[0]["bytes"] == len("Yo")
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
+def test_calls_of_tools_are_learnt(arguments: object) -> None:
+    """With the null that a table has for each key which only other messages have, and the tools that there are."""
+    nothing = {"content": None, "tool_calls": None}
+    call = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    chat = [
+        {**nothing, "role": "user", "content": "Bern?"},
+        {**nothing, "role": "assistant", "tool_calls": call},
+        {**nothing, "role": "tool", "content": "rain"},
+        {**nothing, "role": "assistant", "content": "Rain."},
+    ]
+    tools = [json.dumps([{"function": {"name": "weather"}}])]
+    form = RowFormat(messages="m", tools="t")
+    with pytest.raises(ValueError, match="leaves out the tool calls in the chat that begins with 'Bern\\?'"):
+        chunks(form, m=[chat], t=tools)
+    with pytest.raises(ValueError, match="leaves out the tools in the chat that begins with 'Hi'"):
+        chunks(form, m=[CHAT[1:3]], t=tools)
+    table = chunks(form, m=[chat], t=tools, template=QWEN)
+    turn = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+    assert learnt(table) == f"{turn}<|im_end|>\n<think>\n\n</think>\n\nRain.<|im_end|>\n"
+    assert table[0]["bytes"] == len(f"{turn}Rain.")
+    text = str(byte_tokenizer().decode(table[0]["input_ids"]))
+    assert text.startswith('<|im_start|>system\n[{"function": {"name": "weather"}}]')
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        chunks(CHATS, m=[CHAT], template=REWRITING)
+    assert learnt(chunks(CHATS, m=[CHAT], template=REWRITING, train_on_prompts=True)).startswith("Be brief.HiYo")
+
+
+def test_a_long_text_is_tokenized_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["ab\ncd\n" * 5 + "x" * 30 + "ü", "short", "", "é\n" * 20]
+    whole = chunks(TEXT, length=10, t=texts)[:]
+    monkeypatch.setattr("src.data.documents.SLICE", 7)
+    assert chunks(TEXT, length=10, t=texts)[:] == whole
+    assert sum(whole["bytes"]) == len("".join(texts).encode())
+
+
+def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
+    texts = ["x" * int(n) for n in np.random.default_rng(0).integers(1, 40, 300)]
+    table = chunks(TEXT, length=64, t=texts)
+    together, apart = pack(table, 64), unpacked(table)
+    assert sorted(together.rows.tolist()) == list(range(300)) == apart.rows.tolist()
+    sequences = together.__getitems__([*range(len(together))])
+    sizes = [sum(len(chunk["input_ids"]) for chunk in sequence) for sequence in sequences]
+    assert max(sizes) <= 64
+    assert sum(sizes) == sum(table["length"])
+    assert len(together) <= 1.05 * -(-sum(sizes) // 64)
+    assert together.describe(64)["padding"] == pytest.approx(1 - sum(sizes) / (64 * len(together)))
+
+
+def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
+    task = CausalLM(dataset="x", architecture=LLAMA, sequence_length=8)
+    chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32), "bytes": 2}
+    batch = task.collate([[chunk, chunk], [chunk]])
+    assert batch["inputs"]["position_ids"].tolist() == [
+        [0, 1, 2, 0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ]  # padding goes on
+    assert batch["inputs"]["index"].tolist() == [0, 2, 3, 5, 8, 10]
+    assert batch["inputs"]["targets"].tolist() == [6, 8] * 3
+    assert batch["bytes"].tolist() == [4, 2]
+    assert task.count_tokens(batch) == (9, 16)
+
+
+# ----------------------------------------------------------------------------------------------------------- files
+FILES = {
+    "rows.jsonl": "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)),
+    "book.txt": "0123456789" * 10,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current one, with FILES."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        Path(name).write_text(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize("dataset", FILES)
+def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.MonkeyPatch, dataset: str) -> None:
+    def written() -> dict[Path, float]:
+        return {file: file.stat().st_mtime for file in (folder / "cache").rglob("*.arrow")}
+
+    settings: dict[str, Any] = {"dataset": dataset, "architecture": LLAMA, "sequence_length": 32}
+    first, cached = CausalLM(**settings).build_datasets(), written()
+    again = CausalLM(**settings).build_datasets()
+    assert [part.describe(32) for part in again] == [part.describe(32) for part in first]
+    assert written() == cached
+    CausalLM(**settings, train_on_prompts=True).build_datasets()
+    assert (others := written()).keys() > cached.keys()
+    monkeypatch.setattr("src.data.text.CODE", ["a change of it"])
+    CausalLM(**settings).build_datasets()
+    assert written().keys() > others.keys()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
+    task = CausalLM(dataset="rows.jsonl", eval_fraction=0.25)
+    rows, _ = task.load_rows()
+    train, evaluation = task.split(rows)
+    assert (len(train), len(evaluation)) == (15, 5)
+    assert sorted([*train["text"], *evaluation["text"]]) == sorted(rows["text"])
+    assert task.split(rows)[1]["text"] == evaluation["text"]
+    assert task.model_copy(update={"split_seed": 1}).split(rows)[1]["text"] != evaluation["text"]
+    last = task.model_copy(update={"eval_from": "last"}).split(rows)[1]
+    assert last["text"] == [f"row {i}" for i in range(15, 20)]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_single_text_is_cut_near_its_end() -> None:
+    train, evaluation = CausalLM(dataset="book.txt", architecture=LLAMA, sequence_length=32).build_datasets()
+    assert (len(train.chunks), len(evaluation.chunks)) == (3, 1)
+    assert evaluation.describe(32)["tokens"] == 11  # and the end
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", 'text,n\n"a, b",1\nnull,2\n'),
+        ("rows.tsv", 'text\tn\na, b\t1\nnull\t2\n'),
+        ("rows.json", '[{"text": "a, b", "n": 1}, {"text": "null", "n": 2}]'),
+        ("rows.jsonl", '{"text": "a, b", "n": 1}\n{"text": "null", "n": 2}\n'),
+    ],
+)  # fmt: skip
+def test_each_kind_of_file_is_read_as_it_stands(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    rows, evaluation = CausalLM(dataset=str(tmp_path / name)).load_rows()
+    assert rows["text"][:] == ["a, b", "null"]
+    assert evaluation is None
+
+
+def splits(folder: Path, **settings: str) -> tuple[list[str], list[str]]:
+    """The texts to train and to evaluate on."""
+    train, evaluation = CausalLM(dataset=str(folder), **settings).load_rows()
+    assert evaluation is not None
+    return train["text"][:], evaluation["text"][:]
+
+
+def test_parquet_and_folders_with_splits_in_the_names(tmp_path: Path) -> None:
+    for name in ("my-train-0", "my-train-1", "my_dev", "my.test", "train_test_split_test"):
+        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "data" / f"{name}.parquet")
+    assert splits(tmp_path / "data") == (["my-train-0", "my-train-1"], ["my_dev"])
+    assert splits(tmp_path / "data", eval_split="test")[1] == ["my.test", "train_test_split_test"]
+    for name in ("training", "testData"):  # tried without: both are trained on
+        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "more" / f"{name}.parquet")
+    assert splits(tmp_path / "more") == (["training"], ["testData"])
+
+
+def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:
+    """And the others may have other columns, as in GLUE."""
+    files = {"train.tsv": "text\tlabel\na\t1\n", "dev.tsv": "id\ttext\tlabel\n0\tb\t1\n", "test.tsv": ""}
+    (tmp_path / "data").mkdir()
+    for name, content in (files | {"README.txt": "not data"}).items():
+        (tmp_path / "data" / name).write_text(content)
+    assert splits(tmp_path / "data") == (["a"], ["b"])
+
+
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_text("it's \"fine\t1\nNA\t0\n")
+    rows, _ = CausalLM(dataset=str(tmp_path / "rows.tsv"), column_names=["words", "label"]).load_rows()
+    assert rows[:] == {"words": ["it's \"fine", "NA"], "label": ["1", "0"]}

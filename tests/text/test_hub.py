@@ -1,0 +1,195 @@
+"""Models and data by their name on the Hub, the way back there, and what is said where it cannot be had."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from src.config import load_config
+from src.export import push_to_hub
+from tests.launching import PROJECT, Launch, Run, run_command
+from tests.text import tiny
+from tests.text.ending import End
+from tests.text.hub import Hub, hub
+
+CLASSIFIER = ("--task.name=text_classification", "--task.sequence_length=32")
+NAMES = ("--task.model=team/model", "--task.dataset=team/data")
+RUN = (*CLASSIFIER, *NAMES, "--global_batch_size=8", "--max_steps=3", "--log_every=1")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    """With models and datasets of `team`."""
+    folder = tmp_path_factory.mktemp("hub")
+    model = tiny.bert(folder / "models/team/model")
+    shutil.copytree(model, folder / "models/team/weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    code = Path(shutil.copytree(model, folder / "models/team/code"))
+    (code / "mine.py").write_text("raise SystemExit('it ran')")
+    classes = {"AutoConfig": "mine.Config", "AutoModelForSequenceClassification": "mine.Model"}
+    (code / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": classes}))
+    (folder / "datasets/team").mkdir(parents=True)
+    tiny.reviews(folder / "datasets/team/data")
+    for name, file, text in (
+        ("malformed", "train.jsonl", '{"text": "a", "label": 0}\n{"text'),
+        ("empty", ".gitattributes", ""),
+        ("script", "script.py", "raise SystemExit('it ran')"),
+    ):
+        (folder / "datasets/team" / name).mkdir()
+        (folder / "datasets/team" / name / file).write_text(text)
+    with hub(folder) as server:
+        yield server
+
+
+def trained(server: Hub, folder: Path, *arguments: str, **environment: str) -> Run:
+    """A run from names, in a process of its own: the libraries read the environment when they are imported."""
+    command = [sys.executable, "train.py", *RUN, "--wandb.mode=disabled", f"--output_dir={folder}", *arguments]
+    return run_command(command, folder, PROJECT, **(server.environment | environment)).succeeded()
+
+
+@pytest.fixture(scope="module")
+def online(server: Hub, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run from names to a name."""
+    return trained(server, tmp_path_factory.mktemp("online") / "run", "--push_to_hub=me/mine")
+
+
+# ----------------------------------------------------------------------------------------------------- there and back
+def test_a_model_and_a_dataset_are_found_by_name_and_the_second_time_offline(
+    online: Run, server: Hub, tmp_path: Path
+) -> None:
+    assert online.summary["eval/examples"] == 37
+    asked = [re.sub("/resolve/[^/]+/", " ", request) for request in server.requests]
+    assert {"GET /team/model model.safetensors", "GET /datasets/team/data train.tsv"} <= set(asked)
+    offline = trained(server, tmp_path / "run", HF_HUB_OFFLINE="1")
+    assert len(server.requests) == len(asked)
+    assert offline.losses == pytest.approx(online.losses, rel=1e-6)
+
+
+def logits(model: Any, tokenizer: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**tokenizer(["by the of", "in"], padding=True, return_tensors="pt")).logits
+
+
+def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(online: Run, server: Hub) -> None:
+    folders = server.folder / "models/me/mine", online.folder / "model"
+    pushed, exported = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
+    assert pushed == exported
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(pushed)
+    assert b"base_model: team/model" in pushed["README.md"]
+    assert b"- team/data" in pushed["README.md"]
+    models = [AutoModelForSequenceClassification.from_pretrained(folder) for folder in folders]
+    assert models[0].config.id2label == {0: "falling", 1: "rising"}
+    assert torch.equal(*(logits(model, AutoTokenizer.from_pretrained(model.name_or_path)) for model in models))
+
+
+def test_a_folder_is_a_model_too_such_as_the_one_that_a_run_exported(online: Run, server: Hub, tmp_path: Path) -> None:
+    folder, data = online.folder / "model", server.folder / "datasets/team/data"
+    arguments = [*CLASSIFIER, f"--task.model={folder}", f"--task.dataset={data}", f"--output_dir={tmp_path}/run"]
+    task: Any = load_config(arguments).task
+    task.build_datasets()
+    exported = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert torch.equal(logits(task.build_model(), task._tokenizer), logits(exported, task._tokenizer))
+    # The card of what is trained from it names neither: nobody else has these paths.
+    assert not {"base_model", "datasets"} & set(task.card())
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+def ends(*runs: tuple[str, ...], **environment: str) -> list[End]:
+    """All in one process, as imports take seconds."""
+    command = [sys.executable, "-m", "tests.text.ending", json.dumps([[*CLASSIFIER, *run] for run in runs])]
+    run = run_command(command, Path(), PROJECT, **environment).succeeded()
+    return [(code, lines) for code, lines in map(json.loads, run.stdout.splitlines())]
+
+
+NOT_ON_HUB = r"and not available on the Hub \("
+UNUSABLE = {
+    "model=team/unknown": rf"task\.model=team/unknown: no such folder here, {NOT_ON_HUB}",
+    "dataset=team/unknown": rf"task\.dataset=team/unknown: no such file or folder here, {NOT_ON_HUB}",
+    "revision=v9": r"task\.model=team/model: .*v9",
+    "model=team/weightless": r"task\.model=team/weightless: .*model\.safetensors",
+    "model=team/code": r"task\.model=team/code: wants to run code of its own, which is not allowed here",
+    "dataset=team/empty": r"task\.dataset=team/empty: .*doesn't contain any data files",
+    "dataset=team/script": r"task\.dataset=team/script: .*script\.py",
+    "dataset_config=large": r"task\.dataset_config=large: .*default",
+    "dataset=team/malformed": r"task\.dataset=team/malformed: (?!no such file).*JSON parse error",
+}
+
+
+def test_what_the_hub_has_not_or_in_no_usable_form_is_one_line(server: Hub) -> None:
+    found = ends(*[(*NAMES, f"--task.{setting}") for setting in UNUSABLE], **server.environment)
+    assert [code for code, _ in found] == [2] * len(UNUSABLE), found
+    for (_, (says,)), expected in zip(found, UNUSABLE.values(), strict=True):
+        assert re.match(expected, says)
+
+
+def test_offline_an_unknown_name_is_one_line_and_what_it_advises_works(server: Hub, tmp_path: Path) -> None:
+    data = tiny.reviews(tmp_path / "data")
+    runs = ("--task.model=team/model", f"--task.dataset={data}"), NAMES, NAMES  # the data come first
+    offline = server.environment | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    (code, model), (same_code, dataset), afterwards = ends(*runs, **offline)
+    assert (code, same_code) == (2, 2)
+    for name, lines in (("task.model=team/model", model), ("task.dataset=team/data", dataset)):
+        (says,) = lines
+        assert says.startswith(f"{name}: no such ")
+        assert says.endswith("and set HF_HUB_OFFLINE=1")
+        assert len(re.findall("`(.+?)`", says)) == 1
+    assert afterwards == (0, [])
+
+
+# --------------------------------------------------------------------------------------------------------- uploading
+NO_CREDENTIALS = "push_to_hub=me/mine: no credentials; `hf auth login` first"
+OFFLINE = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_offline", "says"),
+    [
+        ("me/mine", False, NO_CREDENTIALS),
+        ("mine", False, "push_to_hub=mine: must be USER/NAME"),
+        ("me/mine", True, OFFLINE),
+    ],
+)
+def test_an_upload_that_must_fail_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_offline: bool, says: str
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 (all of its text is compared)
+        load_config([f"--output_dir={tmp_path}/run", f"--push_to_hub={name}"])
+    assert str(refused.value) == says
+
+
+def test_an_upload_that_must_fail_is_refused_before_training(launch: Launch) -> None:
+    run = launch("cpu", "--push_to_hub=me/mine")  # the tests are offline
+    assert (run.exit_code, run.stderr) == (2, f"train.py: {OFFLINE}\n")
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize("failure", ["refused", "unreachable"])
+def test_an_upload_that_fails_after_training_says_how_to_repeat_it(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    # The stand-in answers 401 where there is no token, as if it had expired during the run; nobody listens on port 9.
+    endpoint = {"refused": server.url, "unreachable": "http://127.0.0.1:9"}[failure]
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setenv("HF_TOKEN", "dummy")
+    config = load_config([f"--output_dir={tmp_path}/run", "--push_to_hub=me/other"])
+    monkeypatch.delenv("HF_TOKEN")
+    folder = config.folder / "model"
+    folder.mkdir(parents=True)
+    with pytest.raises(SystemExit) as end:
+        push_to_hub(config)
+    says = str(end.value.code)  # text: it is printed, and the exit code is 1
+    assert says.startswith("train.py: push_to_hub=me/other: ")
+    assert says.endswith(f"; the run is complete, upload its model with `hf upload me/other {folder}`")
+    assert "\n" not in says

@@ -1,0 +1,134 @@
+"""What FSDP is for: each process holds its share of parameters, gradients and optimizer state, and no more.
+
+The processes that are compared are started under an accelerate yaml with this file as their script.
+"""
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from torch.distributed.tensor import DTensor
+
+from src.config import Optim, config_from
+from src.distributed import build_accelerator, prepare, reduce_step_stats, sharded_units
+from src.optim import build_optimizers, local_gradients
+from src.tasks.causal_lm import CausalLM
+from tests.launching import Launch
+from tests.text.tiny import LLAMA
+
+OF_100M = {
+    "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 30_000, "tie_word_embeddings": True,
+}  # fmt: skip
+DECODERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "llama": LLAMA,
+    "qwen3": LLAMA | {"head_dim": 8, "tie_word_embeddings": True},
+    "gemma": LLAMA | {"head_dim": 8},
+    "gemma3_text": LLAMA | {"head_dim": 8, "sliding_window": 8},
+}
+
+
+def printed(launch: Launch, yaml: str, processes: int, what: str) -> list[dict[str, Any]]:
+    """What the processes print as JSON, a line each."""
+    run = launch(yaml, what, script="tests/text/test_sharding.py", processes=processes).succeeded()
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def held_bytes(launch: Launch, yaml: str, processes: int) -> list[int]:
+    """Of each process, for a model of 100M parameters after a step."""
+    counts = printed(launch, yaml, processes, "bytes")
+    assert [count["strategy"] for count in counts] == [yaml] * processes
+    assert all(95e6 < count["count"] < 105e6 for count in counts)
+    return [count["parameters"] + count["gradients"] + count["optimizer"] for count in counts]
+
+
+def test_fsdp_holds_half_on_two_processes_and_a_quarter_on_four(launch: Launch) -> None:
+    whole = max(held_bytes(launch, "ddp", 2))
+    halves, quarters = (held_bytes(launch, "fsdp", processes) for processes in (2, 4))
+    assert max(halves) <= 0.55 * whole
+    assert max(quarters) <= 0.30 * whole
+    assert sum(halves) >= 0.99 * whole
+    assert sum(quarters) >= 0.99 * whole
+
+
+def test_decoders_are_sharded_by_their_own_blocks_tied_embeddings_included(launch: Launch) -> None:
+    """Each against itself unsharded."""
+    results = {result["kind"]: result for result in printed(launch, "fsdp", 2, "decoders")}
+    assert [kind for kind, result in results.items() if result["is_tied"]] == ["gpt2", "qwen3", "gemma", "gemma3_text"]
+    for result in results.values():
+        assert result["units"] == 3  # two blocks and the rest
+        for found, expected in (result["losses"], result["norms"]):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------- in each of the processes
+def size(tensors: Iterable[torch.Tensor]) -> int:
+    """Of their memory, each piece once: FSDP's shards of a block are views of one."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+
+def bytes_after_a_step(accelerator: Accelerator) -> dict[str, int]:
+    """Of all tensors that this process holds from one step to the next."""
+    model: torch.nn.Module = CausalLM(dataset="none", architecture=OF_100M, sequence_length=8).build_model()
+    count = sum(p.numel() for p in model.parameters())
+    model, (optimizer,) = prepare(accelerator, model, build_optimizers(Optim(), model))
+    tokens = torch.arange(8)
+    accelerator.backward(model("loss", tokens[None], tokens[None], tokens, tokens))
+    optimizer.step()
+    return {
+        "count": count,
+        "parameters": size(model.parameters()),
+        "gradients": size(p.grad for p in model.parameters() if p.grad is not None),
+        "optimizer": size(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)),
+    }
+
+
+def sharded_and_whole(accelerator: Accelerator, kind: str) -> dict[str, Any]:
+    """Loss and norm of the gradients of a decoder, sharded and not."""
+    tokens = torch.arange(16)
+    batch = (tokens[None], tokens[None] % 8, tokens, tokens.flip(0))  # two packed documents
+    set_seed(0)
+    architecture = {"model_type": kind, **DECODERS[kind]}
+    whole = CausalLM(dataset="none", architecture=architecture, sequence_length=16, dropout=0.0).build_model()
+    alone = copy.deepcopy(whole)
+    loss = alone("loss", *batch)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm()
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # it remembers the last model's blocks
+    model, _ = prepare(accelerator, whole, build_optimizers(Optim(), whole))
+    sharded_loss = model("loss", *batch)
+    accelerator.backward(sharded_loss)
+    stats = reduce_step_stats(accelerator, [[0.0] * 4], local_gradients(model.parameters()), False)
+    return {
+        "kind": kind,
+        "units": sharded_units(model),
+        "is_tied": alone.hf.get_input_embeddings().weight is alone.hf.get_output_embeddings().weight,
+        "losses": [sharded_loss.item(), loss.item()],
+        "norms": [stats.grad_square_sum**0.5, norm.item()],
+    }
+
+
+def main(what: str) -> None:
+    accelerator, launch = build_accelerator(config_from({"task": {"name": "mnist"}}))
+    if what == "bytes":
+        lines = [{"strategy": launch.strategy, **bytes_after_a_step(accelerator)}]
+    else:
+        results = [sharded_and_whole(accelerator, kind) for kind in DECODERS]
+        lines = results if accelerator.is_main_process else []
+    for line in lines:
+        os.write(1, (json.dumps(line) + "\n").encode())  # in one piece: all processes write
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,253 @@
+"""Transformers as whole runs: the same curve under every strategy, and an export that others load."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+from tests.launching import Launch, Run
+from tests.text import tiny
+
+EARLY = (
+    "--max_steps=12", "--log_every=1", "--optim.lr=1e-4", "--optim.schedule=constant", "--optim.warmup_steps=0",
+    "--optim.max_grad_norm=1", "--global_batch_size=8",
+)  # fmt: skip
+STRATEGIES = [
+    ("ddp", 2, ()),
+    ("ddp", 4, ("--activation_checkpointing=true",)),
+    ("fsdp", 2, ()),
+    ("fsdp", 4, ("--activation_checkpointing=true",)),
+    ("fsdp_grad_op", 2, ("--compile=true", "--activation_checkpointing=true")),
+    ("fsdp_offload", 2, ()),
+]
+LM_METRICS = ("eval/perplexity", "eval/bits_per_byte", "eval/accuracy")
+METRICS = {
+    "lm with samples": LM_METRICS,
+    "lm with adapters": LM_METRICS,
+    "classifier": ("eval/accuracy", "eval/f1", "eval/matthews_correlation"),
+    "classifier with adapters": ("eval/accuracy",),
+}
+Trained = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `questions.jsonl` and, of ragged lengths so that the last batches are ragged too, `reviews`."""
+    folder = tmp_path_factory.mktemp("data")
+    tiny.questions(folder / "questions.jsonl")
+    tiny.reviews(folder / "reviews")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(data: Path, models: Path) -> dict[str, list[str]]:
+    """Of each kind of run. Language models: packed, with masked prompts."""
+    architecture = [f"--task.architecture.{name}={value}" for name, value in tiny.LLAMA.items()]
+    base = ["--task.name=causal_lm", f"--task.dataset={data}/questions.jsonl", "--task.sequence_length=128", *EARLY]
+    lm = [*base, "--task.architecture.model_type=llama", *architecture]
+    classifier = ["--task.name=text_classification", f"--task.dataset={data}/reviews", *EARLY]
+    classifier += [f"--task.model={models}/bert"]
+    adapters = ["--task.lora.r=4", "--optim.lr=1e-3"]
+    merged = ["--task.lora.merge=true", "--task.eval_from=last"]
+    return {
+        "lm": lm,
+        "lm with samples": [*lm, "--task.sample_prompts=['Q: the', '']", "--task.sample_tokens=16"],
+        "lm with adapters": [*base, f"--task.model={models}/llama", *adapters, *merged],
+        "classifier": classifier,
+        "classifier with adapters": [*classifier, *adapters],
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(launch: Launch, settings: dict[str, list[str]]) -> Trained:
+    """trained(kind, strategy, processes, arguments): the same run for all who ask for it."""
+
+    @functools.cache
+    def trained(kind: str, strategy: str = "cpu", processes: int = 1, arguments: tuple[str, ...] = ()) -> Run:
+        micro = f"--micro_batch_size={4 if strategy == 'cpu' else 1}"
+        quick = {"TORCHINDUCTOR_DEBUG_COMPILE": "1"}  # without optimizing what is compiled
+        return launch(strategy, *settings[kind], micro, *arguments, processes=processes, **quick).succeeded()
+
+    return trained
+
+
+def samples(run: Run) -> list[list[dict[str, str]]]:
+    return [record["eval/samples"] for record in run.records if "eval/samples" in record]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "processes", "arguments"),
+    [
+        *(("lm with samples", *strategy) for strategy in STRATEGIES),
+        *(("classifier", *strategy) for strategy in STRATEGIES),
+        ("lm with adapters", "ddp", 2, ()),
+        ("lm with adapters", "fsdp", 2, ("--activation_checkpointing=true",)),
+        ("lm with adapters", "fsdp_offload", 2, ()),
+        ("classifier with adapters", "fsdp", 2, ()),
+    ],
+)
+def test_the_curve_is_the_same(
+    trained: Trained, kind: str, strategy: str, processes: int, arguments: tuple[str, ...]
+) -> None:
+    """With accumulation, clipping and samples in between."""
+    run, alone = trained(kind, strategy, processes, arguments), trained(kind)
+    assert run.summary["strategy"] == strategy
+    assert len(run.losses) == len(alone.losses) == 12
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert run.summary["eval/examples"] == alone.summary["eval/examples"]
+    for name in ("eval/loss", *METRICS[kind]):
+        assert run.summary[name] == pytest.approx(alone.summary[name], rel=1e-5)
+    assert samples(run) == samples(alone)
+    if "adapters" in kind:
+        assert run.summary["trained_parameters"] < run.summary["parameters"] / 4
+
+
+# ------------------------------------------------------------------------------------------- causal language models
+def test_samples_of_each_evaluation_are_in_the_record(trained: Trained) -> None:
+    run = trained("lm with samples")
+    assert len(samples(run)) == len([record for record in run.records if "eval/loss" in record]) > 1
+    for rows in samples(run):
+        assert [row["prompt"] for row in rows] == ["Q: the", ""]
+        assert all(len(row["continuation"]) > 1 for row in rows)
+
+
+def test_packed_or_not_the_loss_of_the_same_documents_is_the_same(trained: Trained) -> None:
+    """Each step takes all documents, so that both runs learn from the same ones."""
+    arguments = ("--global_batch_size=200", "--micro_batch_size=10", "--max_steps=3")
+    packed = trained("lm", "cpu", 1, arguments)
+    apart = trained("lm", "fsdp", 2, (*arguments, "--task.packing=false"))
+    assert packed.losses == pytest.approx(apart.losses, rel=1e-5)
+    for name in ("eval/loss", *LM_METRICS):
+        assert packed.summary[name] == pytest.approx(apart.summary[name], rel=1e-5)
+    facts, facts_apart = packed.summary["data"]["train"], apart.summary["data"]["train"]
+    assert facts["sequences"] < facts_apart["sequences"] / 2
+    assert facts["tokens"] == facts_apart["tokens"]
+    assert facts["padding"] < 0.05 < facts_apart["padding"]
+
+
+def evaluated(model: PreTrainedModel, data: Path) -> float:
+    """The loss on the completions of the evaluation rows, document by document, with nothing but transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    rows = [json.loads(line) for line in (data / "questions.jsonl").read_text().splitlines()]
+    nats = count = 0.0
+    for row in rows[-12:]:
+        prompt, completion = (tokenizer(row[name], add_special_tokens=False)["input_ids"] for name in row)
+        tokens = torch.tensor([[tokenizer.bos_token_id, *prompt, *completion, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            losses = F.cross_entropy(model(tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
+        nats += losses[len(prompt) :].sum().item()
+        count += len(completion) + 1
+    return nats / count
+
+
+def test_the_export_is_what_was_trained(trained: Trained, data: Path) -> None:
+    run = trained("lm", "fsdp", 2, ("--optim.lr=3e-3", "--task.eval_from=last", "--max_steps=30"))
+    folder = run.folder / "model"
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert evaluated(model, data) == pytest.approx(run.summary["eval/loss"], rel=1e-5)
+    assert run.summary["eval/loss"] < 4
+    assert run.summary["eval/perplexity"] == pytest.approx(math.exp(run.summary["eval/loss"]))
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == 256
+    card = (folder / "README.md").read_text()
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["causal_lm"]}
+    assert f"| eval/loss | {run.summary['eval/loss']:.6g} |" in card
+    assert f"{data}/questions.jsonl" in card
+
+
+def test_adapters_are_exported_alone_and_on_request_merged(trained: Trained, data: Path) -> None:
+    run = trained("lm with adapters")
+    folder = run.folder / "model"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert not (folder / "model.safetensors").exists()
+    for exported in (folder, folder / "merged"):
+        model = AutoModelForCausalLM.from_pretrained(exported)
+        model.name_or_path = str(folder)
+        assert evaluated(model, data) == pytest.approx(run.summary["eval/loss"], rel=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------- precision
+@pytest.mark.parametrize(("strategy", "processes"), [("cpu", 1), ("fsdp", 2), ("fsdp_offload", 2)])
+def test_in_fp16_steps_that_overflow_are_skipped_and_do_not_advance_the_schedule(
+    launch: Launch, settings: dict[str, list[str]], strategy: str, processes: int
+) -> None:
+    arguments = (*settings["lm"], "--optim.schedule=linear", "--optim.lr=1e-3", "--global_batch_size=64")
+    run = launch(strategy, *arguments, processes=processes, launcher_arguments=("--mixed_precision=fp16",)).succeeded()
+    assert run.summary["precision"] == "fp16"
+    training = [record for record in run.records if "train/loss" in record]
+    skipped = run.summary["skipped_steps"]
+    assert 0 < skipped < 8
+    assert training[-1]["train/loss_scale"] == 2.0 ** (16 - skipped)
+    rates = [record["train/lr"] for record in training]
+    assert rates[: skipped + 1] == [1e-3] * (skipped + 1)
+    assert rates[skipped + 1 :] == pytest.approx([1e-3 * (1 - i / 12) for i in range(1, 12 - skipped)])
+    assert run.losses[skipped] == pytest.approx(run.losses[0], rel=0.02)  # nothing was learnt meanwhile
+    assert run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("fsdp_offload", 2)])
+def test_in_bf16_the_curve_stays_near_that_of_fp32(
+    launch: Launch, settings: dict[str, list[str]], trained: Trained, strategy: str, processes: int
+) -> None:
+    half = ("--mixed_precision=bf16",)
+    run = launch(strategy, *settings["lm"], processes=processes, launcher_arguments=half).succeeded()
+    assert run.summary["precision"] == "bf16"
+    assert run.losses == pytest.approx(trained("lm").losses, rel=2e-3)
+    assert run.losses != pytest.approx(trained("lm").losses, rel=1e-7)  # it is not fp32 under another name
+    assert run.summary["eval/loss"] == pytest.approx(trained("lm").summary["eval/loss"], rel=2e-3)
+    weights = load_file(run.folder / "model" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+def test_fp8_trains_and_exports_fp32_weights(launch: Launch, settings: dict[str, list[str]], models: Path) -> None:
+    """Emulated on the CPU, on one process, whose weights keep torchao's wrapper; it can't be saved, which was tried."""
+    arguments = [argument for argument in settings["lm"] if "architecture" not in argument]
+    arguments += [f"--task.model={models}/llama", "--max_steps=3"]
+    run = launch("fsdp_fp8", *arguments, processes=1, launcher_arguments=("--mixed_precision=fp8",)).succeeded()
+    assert run.summary["precision"] == "fp8"
+    before, after = (load_file(folder / "model.safetensors") for folder in (models / "llama", run.folder / "model"))
+    for name, weight in after.items():
+        assert weight.dtype == torch.float32
+        assert 0 < (weight - before[name]).norm() < 0.1 * before[name].norm()
+
+
+# ---------------------------------------------------------------------------------------------- text classification
+@pytest.mark.parametrize("run", [("classifier", "cpu", 1), ("classifier with adapters", "fsdp", 2)])
+def test_an_exported_classifier_knows_its_labels(trained: Trained, data: Path, run: tuple[str, str, int]) -> None:
+    """Where adapters were trained, they are merged into it."""
+    summary, folder = trained(*run).summary, trained(*run).folder / "model"
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert type(model).__name__ == "BertForSequenceClassification"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.id2label == {0: "falling", 1: "rising"}
+    rows = [line.split("\t") for line in (data / "reviews" / "dev.tsv").read_text().splitlines()[1:]]
+    assert summary["eval/examples"] == len(rows) == 37
+    losses, hits = [], 0
+    for text, label in rows:
+        with torch.no_grad():
+            logits = model(**tokenizer(text, return_tensors="pt")).logits
+        target = torch.tensor([model.config.label2id[label]])
+        losses.append(F.cross_entropy(logits, target).item())
+        hits += int(logits.argmax() == target)
+    assert sum(losses) / len(rows) == pytest.approx(summary["eval/loss"], rel=1e-5)
+    assert hits / len(rows) == pytest.approx(summary["eval/accuracy"])
