@@ -24,8 +24,8 @@ from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CNN, Side, arguments, take_turns
 from src.config import Config, load_config
-from src.cpu import tune_for_cpu
 from src.data.mnist import Digits
+from src.run import new_model
 from src.tasks import TASKS
 from src.tasks.mnist import Mnist
 from train import train_or_check
@@ -54,9 +54,7 @@ class Mlp(Mnist):
 def by_hand(config: Config) -> None:
     """Train, and print the mean loss of each 50 steps."""
     examples: Any = config.task.build_datasets()[0]
-    torch.manual_seed(0)
-    model = config.task.build_model()
-    tune_for_cpu(model, "fp32")  # as train.py does: the question is the loop
+    model, _ = new_model(config, "cpu", "fp32")  # as train.py has it: the question is the loop
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
     scheduler = OneCycleLR(optimizer, config.optim.lr, total_steps=config.steps(-(-len(examples) // BATCH))[1])
     model.train()

@@ -21,7 +21,9 @@ LINES = 5
 """That a room may change elsewhere."""
 COLLECT = """\
 import sys
+
 import pytest
+
 warned = "ignore::pytest.PytestAssertRewriteWarning"  # of what the warm ranks have imported
 sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-W", warned]))
 """
