@@ -39,15 +39,8 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
 
 
 def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
-    """Examine the run, print the table, and write check.json and a W&B run. Collective.
-
-    Args:
-        run: as train.py has prepared it, no step taken yet.
-        train_step, evaluate: train.py's own.
-
-    Returns:
-        Whether all is well: the same on all processes.
-    """
+    """Examine the run, no step taken yet, with train.py's own functions; print the table, and write check.json and a
+    W&B run. Return whether all is well. Collective."""
     started = time.perf_counter()
     is_main = os.environ.get("RANK", "0") == "0"  # also where each believes to be alone
     if is_main:
@@ -77,10 +70,10 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
 
 
 def _worst(rows: tuple[Row, ...]) -> Row:
-    """Return one row of all processes' rows of a kind: where it failed on some of them, one of these, which says so."""
-    failed = [str(rank) for rank, row in enumerate(rows) if row["result"] == "fail"]
-    row = rows[int(failed[0]) if failed else 0]
-    on = f", on process {', '.join(failed)}" if 0 < len(failed) < len(rows) else ""
+    """Return the row of the first process on which it failed, which it says unless all do; else the first one's."""
+    failed = [rank for rank, row in enumerate(rows) if row["result"] == "fail"]
+    row = rows[failed[0] if failed else 0]
+    on = f", on process {', '.join(map(str, failed))}" if 0 < len(failed) < len(rows) else ""
     return row | {"measured": row["measured"] + on}
 
 

@@ -23,17 +23,14 @@ from src.run import Run
 
 MOST_EXAMPLES = 9_999
 """Examples that every process looks at, all of them."""
-METRIC_IN_HALF = 2e-2
-"""What a metric may differ by in half precision, where examples near the boundary change sides."""
-FEW = 3
-"""So many of them may, of a small set."""
+METRIC_IN_HALF, FEW = 2e-2, 3
+"""What a metric may differ by in half precision, and how many examples near the boundary may change sides."""
 STEPS = 2
 """To take after the checkpoint: the optimizer's state shows in the second one's loss."""
 
 
 def check_evaluation(subject: Subject) -> Iterator[Row]:
-    """Evaluate with noise on the weights. All processes compute the whole set by hand: none may wait for the others in
-    a collective of the model."""
+    """Evaluate with noise on the weights. All processes compute the whole set by hand, as a model may be collective."""
     row, run, count = partial(finding, "Evaluation"), subject.run, len(subject.run.eval_set)
     size = 4 * run.config.micro_batch(run.world_size)  # nothing is kept for a backward pass
     size = max(1, min(size, count // (3 * run.world_size)))  # several batches

@@ -24,13 +24,8 @@ WIDTHS = {"check": 12, "what": 29, "measured": 42, "bound": 23, "result": 6}
 
 
 def finding(check: str, what: str, measured: str, bound: str = "", is_passed: bool = True, cause: str = "") -> Row:
-    """Return a row of the table, as check.json and W&B have it.
-
-    Args:
-        check: which of the ten: Launch, Data, Same start, …
-        bound: what it was held against; empty: it is a note, which nothing can fail.
-        cause: of a failure, with what to do about it; empty: that of src/check/advice.py for `what`.
-    """
+    """Return a row of the table, as check.json and W&B have it: without a bound a note, which nothing can fail. What a
+    failure means is what src/check/advice.py says of `what`, unless its cause is given."""
     result = ("pass" if is_passed else "fail") if bound else "note"
     means = (cause or likely_cause(check, what, bound)) if result == "fail" else ""
     return {"check": check, "what": what, "measured": measured, "bound": bound, "result": result, "means": means}

@@ -22,9 +22,8 @@ COMPRESSED = 2.0**-7
 HALF_LOSS = 1e-2
 """The same of a loss in half precision."""
 NOISE_FACTORS = {"same": 2.0, "other": 4.0, "FSDP": 16.0}
-"""In half precision an error may be so many times that of one unwrapped model, between autocast to bf16 and fp32: where
-the run is held against that model under the same autocast; where under another, or in other micro-batches; under FSDP,
-which computes all in half precision, where autocast does only what bears it well."""
+"""How many times an error in half precision may be what autocast to bf16 makes of one unwrapped model: held against it
+under the same autocast; under another, or in other micro-batches; under FSDP, which computes all in half precision."""
 UPDATE = 1e-3
 """Largest error of an update, as a share of it: a small one is 1e-4 of its weight, whose rounding is 1e-7."""
 MUON_UPDATE = 0.5
