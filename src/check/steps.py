@@ -51,7 +51,6 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         for model in (run.model, reference):
             model.train(not randomness.startswith("switched off"))
         subject.copy_to_reference()
-        before = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
         expected, expected_loss, noise = _by_hand(subject, micro_batches)
         expected_norm = norm(expected.values())
         max_norm = None
@@ -73,7 +72,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         lr = lr_at(step, config.optim, *schedule)
         used = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
         rates.add({f"step {number}": max(relative_error(rate, lr) for rate in used)})
-        updates.add(_update_errors(subject, before, found, lr))
+        updates.add(_update_errors(subject, found, lr))
     run.model.train()
     yield finding("Gradients", "randomness (dropout, …)", randomness)
     yield gradients.finding("Gradients", "largest relative error")
@@ -129,12 +128,11 @@ def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
     return "on, seeded alike in the run and by hand"
 
 
-def _update_errors(
-    subject: Subject, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
-) -> dict[str, float]:
+def _update_errors(subject: Subject, gradients: Mapping[str, Tensor], lr: float) -> dict[str, float]:
     """Update the reference with the run's gradients. Return by name how far the run's weights are from its, as a share
-    of how far those have moved since `before`."""
+    of how far those have moved."""
     reference, errors = dict(subject.reference.named_parameters()), {}
+    before = {name: parameter.detach().clone() for name, parameter in reference.items()}
     for name, parameter in reference.items():
         parameter.grad = gradients.get(name)
     set_lr(subject.reference_optimizers, lr)

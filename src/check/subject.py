@@ -52,9 +52,8 @@ class Subject:
 
     def micro_batches(self, first: int, size: int | None = None) -> Iterator[list[MicroBatch]]:
         """Yield this process's micro-batches, of `size` where given, for each step from `first` on, without end."""
-        config = self.run.config
-        config = config.model_copy(update={"micro_batch_size": size or config.micro_batch_size})
-        return training_steps(replace(self.run, config=config), first, 10**12)
+        changes = {"micro_batch_size": size} if size else {}
+        return training_steps(replace(self.run, config=self.run.config.model_copy(update=changes)), first, 10**12)
 
     def step(self, run: Run, micro_batches: list[MicroBatch]) -> StepResult:
         """Take the run's own step; in fp16 again, with a smaller loss scale and random numbers from `seed`, where it
