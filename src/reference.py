@@ -51,7 +51,7 @@ from src.tasks.base import Examples, Task
 def own_share(config: Config, dataset: Examples, epoch: int, rank: int, world_size: int) -> Iterator[np.ndarray]:
     """Yield the indices of this process's examples in each step of an epoch, int64: every world_size-th of the global
     batch, from its own rank on; at the epoch's end there can be none. torch's DistributedSampler deals alike, where
-    `set_epoch` tells it the epoch; else it has the first one's order for ever."""
+    `set_epoch` tells it the epoch."""
     random = np.random.default_rng([config.seed, epoch])  # the same on all processes
     order = config.task.order(dataset, random, config.global_batch_size)
     for start in range(0, len(order), config.global_batch_size):
@@ -93,8 +93,7 @@ def all_reduce(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> dict[str, float]:
     """Return loss and, on process 0, metrics over the whole dataset, computed by this process alone."""
-    device = next(model.parameters()).device
-    is_training = model.training
+    device, is_training = next(model.parameters()).device, model.training
     model.eval()
     loss, targets, outputs = 0.0, 0.0, []
     for indices in np.split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size)):
@@ -147,9 +146,8 @@ def main(argv: list[str]) -> None:
             if rank == 0:
                 print(f"step {step}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
     milliseconds = 1000 * (time.perf_counter() - started) / total_steps
-    results = evaluate(task, model, eval_set, 1000)
     if rank == 0:
-        scores = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+        scores = "  ".join(f"{name} {value:.4f}" for name, value in evaluate(task, model, eval_set, 1000).items())
         print(f"{milliseconds:.2f} ms per step, {world_size} processes; evaluation: {scores}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -17,9 +17,8 @@ import torch
 
 from src.check.between_steps import check_checkpoint, check_evaluation
 from src.check.cost import check_cost
-from src.check.data import check_data
 from src.check.findings import Row, finding, gather, table
-from src.check.start import check_launch, check_start
+from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_accumulation, check_steps
 from src.check.subject import Evaluate, Subject, TrainStep
 from src.checkpoint.format import write_json
@@ -40,15 +39,8 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
 
 
 def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
-    """Examine the run, print the table, and write check.json and a W&B run. Collective.
-
-    Args:
-        run: as train.py has prepared it, no step taken yet.
-        train_step, evaluate: train.py's own.
-
-    Returns:
-        Whether all is well: the same on all processes.
-    """
+    """Examine the run, no step taken yet, with train.py's own functions; print the table, and write check.json and a
+    W&B run. Return whether all is well. Collective."""
     started = time.perf_counter()
     is_main = os.environ.get("RANK", "0") == "0"  # also where each believes to be alone
     if is_main:
@@ -71,10 +63,18 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
                 rows.append(finding(name, "examined", measured, "without an error", False, "see the traceback"))
                 _report(run, rows, time.perf_counter() - started)
             sys.exit(1)  # the others may be waiting in any collective
-        rows += [max(row, key=lambda row: row["result"] == "fail") for row in zip(*everywhere, strict=False)]
+        rows += map(_worst, zip(*everywhere, strict=False))
     if is_main:
         _report(run, rows, time.perf_counter() - started)
     return all(row["result"] != "fail" for row in rows)
+
+
+def _worst(rows: tuple[Row, ...]) -> Row:
+    """Return the row of the first process on which it failed, which it says unless all do; else the first one's."""
+    failed = [rank for rank, row in enumerate(rows) if row["result"] == "fail"]
+    row = rows[failed[0] if failed else 0]
+    on = f", on process {', '.join(map(str, failed))}" if 0 < len(failed) < len(rows) else ""
+    return row | {"measured": row["measured"] + on}
 
 
 def _report(run: Run, rows: list[Row], seconds: float) -> None:

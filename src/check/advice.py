@@ -6,14 +6,12 @@ ADVICE = {
         "devices": "processes share a device: each must take the one of its LOCAL_RANK",
         "strategy": "the yaml asks for {}, and it was not applied: look for keys that Accelerate ignores, variables "
         "ACCELERATE_* in the environment, and a model that was not passed through prepare()",
-        "sharded units": "only the root is wrapped, or some blocks are not: the rest is gathered at once, and stays. "
-        "Name the repeating blocks in the model's _no_split_modules",
-        "parameters": "not all is sharded: {} takes more than its share",
+        "sharded units": "only the root is wrapped, or not all blocks: name them in the model's _no_split_modules",
+        "parameters": "not all is sharded, or not evenly",
         "where the shards live": "the yaml's fsdp_offload_params was not applied",
     },
     "Data": {
-        "datasets": "build_datasets makes other data on each process: it shuffles or splits unseeded, or goes by the "
-        "order of os.listdir or of a set",
+        "datasets": "build_datasets makes other data on each process: unseeded, or in the order of os.listdir or a set",
         "same shard": "every process reads the same shard: the sampler knows neither rank nor number of processes",
         "left out": "{:,} left out ({}, …): drop_last, or a cut at the end",
         "read twice": "{:,} read more than once ({}, …): padding that is counted",
@@ -41,15 +39,14 @@ ADVICE = {
         "mean of means where processes or micro-batches count differently, a parameter that is not reduced over the "
         "processes, clipping that scales small gradients up",
         "loss": "as above: sums, counts and means",
-        "norm": "the norm is one process's, or was taken before the gradients were scaled: clipping then has another "
-        "bound",
+        "norm": "the norm is one process's, or was taken before the gradients were scaled: clipping goes by it",
     },
     "Updates": {
         "in the": "these parameters never change, or change twice: a parameter group is missing or overlaps another",
         "decay": "a parameter is in the wrong group: biases, norms and other vectors must not decay, and Muon is for "
         "matrices but those of embeddings and the last layer",
         "rate": "the schedule is ahead of the steps, or of another length: a prepared scheduler steps once per "
-        "process; set the rate from the step, and span the steps that the optimizer takes",
+        "process; set the rate from the step",
         "parameters": "the optimizer made something else of the gradients than its copy on one process: parameters "
         "that it doesn't have, another learning rate or weight decay, gradients changed after they were clipped",
         "replicas": "the processes train different models by now: they started apart, or a gradient is not reduced",
@@ -57,16 +54,15 @@ ADVICE = {
         "have one process's. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks at one example",
     },
     "Accumulation": {
-        "": "the split into micro-batches changes the result: a mean per micro-batch in place of one sum, or a last "
-        "one that is weighted like a full one",
+        "": "micro-batches change the result: a mean of each in place of one sum, or a short one counts as a full one",
     },
     "Evaluation": {
-        "batches": "a process has fewer batches than others, or none: where it has no example left, it has to compute "
-        "on a dummy batch of weight 0, as the others wait for it",
+        "batches": "a process has fewer batches than others, which wait for it: without an example left, it has to "
+        "compute on a dummy batch of weight 0",
         "examples": "examples are counted twice, as padding, or left out",
         "mode": "dropout and the like stay off for the rest of the run: evaluate() must end with model.train()",
         "": "a mean of each process's or each batch's mean, or counted padding: sum and count over all examples, or "
-        "gather each once, in order, and compute it from all of them",
+        "compute it from all of them, gathered in order",
     },
     "Checkpoint": {
         "saved": "the folder can't be written as it must be",
@@ -75,7 +71,7 @@ ADVICE = {
         "weights": "as above",
     },
     "Precision": {
-        "products": "{} was asked for, and not computed in: the model missed prepare(), or casts by itself",
+        "products": "not computed in what was asked for, {}: the model missed prepare(), or casts by itself",
         "loss": "the loss is computed in half precision, and its gradient too: take it of logits.float()",
         "": "small updates are lost in half precision: load the weights in fp32; mixed precision computes in half",
     },
@@ -86,6 +82,6 @@ ADVICE = {
 }
 
 
-def likely_cause(check: str, row: str) -> str:
+def likely_cause(check: str, row: str, bound: str) -> str:
     """Return the first of the check's texts whose words are in the row's name."""
-    return next(text for words, text in ADVICE[check].items() if words in row)
+    return next(text for words, text in ADVICE[check].items() if words in row).format(bound)

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch.utils.data import Subset
 
-from src.check.data import reading_indices
-from src.check.findings import EXACT, Row, finding, gather
+from src.check.findings import EXACT, Row, finding, finding_alike, gather
+from src.check.start import reading_indices
 from src.check.subject import Autocast, Subject, checksum
 from src.checkpoint.resume import find_checkpoint, load_checkpoint
 from src.checkpoint.tensors import run_tensors
@@ -23,17 +23,14 @@ from src.run import Run
 
 MOST_EXAMPLES = 9_999
 """Examples that every process looks at, all of them."""
-METRIC_IN_HALF = 2e-2
-"""What a metric may differ by in half precision, where examples near the boundary change sides."""
-FEW = 3
-"""So many of them may, of a small set."""
+METRIC_IN_HALF, FEW = 2e-2, 3
+"""What a metric may differ by in half precision, and how many examples near the boundary may change sides."""
 STEPS = 2
 """To take after the checkpoint: the optimizer's state shows in the second one's loss."""
 
 
 def check_evaluation(subject: Subject) -> Iterator[Row]:
-    """Evaluate with noise on the weights. All processes compute the whole set by hand: none may wait for the others in
-    a collective of the model."""
+    """Evaluate with noise on the weights. All processes compute the whole set by hand, as a model may be collective."""
     row, run, count = partial(finding, "Evaluation"), subject.run, len(subject.run.eval_set)
     size = 4 * run.config.micro_batch(run.world_size)  # nothing is kept for a backward pass
     size = max(1, min(size, count // (3 * run.world_size)))  # several batches
@@ -42,11 +39,10 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     dataset = Subset(run.eval_set, range(length)) if length < count else run.eval_set  # type: ignore[arg-type]
     config = run.config.model_copy(update={"micro_batch_size": size})
     shortened = subject.at(0, config=config, eval_set=dataset)
-    counts = gather(sum(1 for _ in evaluation_batches(reading_indices(shortened))))
-    is_same = len(set(counts)) == 1 and counts[0] > 0
-    measured = f"{counts[0]} on each process" if is_same else f"{', '.join(map(str, counts))} by process"
-    yield row("batches", measured, "as many on each", is_same)
-    if not is_same:
+    num_batches = sum(1 for _ in evaluation_batches(reading_indices(shortened)))
+    batches = finding_alike("Evaluation", "batches", str(num_batches), "as many on each")
+    yield batches
+    if batches["result"] == "fail":
         return
     subject.copy_to_reference()
     with subject.perturbed():
@@ -56,8 +52,8 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
         by_hand = evaluate(run.task, Autocast(subject.reference, subject.autocast_dtype), dataset, size)
     assert evaluation  # as no one asks it to stop
     found, expected = evaluation.metrics, gather(by_hand)[0]
-    examples, of = found["eval/examples"], "" if length == count else f" (the first of {count:,})"
-    yield row(f"examples{of}", f"{examples:,}", f"{length:,}", examples == length)
+    examples = found["eval/examples"]
+    yield row(f"examples, of {count:,}", f"{examples:,}", f"{length:,}", examples == length)
     yield row("mode afterwards", "training" if is_training else "evaluation", "training", is_training)
     for name in sorted(expected.keys() - {"examples"}):
         bound = max(METRIC_IN_HALF, 0 if name == "loss" else FEW / length) if subject.is_half else EXACT
@@ -102,16 +98,15 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
         torch.use_deterministic_algorithms(False)
         if run.is_main:
             shutil.rmtree(folder, ignore_errors=True)
-    told, told_again = (", ".join(f"{loss:.9g}" for loss in found) for found in (losses, losses_again))
-    measured = f"{told}; restored {told_again}"
+    measured = f"{losses}; restored {losses_again}"
     yield row("losses of the next two steps", measured, "the same, bitwise", losses == losses_again)
-    same = [here == there for here, there in zip(gather(left), gather(left_again), strict=True)]
-    measured = "the same on all processes" if all(same) else f"differ on process {same.index(False)}"
-    yield row("weights, optimizer after them", measured, "the same, bitwise", all(same))
+    measured = f"checksum {left}; restored {left_again}"
+    yield row("weights, optimizer after them", measured, "the same, bitwise", left == left_again)
 
 
-def _continue(subject: Subject, run: Run) -> tuple[list[float], str]:
+def _continue(subject: Subject, run: Run) -> tuple[str, str]:
     """Return the losses of the next steps, and the checksum of what they leave on this process."""
     steps = subject.micro_batches(run.progress.step)
-    losses = [subject.step(run, next(steps)).loss for _ in range(STEPS)]
-    return losses, checksum([tensor for _, tensor in sorted(run_tensors(run.model, run.optimizers).items())])
+    losses = [str(subject.step(run, next(steps)).loss) for _ in range(STEPS)]
+    left = checksum([tensor for _, tensor in sorted(run_tensors(run.model, run.optimizers).items())])
+    return ", ".join(losses), left

@@ -1,10 +1,9 @@
 """Checks 9 and 10, Precision and Cost: what one step really computes in, sends and takes."""
 
-import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from src.check.advice import ADVICE
 from src.check.findings import Row, finding, gather
 from src.check.start import blocks_to_wrap, largest_shard
 from src.check.subject import Autocast, Subject
@@ -22,10 +20,7 @@ from src.distributed import peak_memory
 from src.reference import backward
 from src.run import Run
 
-LOSSES = (
-    "log_softmax", "nll_loss", "mse_loss", "binary_cross_entropy", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
-    "ctc_loss", "linear_cross_entropy",
-)  # fmt: skip
+LOSSES = ("loss", "log_softmax", "cross_entropy")
 """In the names of operators: what losses are made of."""
 PRODUCTS = ("mm", "addmm", "bmm", "convolution")
 """Names of operators: where most of the computing is."""
@@ -56,25 +51,20 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         space, _, name = function._schema.name.partition("::")
-        if self.gradients:
+        if self.gradients or "wait" in name or "barrier" in name:
             return result
         if "c10d" in space:
-            self._count(name.replace("_", ""), args, result)
+            # the whole tensor is what is gathered, or what is scattered: the larger one of what goes in and comes out
+            sides = [[t for t in tree_leaves(side) if isinstance(t, Tensor)] for side in (args[0], args[1:2], result)]
+            size, is_all_reduce = max(map(_bytes, sides)), "allreduce" in name.replace("_", "")
+            if is_all_reduce or "reduce_scatter" in name:
+                self.reduced[_dtype(sides[0][0])] += size
+            self.sent += (self._world_size - 1) / self._world_size * size * (2 if is_all_reduce else 1)
         elif any(loss in name and "backward" not in name for loss in LOSSES):
             self.losses[_dtype(args[0])] += 1
         elif name in PRODUCTS:
             self.products[_dtype(args[0])] += 1
         return result
-
-    def _count(self, name: str, args: Sequence[Any], result: Any) -> None:
-        if "wait" in name or "barrier" in name:
-            return
-        # the whole tensor is what is gathered, or what is scattered: the larger one of what goes in and comes out
-        sides = [[t for t in tree_leaves(side) if isinstance(t, Tensor)] for side in (args[0], args[1:2], result)]
-        size = max(map(_bytes, sides))
-        if "allreduce" in name or "reducescatter" in name:
-            self.reduced[_dtype(sides[0][0])] += size
-        self.sent += (self._world_size - 1) / self._world_size * size * (2 if "allreduce" in name else 1)
 
 
 def check_cost(subject: Subject) -> Iterator[Row]:
@@ -85,74 +75,74 @@ def check_cost(subject: Subject) -> Iterator[Row]:
     with recorder:
         subject.step(subject.at(0), micro_batches)
     hook.remove()
-    yield from _precision(subject, micro_batches, recorder)
+    yield from _precision(subject, micro_batches[0], recorder)
     least, most, formula = _expected_bytes(subject, len(micro_batches), recorder.gradients)
     sent = max(gather(recorder.sent))
     is_within = least * (1 - SHARE) - SLACK <= sent <= most * (1 + SHARE) + SLACK
     expected = f"{least / 1e6:,.3f}" + (f" to {most / 1e6:,.3f}" if most > least else "")
     yield row("sent per step and process", f"{sent / 1e6:,.3f} MB", f"{expected} MB, {formula}", is_within)
-    steps = subject.micro_batches(0)
+    steps, copy = subject.micro_batches(0), Autocast(subject.reference, subject.autocast_dtype)
     next(steps)  # the first one's augmentation of an epoch is no cost of a step
+
+    def compute() -> None:
+        backward(run.task, copy, [batch.data for batch in micro_batches])
+        for optimizer in subject.reference_optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
     data = _median_ms(run, lambda: next(steps))
     step = _median_ms(run, lambda: subject.step(subject.at(0), micro_batches))
-    compute = _median_ms(run, lambda: _compute(subject, micro_batches))
-    measured = f"{data + step:,.1f} ms: data {data:,.1f}, compute {compute:,.1f} (by an unwrapped, eager copy), "
-    yield row("time per step", f"{measured}communication, waiting, the rest {max(0.0, step - compute):,.1f}")
-    del subject.reference, subject.reference_optimizers
-    on_cpu = run.device.type == "cpu"
-    if not on_cpu:  # the peak of a process's resident memory can't be reset
-        gc.collect()
+    alone = _median_ms(run, compute)
+    measured = f"{data + step:,.1f} ms: data {data:,.1f}, compute {alone:,.1f} (by an unwrapped, eager copy), "
+    yield row("time per step", f"{measured}communication, waiting, the rest {max(0.0, step - alone):,.1f}")
+    copies = ", the examination's copies included"
+    if run.device.type != "cpu":  # the peak of a process's resident memory can't be reset
+        del copy, subject.reference, subject.reference_optimizers
+        copies = ""
         torch.accelerator.reset_peak_memory_stats()
-    subject.step(subject.at(0), micro_batches)
+        subject.step(subject.at(0), micro_batches)
     peaks = ", ".join(f"{peak / 1e6:,.0f}" for peak in peak_memory(run.accelerator))
-    yield row("peak memory per process", f"{peaks} MB" + (", the examination's copies included" if on_cpu else ""))
+    yield row("peak memory per process", f"{peaks} MB{copies}")
 
 
-def _precision(subject: Subject, micro_batches: list[MicroBatch], recorder: Recorder) -> Iterator[Row]:
-    row, run, parameters = partial(finding, "Precision"), subject.run, list(subject.run.model.parameters())
+def _precision(subject: Subject, micro_batch: MicroBatch, recorder: Recorder) -> Iterator[Row]:
+    row, run = partial(finding, "Precision"), subject.run
     states = [value for optimizer in run.optimizers for state in optimizer.state.values() for value in state.values()]
-    frozen = Counter(_dtype(p) for p in parameters if not p.requires_grad)
     kept = {
-        "trained parameters": Counter(_dtype(p) for p in parameters if p.requires_grad),
+        "trained parameters": Counter(_dtype(p) for p in run.model.parameters() if p.requires_grad),
         "gradients": Counter(recorder.gradients.values()),
         "optimizer state": Counter(_dtype(value) for value in states if torch.is_tensor(value)),
     }
     for what, dtypes in kept.items():
         yield row(what, _listed(dtypes), "float32", HALF.isdisjoint(dtypes))
-        if what == "trained parameters" and frozen:
-            yield row("frozen parameters", _listed(frozen))
     for dtype, _ in recorder.reduced.most_common(1):
         yield row("reduction of the gradients", dtype)
-    precision = run.launch.precision
-    asked = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(precision)
-    bound, is_right = f"{asked}, some at least" if asked else "", asked in recorder.products
-    cause = ADVICE["Precision"]["products"].format(precision)
-    yield row("matrix products", _listed(recorder.products), bound, is_right, cause)
+    asked = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(run.launch.precision)
+    bound = f"{asked}, some at least" if asked else ""
+    yield row("matrix products", _listed(recorder.products), bound, asked in recorder.products)
     with torch.no_grad():
-        loss, _ = run.task.loss(run.model, micro_batches[0].to(run.device))
+        loss, _ = run.task.loss(run.model, micro_batch.to(run.device))
     dtypes = recorder.losses + Counter([_dtype(loss)])
     yield row("loss", _listed(dtypes), "no half precision", HALF.isdisjoint(dtypes))
 
 
 def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collection[str]) -> tuple[float, float, str]:
-    """Return what a process sends in a step where each collective goes around a ring of N processes: least, most, and
-    the formula.
+    """Return the least and most bytes that a process sends in a step, and the formula.
 
-    An all_reduce of S bytes sends 2 (N - 1) / N S; a reduce_scatter to shards, or an all_gather of them, half of that.
-    Least and most differ where FSDP keeps what is not in a block gathered for the backward pass, and in parameters
-    that are not in `gradients`, which it does not reduce.
-
-    Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7.
+    In a ring of N processes an all_reduce of S bytes sends 2 (N - 1) / N S; a reduce_scatter to shards, or an
+    all_gather of them, half of that (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7). FSDP may
+    keep what is not in a block gathered for the backward pass, and does not reduce what is not in `gradients`.
     """
     world_size, model, hook = subject.run.world_size, subject.reference, subject.run.launch.comm_hook
     share = (world_size - 1) / world_size
     if world_size == 1:
         return 0.0, 0.0, "nothing"
     if not subject.is_fsdp:
-        trained, buffers = _bytes(p for p in model.parameters() if p.requires_grad), _bytes(model.buffers())
-        sent = share * (2 * trained * (0.5 if hook else 1.0) + buffers)
+        trained = _bytes(p for p in model.parameters() if p.requires_grad) * (0.5 if hook else 1.0)
+        buffers = _bytes(model.buffers())
         formula = "all_reduce of the gradients" + (f" in {hook}" if hook else "")
-        return sent, sent, formula + (", broadcast of the buffers" if buffers else "")
+        formula += ", broadcast of the buffers" if buffers else ""
+        return share * (2 * trained + buffers), share * (2 * trained + buffers), formula
     plugin = subject.run.accelerator.state.fsdp_plugin
     policy, is_resharded = plugin.mixed_precision_policy, plugin.reshard_after_forward
     width = policy.param_dtype.itemsize if policy and policy.param_dtype else 4
@@ -169,14 +159,6 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
     formula = f"{2 if is_resharded else 1} all_gather + 1 reduce_scatter"
     formula += f" x {num_micro_batches} micro-batches" if num_micro_batches > 1 else ""
     return share * num_micro_batches * least, share * num_micro_batches * most, formula
-
-
-def _compute(subject: Subject, micro_batches: list[MicroBatch]) -> None:
-    model = Autocast(subject.reference, subject.autocast_dtype)
-    backward(subject.run.task, model, [batch.data for batch in micro_batches])
-    for optimizer in subject.reference_optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _median_ms(run: Run, work: Callable[[], object]) -> float:

@@ -24,47 +24,45 @@ WIDTHS = {"check": 12, "what": 29, "measured": 42, "bound": 23, "result": 6}
 
 
 def finding(check: str, what: str, measured: str, bound: str = "", is_passed: bool = True, cause: str = "") -> Row:
-    """Return a row of the table, as check.json and W&B have it.
-
-    Args:
-        check: which of the ten: Launch, Data, Same start, …
-        bound: what it was held against; empty: it is a note, which nothing can fail.
-        cause: of a failure, with what to do about it; empty: that of src/check/advice.py for `what`.
-    """
+    """Return a row of the table, as check.json and W&B have it: without a bound a note, which nothing can fail. What a
+    failure means is what src/check/advice.py says of `what`, unless its cause is given."""
     result = ("pass" if is_passed else "fail") if bound else "note"
-    means = (cause or likely_cause(check, what)) if result == "fail" else ""
+    means = (cause or likely_cause(check, what, bound)) if result == "fail" else ""
     return {"check": check, "what": what, "measured": measured, "bound": bound, "result": result, "means": means}
+
+
+def finding_alike(check: str, what: str, value: str, bound: str = "the same") -> Row:
+    """Return a row that passes where all processes have the same value. Collective."""
+    values = gather(value)
+    is_alike = len(set(values)) == 1
+    measured = f"{value} on all processes" if is_alike else f"{', '.join(values)} by process"
+    return finding(check, what, measured, bound, is_alike)
 
 
 class WorstError:
     """The error that comes closest to its bound, or goes furthest beyond it."""
 
     def __init__(self, bound: float = EXACT) -> None:
-        self.ratio, self.error, self.name = 0.0, 0.0, ""
-        self.bound = self._least = bound
+        self.least = bound
+        self.worst = 0.0, 0.0, "", bound
+        """As a share of its bound; itself; its name; the bound."""
 
     def add(self, errors: Mapping[str, float], noise: Mapping[str, float] | None = None, factor: float = 1.0) -> None:
-        """Args:
-        errors: by name.
-        noise: what half precision makes of each, and of `all`; empty or None in fp32.
-        factor: how many times the noise the errors may be.
-        """
+        """Take in errors by name, each with the noise that half precision makes of it (by name, and of `all`; None or
+        empty in fp32), of which it may be `factor` times as large."""
         for name, error in errors.items():
             allowed = min(MOST, factor * max(noise.get(name, 0), noise["all"])) if noise else 0.0
-            bound = max(self._least, allowed)
-            ratio = error / bound if math.isfinite(error) else math.inf
-            if ratio > self.ratio:
-                self.ratio, self.error, self.name, self.bound = ratio, error, name, bound
+            bound = max(self.least, allowed)
+            share = error / bound if math.isfinite(error) else math.inf
+            if share > self.worst[0]:
+                self.worst = share, error, name, bound
 
     def finding(self, check: str, what: str) -> Row:
-        """Return the worst of all processes' errors as a row. Collective."""
-        everywhere = gather(self)
-        worst = max(everywhere, key=lambda error: error.ratio)
-        measured = (f"{worst.error:.1e}" if worst.error else "0") + (f" ({worst.name})" if worst.name else "")
-        if worst.ratio > 1 and any(error.ratio <= 1 for error in everywhere):
-            measured += f", on process {everywhere.index(worst)}"
-        bound = f"{worst.bound:.2g}" + (", by what bf16 does to one model" if worst.bound > worst._least else "")
-        return finding(check, what, measured, bound, worst.ratio <= 1)
+        """Return this process's worst error as a row."""
+        share, error, name, bound = self.worst
+        measured = f"{error:.1e} ({name})" if name else "0"
+        half = ", by what bf16 does to one model" if bound > self.least else ""
+        return finding(check, what, measured, f"{bound:.2g}{half}", share <= 1)
 
 
 def gather(value: Any) -> list[Any]:

@@ -1,23 +1,32 @@
-"""Checks 1 and 3, Launch and Same start: what runs is what the accelerate yaml asked for, and all processes have the
-weights that one process would begin with."""
+"""Checks 1 to 3, Launch, Data and Same start: before the first step. What runs is what the accelerate yaml asked for,
+each example is read once, and all processes have the weights that one process would begin with."""
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import send_to_device, set_seed
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from src.check.advice import ADVICE
-from src.check.findings import Row, finding, gather
+from src.check.findings import Row, WorstError, finding, finding_alike, gather, relative_error
 from src.check.subject import Subject, checksum, named_tensors, shard_like
+from src.data.loading import MicroBatch, evaluation_batches, fetch, samples, training_steps
 from src.distributed import sharded_units
 from src.launch_guard import is_set
 from src.optim import to_local
+from src.reference import own_share
+from src.run import Run
 
 
 def check_launch(subject: Subject) -> Iterator[Row]:
@@ -30,13 +39,11 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     is_bound = not on_cpu and os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world_size)
     measured = ", ".join(f"{devices.count(device)} x {device}" for device in sorted(set(devices)))
     yield row("devices", measured, "one each" if is_bound else "", len(set(devices)) == run.world_size)
-    wants_fsdp = is_set("ACCELERATE_USE_FSDP")  # set by the launcher's own options, too
-    wants_fsdp |= run.launch.requested["distributed_type"] == "FSDP"
+    wants_fsdp = is_set("ACCELERATE_USE_FSDP") or run.launch.requested["distributed_type"] == "FSDP"
     wanted = "FSDP" if wants_fsdp else "DDP" if world_size > 1 else "single"
     units = sharded_units(run.model)
     kind = "FSDP" if units else "DDP" if isinstance(run.model, DistributedDataParallel) else "single"
-    cause = ADVICE["Launch"]["strategy"].format(wanted)
-    yield row("strategy", f"{kind}: {run.launch.strategy}", f"{wanted}, as requested", kind == wanted, cause)
+    yield row("strategy", f"{kind}: {run.launch.strategy}", wanted, kind == wanted)
     if run.launch.note:
         yield row("stand-in", run.launch.note)
     held = max(gather(sum(p.numel() * p.element_size() for p in map(to_local, run.model.parameters())))) / 1e6
@@ -49,16 +56,13 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     yield row("sharded units", measured, "all blocks, and the rest", units > 1 and wrapped == blocks)
     total = sum(4 * p.numel() for p in subject.reference.parameters()) / 1e6
     largest = sum(4 * largest_shard(p, run.world_size) for p in subject.reference.parameters()) / 1e6
-    unsharded = [name for name, p in run.model.named_parameters() if not isinstance(p, DTensor)]
-    measured = f"{held:,.2f} MB of {total:,.2f} ({held / total:.1%})"
-    cause = ADVICE["Launch"]["parameters"].format(", ".join(unsharded[:3]) or "some shards")
-    is_sharded = held <= largest and not unsharded
-    yield row("parameters per process", measured, f"{largest:,.2f} MB", is_sharded, cause)
-    places = {p.device.type for p in run.model.parameters()}
-    wants_offload = is_set("FSDP_OFFLOAD_PARAMS")
-    wanted = "cpu" if wants_offload else run.device.type
-    measured = ", ".join(sorted(places)) + (" (as they would without offload here)" if on_cpu else "")
-    yield row("where the shards live", measured, wanted, places == {wanted})
+    whole = [name for name, p in run.model.named_parameters() if not isinstance(p, DTensor)]
+    measured = f"{held:,.2f} MB of {total:,.2f} ({held / total:.1%})" + (f", all of {whole[0]}" if whole else "")
+    yield row("parameters per process", measured, f"{largest:,.2f} MB", held <= largest and not whole)
+    places = ", ".join(sorted({p.device.type for p in run.model.parameters()}))
+    wanted = "cpu" if is_set("FSDP_OFFLOAD_PARAMS") else run.device.type
+    note = " (as they would without offload here)" if on_cpu else ""
+    yield row("where the shards live", places + note, wanted, places == wanted)
 
 
 def largest_shard(parameter: Tensor, world_size: int) -> int:
@@ -75,28 +79,142 @@ def blocks_to_wrap(subject: Subject) -> list[str]:
     return [name for name, module in subject.reference.named_modules() if type(module).__name__ in classes]
 
 
+def reading_indices(run: Run) -> Run:
+    """Return the run with its own order of the data, but with examples that are their own indices: what is read says
+    which were asked for."""
+
+    def order(_: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
+        return run.task.order(run.train_set, random, global_batch_size)
+
+    task = SimpleNamespace(order=order, augmented=lambda train, _: train, collate=list)
+    config = run.config.model_copy(update={"task": task})
+    return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
+
+
+def check_data(subject: Subject) -> Iterator[Row]:
+    """Follow the run's own path to the data, from sampler to batches, processes that load data among it."""
+    row, run, steps = partial(finding, "Data"), subject.run, subject.steps_per_epoch
+    sizes = f"{len(run.train_set):,} and {len(run.eval_set):,} examples"
+    datasets = finding_alike("Data", "datasets", f"{sizes}, checksum {_sample_checksum(run)}", "the same on all")
+    yield datasets
+    if datasets["result"] == "fail":
+        return
+    indexed = reading_indices(run)
+    found = _indices(training_steps(indexed, 0, 2 * steps))
+    expected = [share.tolist() for epoch in (0, 1) for share in _shares(run, epoch)]
+    for epoch in (1, 2):
+        own = slice((epoch - 1) * steps, epoch * steps)
+        yield _each_once(f"epoch {epoch}: examples read", found[own], len(run.train_set))
+        wrong = [n for n, (here, there) in enumerate(zip(found[own], expected[own], strict=True), 1) if here != there]
+        measured = f"{steps - len(wrong):,} of {steps:,} steps as on one process"
+        measured += f", not step {wrong[0]}" if wrong else ""
+        yield row(f"epoch {epoch}: order", measured, "all of them", not wrong)
+    spans = [(done, min(done + 2, 2 * steps)) for done in (1, steps - 1)]
+    wrong = [done for done, last in spans if _indices(training_steps(indexed, done, last)) != expected[done:last]]
+    measured = f"other examples after step {wrong[0]}" if wrong else "the next two steps as on one process"
+    yield row("resumed in the epoch", measured, "as without a stop", not wrong)
+    wrong = [epoch + 1 for epoch in (0, 1) if not _are_as_drawn(run, epoch * steps, epoch)]
+    measured = f"others in the first step of epoch {wrong[0]}" if wrong else "both epochs' first step as drawn by hand"
+    yield row("examples, as drawn", measured, "the same", not wrong)
+    is_new = found[:steps] != found[steps:]
+    measured = "another order than in epoch 1" if is_new else "the order of epoch 1"
+    yield row("epoch 2: shuffled anew", measured, "another" if expected[:steps] != expected[steps:] else "", is_new)
+    evaluated = _indices([batch] for batch in evaluation_batches(indexed))
+    yield _each_once("evaluation: examples read", evaluated, len(run.eval_set))
+    yield from _packing(subject)
+
+
+def _indices(steps: Iterable[list[MicroBatch]]) -> list[list[int]]:
+    """Return for each step the indices that this process reads."""
+    return [[index for batch in step if batch.weight for index in batch.data] for step in steps]
+
+
+def _shares(run: Run, epoch: int) -> Iterator[np.ndarray]:
+    """Yield by hand the indices that this process should read in each step of an epoch."""
+    return own_share(run.config, run.train_set, epoch, run.rank, run.world_size)
+
+
+def _each_once(what: str, read: list[list[int]], num_examples: int) -> Row:
+    """Hold the indices that this process read, by step, and all others', against each example once. Collective."""
+    found = [index for steps in gather(read) for step in steps for index in step]
+    counts = np.bincount(np.array(found, dtype=np.int64), minlength=num_examples)
+    absent, again = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
+    distinct, advice = num_examples - len(absent), ADVICE["Data"]
+    causes = [advice["left out"].format(len(absent), absent[0])] if len(absent) else []
+    causes += [advice["read twice"].format(len(again), again[0])] if len(again) else []
+    if len(again) > distinct / 2 and len(absent) > num_examples / 4:
+        causes = [advice["same shard"]]
+    measured = f"{distinct:,} of {num_examples:,}, in {len(found):,} reads"
+    return finding("Data", what, measured, "each once", not causes, "; ".join(causes))
+
+
+def _are_as_drawn(run: Run, step: int, epoch: int) -> bool:
+    """Return whether the augmented examples of an epoch's first step are what any other process would make of them."""
+    size = run.config.micro_batch(run.world_size)
+    (micro_batches,) = training_steps(run, step, step + 1)
+    set_seed(run.config.seed)
+    augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
+    own = next(_shares(run, epoch)).tolist()
+    expected = [fetch(run.task, augmented, own[i : i + size]) for i in range(0, len(own), size)]
+    return _checksum([batch.data for batch in micro_batches if batch.weight]) == _checksum(expected)
+
+
+def _sample_checksum(run: Run) -> str:
+    """Return that of some examples of both datasets."""
+    set_seed(run.config.seed)
+    augmented = run.task.augmented(run.train_set, [run.config.seed, 0, 1])
+    return _checksum([fetch(run.task, dataset, _some(dataset, 8)) for dataset in (augmented, run.eval_set)])
+
+
+def _some(dataset: Any, most: int) -> list[int]:
+    """Return the indices of some examples, all over the dataset."""
+    return np.unique(np.linspace(0, len(dataset) - 1, most).astype(np.int64)).tolist()
+
+
+def _checksum(batches: list[Any]) -> str:
+    return checksum([leaf for leaf in tree_leaves(batches) if torch.is_tensor(leaf)])
+
+
+def _packing(subject: Subject) -> Iterator[Row]:
+    """Hold some examples into which several documents are packed against each of these by itself."""
+    run, task, errors = subject.run, subject.run.task, WorstError()
+    packed = [(sample, task.documents(sample)) for sample in samples(run.train_set, _some(run.train_set, 64))]
+    packed = sorted([pair for pair in packed if len(pair[1]) > 1], key=lambda pair: len(pair[1]))[:2]
+    if not packed:
+        return
+    size = run.config.micro_batch(run.world_size)
+    subject.reference.eval()
+    with subject.perturbed():
+        for number, (sample, alone) in enumerate(packed, start=1):
+            expected = _mean_loss(subject, [alone[i : i + size] for i in range(0, len(alone), size)])
+            error = relative_error(_mean_loss(subject, [[sample]]), expected)
+            errors.add({f"example {number}, {len(alone)} documents": error})
+    subject.reference.train()
+    yield errors.finding("Data", "packed: loss, relative error")
+
+
+@torch.no_grad()
+def _mean_loss(subject: Subject, batches: list[list[Any]]) -> float:
+    """Return the reference's loss, a mean over what it counts in these samples."""
+    task, device = subject.run.task, subject.run.device
+    sums = [task.loss(subject.reference, send_to_device(task.collate(batch), device)) for batch in batches]
+    return float(sum(loss for loss, _ in sums)) / max(1.0, float(sum(count for _, count in sums)))
+
+
 def check_start(subject: Subject) -> Iterator[Row]:
     """Look before the first step. Of what is sharded each process compares its shard: the wrong one is named."""
-    row = partial(finding, "Same start")
     found, expected = named_tensors(subject.unwrapped), named_tensors(subject.reference)
-    sums = gather(checksum(list(expected.values())))
-    is_same = len(set(sums)) == 1
-    measured = f"checksum {sums[0]} on all processes" if is_same else f"checksums {', '.join(sums)}"
-    yield row("build_model, seeded alike", measured, "the same", is_same)
-    common = [name for name in expected if name in found]
+    yield finding_alike("Same start", "build_model, seeded alike", f"checksum {checksum(list(expected.values()))}")
     differing = sorted(found.keys() ^ expected.keys())
-    for name in common:
+    for name in [name for name in expected if name in found]:
         shard = to_local(shard_like(expected[name], found[name]))
         if not torch.equal(to_local(found[name]).to(shard.device), shard):
             differing.append(name)
-    wrong = [
-        f"process {rank}: {names[0]}" + (f" and {len(names) - 1} more differ" if names[1:] else " differs")
-        for rank, names in enumerate(gather(differing))
-        if names
-    ]
-    measured = "; ".join(wrong) or f"{len(common)} tensors, as on one process"
-    yield row("weights and buffers", measured, f"bitwise, for seed {subject.run.config.seed}", not wrong)
+    measured = f"{len(found)} tensors, as on one process"
+    measured = f"{differing[0]} and {len(differing) - 1} more differ" if differing else measured
+    bound = f"bitwise, for seed {subject.run.config.seed}"
+    yield finding("Same start", "weights and buffers", measured, bound, not differing)
     drawn = gather(subject.rng_checksum)
     is_own = len(set(drawn)) == len(drawn)
     measured = "each process its own" if is_own else "the same on several processes"
-    yield row("random numbers from here on", measured, "each its own", is_own)
+    yield finding("Same start", "random numbers from here on", measured, "each its own", is_own)

@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from src.check.findings import EXACT, Row, WorstError, finding, gather, norm, relative_error, relative_errors
-from src.check.subject import Autocast, Subject, WithheldOptimizer, capture_update, checksum, whole
+from src.check.findings import EXACT, Row, WorstError, finding, norm, relative_error, relative_errors
+from src.check.subject import Autocast, Subject, capture_update, whole
 from src.data.loading import MicroBatch
 from src.optim import Schedule, lr_at, set_lr
 from src.reference import all_reduce, average_gradients, backward
@@ -21,17 +22,14 @@ COMPRESSED = 2.0**-7
 HALF_LOSS = 1e-2
 """The same of a loss in half precision."""
 NOISE_FACTORS = {"same": 2.0, "other": 4.0, "FSDP": 16.0}
-"""In half precision an error may be so many times that of one unwrapped model, between autocast to bf16 and fp32: where
-the run is held against that model under the same autocast; where under another, or in other micro-batches; under FSDP,
-which computes all in half precision, where autocast does only what bears it well."""
+"""How many times an error in half precision may be what autocast to bf16 makes of one unwrapped model: held against it
+under the same autocast; under another, or in other micro-batches; under FSDP, which computes all in half precision."""
 UPDATE = 1e-3
 """Largest error of an update, as a share of it: a small one is 1e-4 of its weight, whose rounding is 1e-7."""
 MUON_UPDATE = 0.5
 """Muon iterates in bf16: the order of a sum, which sharding changes, makes a matrix's update another by up to 0.16."""
 LEARNING_RATE = 1e-9
-"""Largest relative error of a learning rate: a number of Python's, and early in a warm-up hardly different at the next
-step."""
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Largest relative error of a learning rate: early in a warm-up, that of the next step is hardly different."""
 
 
 def check_steps(subject: Subject) -> Iterator[Row]:
@@ -42,10 +40,10 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     first = subject.micro_batches(0)
     examined = [next(first), next(first), next(subject.micro_batches(subject.steps_per_epoch - 1))]
     steps = [min(step, schedule.steps - 1) for step in (0, 1, schedule.steps // 2)]  # whose learning rate they have
-    randomness = _randomness(subject, examined[0])
+    randomness = _randomness(subject, examined[0][0])
     factor = NOISE_FACTORS["same" if subject.autocasts_to_bf16 else "FSDP" if subject.is_fsdp else "other"]
     exact = REORDERED if config.compile else EXACT
-    bound = max(exact, COMPRESSED if run.launch.comm_hook else 0)
+    bound = COMPRESSED if run.launch.comm_hook else exact
     gradients, norms, losses = WorstError(bound), WorstError(bound), WorstError(HALF_LOSS if subject.is_half else exact)
     is_muon_sharded = config.optim.name == "muon" and subject.is_fsdp
     updates, rates = WorstError(MUON_UPDATE if is_muon_sharded else UPDATE), WorstError(LEARNING_RATE)
@@ -53,15 +51,13 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         for model in (run.model, reference):
             model.train(not randomness.startswith("switched off"))
         subject.copy_to_reference()
-        before = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
         expected, expected_loss, noise = _by_hand(subject, micro_batches)
         expected_norm = norm(expected.values())
         max_norm = None
-        if config.optim.max_grad_norm is not None:
-            is_above = number > 1  # one step is below its limit, which must leave it as it is, the others above
-            max_norm = expected_norm * (0.5 if is_above else 2.0)
+        if config.optim.max_grad_norm is not None:  # one step is below its limit, which must leave it as it is
+            max_norm = expected_norm * (2.0 if number == 1 else 0.5)
             for gradient in expected.values():
-                gradient *= max_norm / (expected_norm + 1e-6) if is_above else 1.0
+                gradient *= min(1.0, max_norm / (expected_norm + 1e-6))
         optim = config.optim.model_copy(update={"max_grad_norm": max_norm})
         clipped_run = subject.at(step, config=config.model_copy(update={"optim": optim}))
         subject.seed()
@@ -76,7 +72,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         lr = lr_at(step, config.optim, *schedule)
         used = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
         rates.add({f"step {number}": max(relative_error(rate, lr) for rate in used)})
-        updates.add(_update_errors(subject, before, found, lr))
+        updates.add(_update_errors(subject, found, lr))
     run.model.train()
     yield finding("Gradients", "randomness (dropout, …)", randomness)
     yield gradients.finding("Gradients", "largest relative error")
@@ -116,15 +112,14 @@ def _gradients_by_hand(
     return gradients, (loss_sum / num_targets.clamp(min=1)).item()
 
 
-def _randomness(subject: Subject, micro_batches: list[MicroBatch]) -> str:
+def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
     """Return what becomes of random numbers that the model draws."""
     losses = []
     for seed in (0, 1):
         torch.manual_seed(seed)
         with torch.no_grad():
-            batches = [batch.to(subject.run.device) for batch in micro_batches]
-            losses.append([float(subject.run.task.loss(subject.reference, batch)[0]) for batch in batches])
-    if not any(gather(losses[0] != losses[1])):
+            losses.append(float(subject.run.task.loss(subject.reference, micro_batch.to(subject.run.device))[0]))
+    if not any(gather_object([losses[0] != losses[1]])):
         return "the model draws none"
     if subject.run.config.compile:
         return "switched off (eval mode): compiled code draws other numbers"
@@ -133,12 +128,11 @@ def _randomness(subject: Subject, micro_batches: list[MicroBatch]) -> str:
     return "on, seeded alike in the run and by hand"
 
 
-def _update_errors(
-    subject: Subject, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
-) -> dict[str, float]:
+def _update_errors(subject: Subject, gradients: Mapping[str, Tensor], lr: float) -> dict[str, float]:
     """Update the reference with the run's gradients. Return by name how far the run's weights are from its, as a share
-    of how far those have moved since `before`."""
+    of how far those have moved."""
     reference, errors = dict(subject.reference.named_parameters()), {}
+    before = {name: parameter.detach().clone() for name, parameter in reference.items()}
     for name, parameter in reference.items():
         parameter.grad = gradients.get(name)
     set_lr(subject.reference_optimizers, lr)
@@ -154,53 +148,46 @@ def _update_errors(
 
 def _membership(subject: Subject) -> Iterator[Row]:
     """Hold the parameter groups against the rule of src/optim.py, written a second time."""
-    row, optim, layers = partial(finding, "Updates"), subject.run.config.optim, list(subject.unwrapped.modules())
+    optim, layers = subject.run.config.optim, list(subject.unwrapped.modules())
     groups = defaultdict(list)  # by parameter
     for optimizer in subject.run.optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                groups[id(p)].append((type(optimizer).__name__, group["weight_decay"]))
-    ends = {id(layer.weight) for layer in layers if isinstance(layer, nn.Embedding)}
-    ends |= {id(layer.weight) for layer in [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]}
-    kind = {"adamw": "AdamW", "muon": "AdamW", "sgd": "SGD", "adadelta": "Adadelta"}[optim.name]
-    absent, again, wrong = [], [], []
-    trained = [(name, p) for name, p in subject.unwrapped.named_parameters() if p.requires_grad]
-    for name, p in trained:
-        is_muons = optim.name == "muon" and len(p.shape) == 2 and min(p.shape) > 1 and id(p) not in ends
-        expected = "Muon" if is_muons else kind, optim.weight_decay if len(p.shape) > 1 else 0.0
-        found = groups[id(p)]
-        absent += [name] if not found else []
-        again += [name] if len(found) > 1 else []
-        wrong += [name] if expected not in found else []
+                groups[p].append((type(optimizer).__name__.lower(), group["weight_decay"]))
+    ends = {layer.weight for layer in layers if isinstance(layer, nn.Embedding)}
+    ends |= {layer.weight for layer in [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]}
+    trained = {name: p for name, p in subject.unwrapped.named_parameters() if p.requires_grad}
+    absent = [name for name, p in trained.items() if not groups[p]]
+    again = [name for name, p in trained.items() if len(groups[p]) > 1]
+    wrong = []
+    for name, p in trained.items():
+        is_muons = p.ndim == 2 and min(p.shape) > 1 and p not in ends
+        kind = "adamw" if optim.name == "muon" and not is_muons else optim.name
+        wrong += [name] if (kind, optim.weight_decay if p.ndim > 1 else 0.0) not in groups[p] else []
     measured = f"{len(trained) - len(absent)} of {len(trained)} trained parameters"
     measured += (f", not {absent[0]}" if absent else "") + (f", {again[0]} twice" if again else "")
-    yield row("in the optimizer", measured, "each once", not absent and not again)
+    yield finding("Updates", "in the optimizer", measured, "each once", not absent and not again)
     measured = f"{len(trained) - len(wrong)} of {len(trained)} as they should" + (f", not {wrong[0]}" if wrong else "")
-    yield row("optimizer and weight decay", measured, "matrices decay, vectors not", not wrong)
+    yield finding("Updates", "optimizer and weight decay", measured, "matrices decay, vectors not", not wrong)
 
 
 def _replicas(subject: Subject) -> Iterator[Row]:
-    row, model = partial(finding, "Updates"), subject.unwrapped
-    if subject.is_fsdp:
-        yield row("replicas", "none: each process has its own shard")
-    else:
-        sums = gather(checksum(list(model.parameters())))
-        is_same = len(set(sums)) == 1
-        measured = f"{sums[0]} on all {len(sums)}" if is_same else ", ".join(sums)
-        yield row("replicas, checksum by process", measured, "the same", is_same)
-    buffers = dict(model.named_buffers())
-    differing = ", ".join([name for name in subject.drifted() if name in buffers][:3])
-    measured = f"{differing}: differs" if differing else f"{len(buffers)}, none of which drifts apart"
-    yield row("buffers", measured, "the same", not differing)
-    local = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
+    model, drifted = subject.unwrapped, subject.drifted()
+    replicas = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    for what, names in (("replicas", replicas), ("buffers", dict(model.named_buffers()))):
+        differing = ", ".join([name for name in drifted if name in names][:3])
+        measured = f"{differing}: differs" if differing else f"{len(names)}, none of which drifts apart"
+        yield finding("Updates", what, measured, "the same", not differing)
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    local = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     if local and subject.run.world_size > 1:
         says = f"{local[0]} and {len(local) - 1} more: each process's examples alone, so that the curve depends on them"
-        yield row("batch norm", says)
+        yield finding("Updates", "batch norm", says)
 
 
 def check_accumulation(subject: Subject) -> Iterator[Row]:
-    """Take the first step of the epoch and its last, ragged one in micro-batches of other sizes: without the update,
-    and in eval mode, as dropout would draw other numbers."""
+    """Take the first step of the epoch and its last, ragged one in micro-batches of other sizes: with a learning rate
+    of 0, and in eval mode, as dropout would draw other numbers."""
     run = subject.run
     share, own = run.config.global_batch_size // run.world_size, run.config.micro_batch(run.world_size)
     divisors = [size for size in range(1, share + 1) if share % size == 0]
@@ -215,11 +202,11 @@ def check_accumulation(subject: Subject) -> Iterator[Row]:
     gradients = WorstError(COMPRESSED if run.launch.comm_hook else REORDERED)
     losses = WorstError(HALF_LOSS if subject.is_half else REORDERED)
     factor = NOISE_FACTORS["FSDP" if subject.is_fsdp else "other"]
-    withheld = [WithheldOptimizer(optimizer) for optimizer in run.optimizers]
+    still = run.config.model_copy(update={"optim": run.config.optim.model_copy(update={"lr": 0.0})})
     for step, others in ((0, sizes[:1]), (subject.steps_per_epoch - 1, sizes)):
         noise = _by_hand(subject, next(subject.micro_batches(step)))[2] if subject.is_half else {}
         for size in (own, *others):
-            again = subject.at(0, optimizers=withheld)
+            again = subject.at(0, config=still)
             with capture_update(again) as found:
                 loss = subject.step(again, next(subject.micro_batches(step, size))).loss
             if size == own:

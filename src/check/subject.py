@@ -11,7 +11,6 @@ from accelerate.utils import broadcast, extract_model_from_parallel, set_seed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from src.check.findings import gather
 from src.data.loading import MicroBatch, training_steps
@@ -26,7 +25,7 @@ Evaluate = Callable[[Run, StopSignal], Evaluation | None]
 
 class Subject:
     """The run, no step taken yet, and the reference: on each process an unwrapped copy of its model with optimizers of
-    its own, whole whatever the strategy."""
+    its own."""
 
     def __init__(self, run: Run, train_step: TrainStep, evaluate: Evaluate) -> None:
         self.run, self.train_step, self.evaluate = run, train_step, evaluate
@@ -53,9 +52,8 @@ class Subject:
 
     def micro_batches(self, first: int, size: int | None = None) -> Iterator[list[MicroBatch]]:
         """Yield this process's micro-batches, of `size` where given, for each step from `first` on, without end."""
-        config = self.run.config
-        config = config.model_copy(update={"micro_batch_size": size or config.micro_batch_size})
-        return training_steps(replace(self.run, config=config), first, 10**12)
+        changes = {"micro_batch_size": size} if size else {}
+        return training_steps(replace(self.run, config=self.run.config.model_copy(update=changes)), first, 10**12)
 
     def step(self, run: Run, micro_batches: list[MicroBatch]) -> StepResult:
         """Take the run's own step; in fp16 again, with a smaller loss scale and random numbers from `seed`, where it
@@ -80,21 +78,18 @@ class Subject:
 
         Of buffers, those that DDP doesn't send from the first process to the others before the next forward pass.
         """
-        held: dict[str, Tensor]
-        held = {name: p for name, p in self.unwrapped.named_parameters() if not isinstance(p, DTensor)}
-        if not (isinstance(self.run.model, DistributedDataParallel) and self.run.model.broadcast_buffers):
-            held |= dict(self.unwrapped.named_buffers())
-        everywhere = gather({name: checksum([tensor]) for name, tensor in held.items()})
-        return [name for name in held if len({sums[name] for sums in everywhere}) > 1]
+        is_broadcast = isinstance(self.run.model, DistributedDataParallel) and self.run.model.broadcast_buffers
+        held = dict(self.unwrapped.named_parameters()) if is_broadcast else named_tensors(self.unwrapped)
+        sums = {name: checksum([tensor]) for name, tensor in held.items() if not isinstance(tensor, DTensor)}
+        everywhere = gather(sums)
+        return [name for name in sums if len({of_process[name] for of_process in everywhere}) > 1]
 
     def copy_to_reference(self) -> None:
         """Give the reference the run's weights and buffers. Collective."""
         ours = named_tensors(self.reference)
         for name, tensor in named_tensors(self.unwrapped).items():
             found = whole(tensor, self.run.device)
-            if name in ours and ours[name].shape == found.shape:
-                ours[name].data.copy_(found)
-            elif name in ours:  # a buffer that grows with what was seen; what is not there is told in Same start
+            if name in ours:  # what is not there is told in Same start
                 ours[name].data = found.clone()
 
     @contextlib.contextmanager
@@ -127,16 +122,6 @@ class Autocast(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.autocast:
             return self.model(*args, **kwargs)
-
-
-class WithheldOptimizer(Optimizer):
-    """Takes an optimizer's place in a step, and leaves the weights and its state as they are."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer.param_groups, {})
-
-    def step(self, closure: Any = None) -> Any:
-        """Do nothing."""
 
 
 @contextlib.contextmanager
@@ -180,8 +165,7 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
 def checksum(tensors: list[Tensor]) -> str:
     """Return what is equal where all values are, to the last bit."""
     digest = hashlib.sha256()
-    for tensor in tensors:
-        # a copy, as FSDP can't free the memory of what has been a numpy array
+    for tensor in tensors:  # a copy, as FSDP can't free the memory of what has been a numpy array
         copied = to_local(tensor).detach().to("cpu", copy=True)
         digest.update(copied.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]

@@ -1,44 +1,57 @@
 """Faults that raise no error, each as an edit of the project: what a user's copy of it may come to look like."""
 
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.launching import PROJECT
 from tests.text import tiny
 
+Edit = tuple[str, str, str]
+"""A file, text in it, and what stands there instead."""
 
-@dataclass(frozen=True)
+
 class Fault:
     """A fault and what --check has to say of it."""
 
-    name: str
-    yaml: str
-    """What it is run under; some only show with shards, others only with replicas."""
-    edits: tuple[tuple[str, str, str], ...]
-    """(file, text in it, what stands there instead)."""
-    fails: frozenset[str]
-    """The checks that fail, and no others."""
-    says: str
-    """In what they say: the cause."""
-    arguments: tuple[str, ...] = ()
-    launcher_arguments: tuple[str, ...] = field(default=())
+    def __init__(
+        self,
+        name: str,
+        yaml: str,
+        fails: set[str],
+        says: str,
+        *edits: Edit,
+        arguments: tuple[str, ...] = (),
+        launcher_arguments: tuple[str, ...] = (),
+    ) -> None:
+        """Args:
+        yaml: what it is run under; some only show with shards, others only with replicas.
+        fails: the checks that fail, and no others.
+        says: in what they say: the cause.
+        """
+        self.name, self.yaml, self.fails, self.says, self.edits = name, yaml, fails, says, edits
+        self.arguments, self.launcher_arguments = arguments, launcher_arguments
 
 
 def plant(fault: Fault, folder: Path) -> Path:
-    """Returns: a copy of the project with the fault in it."""
+    """Return a copy of the project with the fault in it, and with a model that takes a tenth of the time."""
     project = folder / "project"
     for name in ("src", "accelerate_configs"):
-        shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # half-written
     shutil.copy(PROJECT / "train.py", project)
     tiny.questions(project / "questions.jsonl")
-    for file, text, instead in fault.edits:
+    for file, text, instead in (*fault.edits, *SMALLER):
         content = (project / file).read_text()
         assert content.count(text) == 1, f"{file} has changed: {text}"
         (project / file).write_text(content.replace(text, instead))
     return project
 
 
+SMALLER: tuple[Edit, ...] = (
+    ("src/models/mnist_cnn.py", "nn.Conv2d(1, 32, 3)", "nn.Conv2d(1, 8, 3)"),
+    ("src/models/mnist_cnn.py", "nn.Conv2d(32, 64, 3)", "nn.Conv2d(8, 16, 3)"),
+    ("src/models/mnist_cnn.py", "nn.Linear(9216, 128)", "nn.Linear(2304, 32)"),
+    ("src/models/mnist_cnn.py", "nn.Linear(128, 10)", "nn.Linear(32, 10)"),
+)
 CLIPPED = ("--optim.max_grad_norm=1",)
 LLAMA = {"model_type": "llama", **tiny.LLAMA}
 PACKED = (
@@ -47,286 +60,185 @@ PACKED = (
 )  # fmt: skip
 FAULTS = [
     Fault(
-        "every process reads the same shard",
-        "ddp",
-        (("src/data/loading.py", "_load(run, augmented, order,",
-          "_load(run, augmented, np.repeat(order[:: run.world_size], run.world_size),"),),
-        frozenset({"Data"}),
-        "every process reads the same shard",
+        "every process reads the same shard", "ddp", {"Data"}, "every process reads the same shard",
+        ("src/data/loading.py", "_load(run, augmented, order,",
+         "_load(run, augmented, np.repeat(order[:: run.world_size], run.world_size),"),
     ),
     Fault(
-        "set_epoch forgotten",
-        "fsdp",
-        (("src/data/loading.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, 0])"),),
-        frozenset({"Data"}),
-        "set_epoch was forgotten",
+        "set_epoch forgotten", "fsdp", {"Data"}, "set_epoch was forgotten",
+        ("src/data/loading.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, 0])"),
     ),
     Fault(
-        "one sample dropped",
-        "ddp",
-        (("src/data/loading.py", "order[done_in_epoch * config.global_batch_size :]",
-          "order[done_in_epoch * config.global_batch_size : -1]"),),
-        frozenset({"Data"}),
-        "1 left out",
+        "one sample dropped", "ddp", {"Data"}, "1 left out",
+        ("src/data/loading.py", "order[done_in_epoch * config.global_batch_size :]",
+         "order[done_in_epoch * config.global_batch_size : -1]"),
     ),
     Fault(
-        "one sample doubled in evaluation",
-        "ddp",
-        (("src/data/loading.py", "np.arange(len(run.eval_set))", "np.append(np.arange(len(run.eval_set)), 0)"),),
-        frozenset({"Data", "Evaluation"}),
-        "1 read more than once (0, …)",
+        "one sample doubled in evaluation", "ddp", {"Data", "Evaluation"}, "1 read more than once (0, …)",
+        ("src/data/loading.py", "np.arange(len(run.eval_set))", "np.append(np.arange(len(run.eval_set)), 0)"),
     ),
     Fault(
-        "the loss averaged per micro-batch, with ragged counts",
-        "ddp",
-        (("train.py", "accelerator.backward(loss_sum * (batch.weight * loss_factor))",
-          "accelerator.backward(loss_sum / num_targets / len(micro_batches))"),
-         ("train.py", "unscale = config.global_batch_size / (max(stats.num_targets, 1) * progress.loss_scale)",
-          "unscale = 1")),
-        frozenset({"Gradients", "Accumulation"}),
+        "the loss averaged per micro-batch, with ragged counts", "ddp", {"Accumulation", "Gradients"},
         "a mean of means",
-        ("--micro_batch_size=4",),
+        ("train.py", "accelerator.backward(loss_sum * (batch.weight * loss_factor))",
+         "accelerator.backward(loss_sum / num_targets / len(micro_batches))"),
+        ("train.py", "unscale = config.global_batch_size / (max(stats.num_targets, 1) * progress.loss_scale)",
+         "unscale = 1"),
+        arguments=("--micro_batch_size=4",),
     ),
     Fault(
-        "gradients summed, not averaged",
-        "fsdp",
-        (("train.py", "= accelerator.num_processes / config.", "= accelerator.num_processes**2 / config."),),
-        frozenset({"Gradients"}),
-        "a sum that was not divided",
+        "gradients summed, not averaged", "fsdp", {"Gradients"}, "a sum that was not divided",
+        ("train.py", "= accelerator.num_processes / config.", "= accelerator.num_processes**2 / config."),
     ),
     Fault(
-        "gradients not reduced for one parameter",
-        "ddp",
-        (("src/distributed.py", "    model, *prepared =",
-          '    model._ddp_params_and_buffers_to_ignore = ["fc1.bias"]\n    model, *prepared ='),),
-        frozenset({"Gradients", "Updates"}),  # and so the replicas drift apart
+        "gradients not reduced for one parameter", "ddp", {"Gradients", "Updates"},  # and so the replicas drift apart
         "fc1.bias",
+        ("src/distributed.py", "    model, *prepared =",
+         '    model._ddp_params_and_buffers_to_ignore = ["fc1.bias"]\n    model, *prepared ='),
     ),
     Fault(
-        "a process seeded differently at start",
-        "fsdp",  # DDP sends the first process's weights to all
-        (("train.py", "new_model(config, launch.device",
-          'new_model(config.model_copy(update={"seed": config.seed + accelerator.process_index}), launch.device'),),
-        frozenset({"Same start"}),
-        "process 1: conv1.weight and 7 more differ",
+        "a process seeded differently at start", "fsdp", {"Same start"},  # DDP sends the first process's weights to all
+        "conv1.weight and 7 more differ, on process 1",
+        ("train.py", "new_model(config, launch.device",
+         'new_model(config.model_copy(update={"seed": config.seed + accelerator.process_index}), launch.device'),
     ),
     Fault(
-        "a parameter group left out of the optimizer",
-        "fsdp",
-        (("src/optim.py", 'groups = [group for group in (matrices, vectors) if group["params"]]',
-          "groups = [matrices]"),),
-        frozenset({"Updates"}),
-        "4 of 8 trained parameters, not conv1.bias",
+        "a parameter group left out of the optimizer", "fsdp", {"Updates"}, "4 of 8 trained parameters, not conv1.bias",
+        ("src/optim.py", 'groups = [group for group in (matrices, vectors) if group["params"]]', "groups = [matrices]"),
     ),
     Fault(
-        "a buffer not synchronised",
-        "fsdp",  # DDP sends the first process's to all
-        (("src/models/mnist_cnn.py", "        self.fc2 = nn.Linear(128, 10)\n",
-          "        self.fc2 = nn.Linear(128, 10)\n        self.register_buffer('seen', torch.zeros(()))\n"),
-         ("src/models/mnist_cnn.py", "        return self.fc2(x)",
-          "        self.seen += images.float().mean() * self.training\n        return self.fc2(x)")),
-        frozenset({"Updates"}),
+        "a buffer not synchronised", "fsdp", {"Updates"},  # DDP sends the first process's to all
         "seen: differs",
+        ("src/models/mnist_cnn.py", "        self.fc2 = nn.Linear(128, 10)\n",
+         "        self.fc2 = nn.Linear(128, 10)\n        self.register_buffer('seen', torch.zeros(()))\n"),
+        ("src/models/mnist_cnn.py", "        return self.fc2(x)",
+         "        self.seen += images.float().mean() * self.training\n        return self.fc2(x)"),
     ),
     Fault(
-        "clipping before the gradients are scaled",
-        "ddp",
-        (("src/optim.py", "    norm *= scale\n", ""),),
-        frozenset({"Gradients"}),
-        "taken before the gradients were scaled",
-        CLIPPED,
+        "clipping before the gradients are scaled", "ddp", {"Gradients"}, "taken before the gradients were scaled",
+        ("src/optim.py", "    norm *= scale\n", ""),
+        arguments=CLIPPED,
     ),
     Fault(
-        "clipping by one process's norm",
-        "fsdp",
-        (("train.py", "math.sqrt(stats.grad_square_sum)", "sum(float(g.square().sum()) for g in gradients) ** 0.5"),),
-        frozenset({"Gradients"}),
-        "the norm is one process's",
-        CLIPPED,
+        "clipping by one process's norm", "fsdp", {"Gradients"}, "the norm is one process's",
+        ("train.py", "math.sqrt(stats.grad_square_sum)", "sum(float(g.square().sum()) for g in gradients) ** 0.5"),
+        arguments=CLIPPED,
     ),
     Fault(
-        "clipping that scales small gradients up",
-        "ddp",
-        (("src/optim.py", "scale *= min(1.0, max_norm / (norm + 1e-6))", "scale *= max_norm / (norm + 1e-6)"),),
-        frozenset({"Gradients"}),
-        "clipping that scales small gradients up",
-        CLIPPED,
+        "clipping that scales small gradients up", "ddp", {"Gradients"}, "clipping that scales small gradients up",
+        ("src/optim.py", "scale *= min(1.0, max_norm / (norm + 1e-6))", "scale *= max_norm / (norm + 1e-6)"),
+        arguments=CLIPPED,
     ),
     Fault(
-        "weight decay on norms and biases",
-        "fsdp",
-        (("src/optim.py", 'if p.ndim < 2], "weight_decay": 0.0', 'if p.ndim < 2], "weight_decay": 0.01'),),
-        frozenset({"Updates"}),
-        "4 of 8 as they should, not conv1.bias",
+        "weight decay on norms and biases", "fsdp", {"Updates"}, "4 of 8 as they should, not conv1.bias",
+        ("src/optim.py", 'if p.ndim < 2], "weight_decay": 0.0', 'if p.ndim < 2], "weight_decay": 0.01'),
     ),
     Fault(
-        "positions that go on where packed documents meet",
-        "ddp",
-        (("src/tasks/causal_lm.py", "position_ids[row, start:] = torch.arange(width - start)", "pass"),),
-        frozenset({"Data"}),
-        "packed documents see each other",
-        PACKED,
+        "positions that go on where packed documents meet", "ddp", {"Data"}, "packed documents see each other",
+        ("src/tasks/causal_lm.py", "position_ids[row, start:] = torch.arange(width - start)", "pass"),
+        arguments=PACKED,
     ),
     Fault(
-        "an evaluation that is a mean of the batches' means",
-        "ddp",
-        (("train.py", "totals[0] += loss_sum * batch.weight", "totals[0] += loss_sum / num_targets * batch.weight"),
-         ("train.py", "totals[1] += num_targets * batch.weight", "totals[1] += batch.weight")),
-        frozenset({"Evaluation"}),
+        "an evaluation that is a mean of the batches' means", "ddp", {"Evaluation"},
         "a mean of each process's or each batch's",
+        ("train.py", "totals[0] += loss_sum * batch.weight", "totals[0] += loss_sum / num_targets * batch.weight"),
+        ("train.py", "totals[1] += num_targets * batch.weight", "totals[1] += batch.weight"),
     ),
     Fault(
-        "a process without an evaluation batch",
-        "ddp",
-        (("src/data/loading.py", "    for (micro_batch,) in _load(",
-          "    if run.rank:\n        return\n    for (micro_batch,) in _load("),),
-        frozenset({"Data", "Evaluation"}),
-        "by process",
+        "a process without an evaluation batch", "ddp", {"Data", "Evaluation"}, "by process",
+        ("src/data/loading.py", "    for (micro_batch,) in _load(",
+         "    if run.rank:\n        return\n    for (micro_batch,) in _load("),
     ),
     Fault(
-        "an evaluation that fails on the first process alone",
-        "ddp",
-        (("train.py", "    run.model.eval()\n",
-          "    run.model.eval()\n    if run.is_main:\n        raise KeyError('predictions')\n"),),
-        frozenset({"Evaluation"}),
-        "KeyError: 'predictions'",
+        "an evaluation that fails on the first process alone", "ddp", {"Evaluation"}, "KeyError: 'predictions'",
+        ("train.py", "    run.model.eval()\n",
+         "    run.model.eval()\n    if run.is_main:\n        raise KeyError('predictions')\n"),
     ),
     Fault(
-        "the learning rate stepped once per process",
-        "ddp",
-        (("train.py", "lr_at(progress.updates,", "lr_at(progress.updates * accelerator.num_processes,"),),
-        frozenset({"Updates"}),
-        "a prepared scheduler steps once per process",
+        "the learning rate stepped once per process", "ddp", {"Updates"}, "a prepared scheduler steps once per process",
+        ("train.py", "lr_at(progress.updates,", "lr_at(progress.updates * accelerator.num_processes,"),
     ),
     Fault(
-        "FSDP asked for and DDP run",
-        "fsdp",
-        (("src/distributed.py", "list(launch_errors(launcher, config, world_size, wants_fsdp))",
-          "list(launch_errors(launcher, config, world_size, wants_fsdp)); wants_fsdp = False"),),
-        frozenset({"Launch"}),
-        "the yaml asks for FSDP, and it was not applied",
+        "FSDP asked for and DDP run", "fsdp", {"Launch"}, "the yaml asks for FSDP, and it was not applied",
+        ("src/distributed.py", "list(launch_errors(launcher, config, world_size, wants_fsdp))",
+         "list(launch_errors(launcher, config, world_size, wants_fsdp)); wants_fsdp = False"),
     ),
     Fault(
-        "DDP asked for and nothing run",
-        "ddp",
-        (("src/distributed.py", "if accelerator.num_processes != world_size:", "if False:"),
-         ("src/distributed.py", "        cpu=on_cpu,", "        cpu=False,")),
-        frozenset({"Launch"}),
-        "each process trains a model of its own",
+        "DDP asked for and nothing run", "ddp", {"Launch"}, "each process trains a model of its own",
+        ("src/distributed.py", "if accelerator.num_processes != world_size:", "if False:"),
+        ("src/distributed.py", "        cpu=on_cpu,", "        cpu=False,"),
     ),
     Fault(
-        "only the root wrapped",
-        "fsdp",
-        (("src/models/mnist_cnn.py", '_no_split_modules = ["Conv2d", "Linear"]', "_no_split_modules = []"),
-         ("src/distributed.py", "if accelerator.is_fsdp2 and sharded_units(model) < 2:", "if False:")),
-        frozenset({"Launch"}),
-        "only the root is wrapped",
+        "only the root wrapped", "fsdp", {"Launch"}, "only the root is wrapped",
+        ("src/models/mnist_cnn.py", '_no_split_modules = ["Conv2d", "Linear"]', "_no_split_modules = []"),
+        ("src/distributed.py", "if accelerator.is_fsdp2 and sharded_units(model) < 2:", "if False:"),
     ),
     Fault(
-        "the loss in bf16",
-        "fsdp",
-        (("src/tasks/mnist.py", 'model(batch["images"]).float(), batch["labels"]\n        smoothed',
-          'model(batch["images"]), batch["labels"]\n        smoothed'),),
-        frozenset({"Precision"}),
-        "the loss is computed in half precision",
+        "the loss in bf16", "fsdp", {"Precision"}, "the loss is computed in half precision",
+        ("src/tasks/mnist.py", 'model(batch["images"]).float(), batch["labels"]\n        smoothed',
+         'model(batch["images"]), batch["labels"]\n        smoothed'),
         launcher_arguments=("--mixed_precision=bf16",),
     ),
     Fault(
-        "a checkpoint that forgets the optimizer",
-        "fsdp",
-        (("src/checkpoint/tensors.py", "for optimizer in optimizers:\n        for parameter, states",
-          "for optimizer in ():\n        for parameter, states"),),
-        frozenset({"Checkpoint"}),
-        "the optimizer's state",
+        "a checkpoint that forgets the optimizer", "fsdp", {"Checkpoint"}, "the optimizer's state",
+        ("src/checkpoint/tensors.py", "for optimizer in optimizers:\n        for parameter, states",
+         "for optimizer in ():\n        for parameter, states"),
     ),
 ]  # fmt: skip
 MORE = [
     Fault(
-        "an epoch that begins anew where a run goes on",
-        "ddp",
-        (("src/data/loading.py", "        order = order[done_in_epoch * config.global_batch_size :]\n", ""),),
-        frozenset({"Data"}),
-        "goes on with examples that it has seen",
+        "an epoch that begins anew where a run goes on", "ddp", {"Data"}, "goes on with examples that it has seen",
+        ("src/data/loading.py", "        order = order[done_in_epoch * config.global_batch_size :]\n", ""),
     ),
     Fault(
-        "a schedule that is longer by the number of processes",
-        "ddp",
-        (("src/run.py", "Schedule(self.config.steps(self.steps_per_epoch)[1],",
-          "Schedule(self.config.steps(self.steps_per_epoch)[1] * self.world_size,"),),
-        frozenset({"Updates"}),
-        "or of another length",
+        "a schedule that is longer by the number of processes", "ddp", {"Updates"}, "or of another length",
+        ("src/run.py", "Schedule(self.config.steps(self.steps_per_epoch)[1],",
+         "Schedule(self.config.steps(self.steps_per_epoch)[1] * self.world_size,"),
     ),
     Fault(
-        "an augmentation that depends on the process",
-        "ddp",
-        (("src/data/loading.py", "[config.seed, epoch, 1])", "[config.seed, epoch, 1 + run.rank])"),),
-        frozenset({"Data"}),
-        "an augmentation depends on the process",
-        ("--task.rotation=5",),
+        "an augmentation that depends on the process", "ddp", {"Data"}, "an augmentation depends on the process",
+        ("src/data/loading.py", "[config.seed, epoch, 1])", "[config.seed, epoch, 1 + run.rank])"),
+        arguments=("--task.rotation=5",),
     ),
     Fault(
-        "an evaluation that leaves dropout off",
-        "ddp",
-        (("train.py", "    run.model.train()\n    loss_sum, num_targets", "    loss_sum, num_targets"),),
-        frozenset({"Evaluation"}),
-        "evaluate() must end with model.train()",
+        "an evaluation that leaves dropout off", "ddp", {"Evaluation"}, "evaluate() must end with model.train()",
+        ("train.py", "    run.model.train()\n    loss_sum, num_targets", "    loss_sum, num_targets"),
     ),
     Fault(
-        "stand-ins counted in the evaluation",
-        "ddp",
-        (("train.py", "totals[1] += num_targets * batch.weight", "totals[1] += num_targets"),),
-        frozenset({"Evaluation"}),
-        "counted padding",
+        "stand-ins counted in the evaluation", "ddp", {"Evaluation"}, "counted padding",
+        ("train.py", "totals[1] += num_targets * batch.weight", "totals[1] += num_targets"),
     ),
     Fault(
-        "a checkpoint whose optimizer state is put back only where there is some",
-        "fsdp",
-        (("src/checkpoint/tensors.py", "    parameter.grad = torch.zeros_like(parameter)", "    pass"),),
-        frozenset({"Checkpoint"}),
+        "a checkpoint whose optimizer state is put back only where there is some", "fsdp", {"Checkpoint"},
         "the optimizer's state",
+        ("src/checkpoint/tensors.py", "    parameter.grad = torch.zeros_like(parameter)", "    pass"),
     ),
     Fault(
-        "the last layer in Muon's group",
-        "ddp",
-        (("src/optim.py", "if isinstance(m, nn.Linear)][-1:])", "if isinstance(m, nn.Linear)][-1:0])"),),
-        frozenset({"Updates"}),
-        "not fc2.weight",
-        ("--optim.name=muon",),
+        "the last layer in Muon's group", "ddp", {"Updates"}, "not fc2.weight",
+        ("src/optim.py", "if isinstance(m, nn.Linear)][-1:])", "if isinstance(m, nn.Linear)][-1:0])"),
+        arguments=("--optim.name=muon",),
     ),
     Fault(
-        "a checkpoint that forgets the random numbers",
-        "ddp",
-        (("src/checkpoint/rng.py", "    torch.set_rng_state(", "    bytes("),),
-        frozenset({"Checkpoint"}),
-        "the random numbers",
+        "a checkpoint that forgets the random numbers", "ddp", {"Checkpoint"}, "the random numbers",
+        ("src/checkpoint/rng.py", "    torch.set_rng_state(", "    bytes("),
     ),
     Fault(
-        "each process has data of its own",
-        "ddp",
-        (("src/data/mnist.py", "order = np.random.default_rng(0)", "order = np.random.default_rng()"),),
-        frozenset({"Data", "Evaluation"}),
+        "each process has data of its own", "ddp", {"Data", "Evaluation"},
         "build_datasets makes other data on each process",
+        ("src/data/mnist.py", "order = np.random.default_rng(0)", "order = np.random.default_rng()"),
     ),
     Fault(
-        "the same dropout on every process",
-        "ddp",
-        (("train.py", "set_seed((config.seed + accelerator.process_index) % 2**32)", "set_seed(config.seed)"),),
-        frozenset({"Same start"}),
-        "dropout drops the same units on every process",
+        "the same dropout on every process", "ddp", {"Same start"}, "dropout drops the same units on every process",
+        ("train.py", "set_seed((config.seed + accelerator.process_index) % 2**32)", "set_seed(config.seed)"),
     ),
     Fault(
-        "gradients not cleared",
-        "ddp",
-        (("train.py", "        optimizer.zero_grad()\n", ""),),
-        frozenset({"Gradients", "Accumulation", "Checkpoint"}),  # none of which begin where they should
+        "gradients not cleared", "ddp", {"Accumulation", "Checkpoint", "Gradients"},  # they begin where they should not
         "not the gradient of the whole batch's mean loss",
+        ("train.py", "        optimizer.zero_grad()\n", ""),
     ),
     Fault(
-        "gradients reduced after each micro-batch",
-        "ddp",
-        (("train.py", "is_reduced = i == len(micro_batches) or accelerator.is_fsdp2", "is_reduced = True"),),
-        frozenset({"Cost"}),
-        "gradients reduced after each micro-batch",
-        ("--micro_batch_size=8",),
+        "gradients reduced after each micro-batch", "ddp", {"Cost"}, "gradients reduced after each micro-batch",
+        ("train.py", "is_reduced = i == len(micro_batches) or accelerator.is_fsdp2", "is_reduced = True"),
+        arguments=("--micro_batch_size=8",),
     ),
 ]  # fmt: skip
