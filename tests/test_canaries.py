@@ -11,61 +11,79 @@ from pathlib import Path
 from unittest import mock
 
 import datasets
+import evaluate
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from accelerate import Accelerator
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.launching import BIN, PROJECT, Run, run_command
+from tests.launching import PROJECT, Launch, run_command
 
-ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
 SAY = "import os; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"  # in one piece
+ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
+BLOCK_AROUND_THE_EMBEDDINGS = """
+import torch
+from accelerate import Accelerator, PartialState
+from transformers import BertConfig, BertModel
+
+PartialState(cpu=True)._shared_state["distributed_type"] = "MULTI_GPU"
+model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+assert "BertEmbeddings" in model._no_split_modules
+try:
+    Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+except TypeError:
+    say("failed")
+"""
 
 
-def launched(folder: Path, code: str, **config: object) -> Run:
-    """Runs `code` under an accelerate yaml, without this project."""
-    (folder / "script.py").write_text(SAY + code)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **config}))
-    command = [str(BIN / "accelerate"), "launch", "--config_file=config.yaml", "--main_process_port=0", "script.py"]
-    return run_command(command, folder, cwd=folder).succeeded()
+@pytest.mark.parametrize(
+    ("settings", "code", "says"),
+    [
+        # src/distributed.py: why it builds with cpu=True and counts the processes
+        ({"distributed_type": "MULTI_GPU", "use_cpu": True}, ALONE, "DistributedType.NO 1"),
+        ({"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_version": 2}}, ALONE,
+         "DistributedType.NO 1"),
+        # src/launch_guard.py: why it reads the yaml again
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_vresion": 2}}, "say(os.environ['FSDP_VERSION'])", "1"),
+        # accelerate_configs/fsdp*.yaml: why they say so
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
+         "say(os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'])", "true"),
+        # src/models/pretrained.py: why fsdp_blocks leaves BertEmbeddings out
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False,
+          "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}, BLOCK_AROUND_THE_EMBEDDINGS, "failed"),
+    ],
+    ids=["alone", "alone with FSDP", "a misspelt key is ignored", "RAM-efficient loading is on", "embeddings"],
+)  # fmt: skip
+def test_what_accelerate_makes_of_a_yaml(
+    launch: Launch, tmp_path: Path, settings: dict[str, object], code: str, says: str
+) -> None:
+    """On each of two processes, without this project."""
+    script, config = tmp_path / "script.py", tmp_path / "config.yaml"
+    script.write_text(SAY + code)
+    config.write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **settings}))
+    assert launch(config, script=str(script)).succeeded().stdout.splitlines() == [says, says]
 
 
-@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP"])
-def test_without_a_gpu_each_process_believes_to_be_alone(tmp_path: Path, kind: str) -> None:
-    """src/distributed.py: why it builds with cpu=True and counts the processes."""
-    fsdp = {"fsdp_config": {"fsdp_version": 2}} if kind == "FSDP" else {}
-    run = launched(tmp_path, ALONE, distributed_type=kind, use_cpu=True, **fsdp)
-    assert sorted(run.stdout.split()) == ["1", "1", "DistributedType.NO", "DistributedType.NO"]
+def said(launch: Launch, folder: Path, code: str, **variables: str) -> list[str]:
+    """By a process of its own."""
+    (folder / "script.py").write_text(code)
+    return launch("cpu", script=str(folder / "script.py"), **variables).succeeded().stdout.split()
 
 
-def test_a_misspelt_fsdp_key_is_ignored(tmp_path: Path) -> None:
-    """src/launch_guard.py: why it reads the yaml again."""
-    code = "say(os.environ['FSDP_VERSION'])"
-    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config={"fsdp_vresion": 2})
-    assert run.stdout.split() == ["1", "1"]
-
-
-def test_cpu_ram_efficient_loading_is_on_unless_the_yaml_says_otherwise(tmp_path: Path) -> None:
-    """accelerate_configs/fsdp*.yaml: why they say so."""
-    code = "say(os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'])"
-    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config={"fsdp_version": 2})
-    assert run.stdout.split() == ["true", "true"]
-
-
-def test_the_launcher_gives_each_process_one_thread(tmp_path: Path) -> None:
+def test_the_launcher_gives_each_process_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """src/distributed.py: why it sets the number of threads."""
-    (tmp_path / "script.py").write_text(SAY + "say(os.environ['OMP_NUM_THREADS'])")
-    command = (
-        f"unset OMP_NUM_THREADS; {BIN}/accelerate launch --multi_gpu --num_processes=2 --main_process_port=0 script.py"
-    )
-    run = run_command(["bash", "-c", command], tmp_path, cwd=tmp_path).succeeded()
-    assert run.stdout.split() == ["1", "1"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    words = ["--multi_gpu", "--num_processes=2", "--main_process_port=0", "script.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert prepare_multi_gpu_env(arguments)["OMP_NUM_THREADS"] == "1"
 
 
 def test_the_launchers_parser_knows_the_fsdp_keys() -> None:
@@ -73,13 +91,6 @@ def test_the_launchers_parser_knows_the_fsdp_keys() -> None:
     names = {action.dest for action in launch_command_parser()._actions}
     assert {"fsdp_version", "fsdp_auto_wrap_policy", "fsdp_offload_params", "config_file", "num_processes"} <= names
     assert "num_cpu_threads_per_process" in names
-
-
-def test_a_processs_parent_is_the_launcher(tmp_path: Path) -> None:
-    """src/launch_guard.py: how it finds the yaml."""
-    run = launched(tmp_path, "import psutil; say(psutil.Process().parent().cmdline())", distributed_type="MULTI_GPU")
-    for line in run.stdout.splitlines():
-        assert "'launch', '--config_file=config.yaml'" in line
 
 
 def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
@@ -123,11 +134,11 @@ def test_backward_divides_by_nothing() -> None:
     assert weight.grad == 3
 
 
-def test_wandb_login_answers_without_a_prompt(tmp_path: Path) -> None:
+def test_wandb_login_answers_without_a_prompt(launch: Launch, tmp_path: Path) -> None:
     """src/tracking.py: how it decides for offline."""
-    code = "import wandb; print(wandb.login(prompt=False, verify=False))"
-    run = run_command([sys.executable, "-c", code], tmp_path, HOME=str(tmp_path)).succeeded()
-    assert run.stdout.split() == ["False"]
+    assert said(
+        launch, tmp_path, "import wandb; print(wandb.login(prompt=False, verify=False))", HOME=str(tmp_path)
+    ) == ["False"]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -156,41 +167,11 @@ def test_torchs_norm_on_the_cpu_is_imprecise() -> None:
     assert abs(values.square().sum().double().sqrt() / exact - 1) < 1e-7
 
 
-def test_fsdp_cannot_wrap_a_block_around_the_input_embeddings(tmp_path: Path) -> None:
-    """src/models/pretrained.py: why fsdp_blocks leaves BertEmbeddings out."""
-    code = """
-import torch
-from accelerate import Accelerator, PartialState
-from transformers import BertConfig, BertModel
-
-PartialState(cpu=True)._shared_state["distributed_type"] = "MULTI_GPU"
-model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
-assert "BertEmbeddings" in model._no_split_modules
-try:
-    Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
-except TypeError:
-    say("failed")
-"""
-    fsdp = {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_cpu_ram_efficient_loading": False,
-    }
-    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config=fsdp)
-    assert run.stdout.split() == ["failed", "failed"]
-
-
 def test_a_failed_save_of_dcp_is_no_exception() -> None:
     """`except Exception` does not catch it: src/checkpoint/write.py names it."""
     from torch.distributed.checkpoint import CheckpointException
 
     assert not issubclass(CheckpointException, Exception)
-
-
-def imported(code: str, module: str) -> bool:
-    """Whether `code`, in a process of its own, imports `module`."""
-    probe = f"import sys; {code}; sys.exit('{module}' not in sys.modules)"
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", probe], cwd=PROJECT).returncode == 0
 
 
 def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
@@ -204,7 +185,7 @@ def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
 
 def test_evaluate_imports_transformers_pipelines() -> None:
     """src/tasks/__init__.py: why a metric is imported when it is first needed."""
-    assert imported("import evaluate", "transformers.pipelines")
+    assert evaluate.evaluator.base.Pipeline is transformers.pipelines.Pipeline
 
 
 def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,32 +201,33 @@ needs_glibc = pytest.mark.skipif(
 
 
 @needs_glibc
-def test_glibc_gives_large_blocks_back() -> None:
+def test_glibc_gives_large_blocks_back(tmp_path: Path) -> None:
     """src/cpu/malloc.py: why it keeps them."""
-    count = "resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
-    code = "import resource, torch\nfor _ in range(20): torch.ones(10_000_000)\n"
-    code += f"before = {count}\nfor _ in range(5): torch.ones(10_000_000)\nprint({count} - before)"
-    keep = "from src.cpu.malloc import keep_freed_memory; keep_freed_memory(); "
-    given_back, kept = (
-        int(subprocess.run([sys.executable, "-c", c], cwd=PROJECT, capture_output=True, text=True, check=True).stdout)
-        for c in (code, keep + code)
-    )
-    assert given_back > 10_000
-    assert kept < 1_000
+    code = """
+import resource, torch
+from src.cpu.malloc import keep_freed_memory
+def new_pages():
+    for _ in range(20): torch.ones(10_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5): torch.ones(10_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(new_pages(), keep_freed_memory(), new_pages())
+"""
+    given_back, is_kept, kept = run_command([sys.executable, "-c", code], tmp_path).succeeded().stdout.split()
+    assert is_kept == "True"
+    assert int(given_back) > 10_000
+    assert int(kept) < 1_000
 
 
-def test_torch_computes_with_subnormal_numbers() -> None:
+def test_torch_computes_with_subnormal_numbers(launch: Launch, tmp_path: Path) -> None:
     """src/distributed.py: why it has all threads take them for zero."""
-    code = "import torch\n{}print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
-    build = (
-        "from src.config import config_from; from src.distributed import build_accelerator\n"
-        "build_accelerator(config_from({'task': {'name': 'mnist'}}))\n"
-    )
-    counts = [
-        subprocess.run([sys.executable, "-c", c], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
-        for c in (code.format(""), code.format(build))
-    ]
-    assert list(map(int, counts)) == [1_000_000, 0]
+    build = """
+from src.config import config_from; from src.distributed import build_accelerator
+build_accelerator(config_from({'task': {'name': 'mnist'}}))
+"""
+    count = "print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
+    for code, says in (("", "1000000"), (build, "0")):
+        assert said(launch, tmp_path, f"import torch; torch.set_num_threads(2)\n{code}\n{count}") == [says]
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
