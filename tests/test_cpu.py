@@ -1,5 +1,6 @@
 """What makes a CPU faster: where it is chosen, and that the model stays the same function."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ ZEN = {"cpu_name": "AMD EPYC", "avx512_bf16": True}
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
+    torch.manual_seed(0)
     yield
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
@@ -42,14 +44,11 @@ def sequences_of(length: int | None) -> nn.Module:
 @pytest.mark.parametrize(
     "other",
     [
-        {"cpu_name": "Intel Xeon", "avx512_bf16": True},
-        {"cpu_name": "AMD Ryzen 7 5800X", "avx512_bf16": False},
+        {"cpu_name": "Intel Xeon", "avx512_bf16": True}, {"cpu_name": "AMD Ryzen 7 5800X", "avx512_bf16": False},
         {"neon": True},
     ],
-)
-def test_only_amds_cpus_with_avx512_need_it(
-    monkeypatch: pytest.MonkeyPatch, precision: str, other: dict[str, Any]
-) -> None:
+)  # fmt: skip
+def test_only_amds_cpus_with_avx512_need_it(monkeypatch: pytest.MonkeyPatch, precision: str, other: Any) -> None:
     assert not tuned(monkeypatch, sequences_of(mkl.LONGEST), precision, other)
     assert torch.backends.cuda.flash_sdp_enabled()
     assert tuned(monkeypatch, sequences_of(mkl.LONGEST), precision)
@@ -65,7 +64,6 @@ def test_attention_keeps_torchs_kernel_where_products_gain_nothing(
 
 @pytest.mark.parametrize("kind", ["causal", "whole", "masked"])
 def test_attention_is_the_same_function_within_the_rounding_of_bf16(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    torch.manual_seed(0)
     exact = [torch.randn(2, 4, 64, 32, dtype=torch.float64) for _ in range(4)]
     inputs = [tensor.bfloat16().requires_grad_() for tensor in exact[:3]]
     options: dict[str, Any] = {"is_causal": kind == "causal"}
@@ -89,19 +87,21 @@ def test_attention_is_the_same_function_within_the_rounding_of_bf16(monkeypatch:
         assert (found - wanted).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * wanted.abs().max()
 
 
-@pytest.mark.parametrize("shape", [(96,), (40, 96), (2, 20, 96), (2, 2, 10, 96)])
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "has_bias", "is_compiled"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case[2] and case != ((2, 20, 96), True, True) else [])
+        for case in itertools.product([(96,), (40, 96), (2, 20, 96), (2, 2, 10, 96)], [True, False], [False, True])
+    ],
+)
 def test_a_linear_layer_is_the_same_function_within_the_rounding_of_fp32(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], has_bias: bool, is_compiled: bool
 ) -> None:
-    torch.manual_seed(0)
     assert_same(monkeypatch, nn.Linear(96, 64, has_bias), torch.randn(shape), len(shape) > 1, is_compiled)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_a_frozen_parameter_gets_no_gradient(monkeypatch: pytest.MonkeyPatch, frozen: str) -> None:
-    torch.manual_seed(0)
     layer = nn.Linear(96, 64)
     layer.get_parameter(frozen).requires_grad_(False)
     assert_same(monkeypatch, layer, torch.randn(40, 96))
@@ -110,7 +110,6 @@ def test_a_frozen_parameter_gets_no_gradient(monkeypatch: pytest.MonkeyPatch, fr
 
 @pytest.mark.parametrize("change", [lambda x: x.t().contiguous().t(), lambda x: x[:1].expand(40, 96), lambda x: x[::2]])
 def test_strides_don_t_matter(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    torch.manual_seed(0)
     assert_same(monkeypatch, nn.Linear(96, 64), change(torch.randn(40, 96)))
 
 
@@ -164,7 +163,6 @@ def test_a_small_layer_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("p", [0.25, 0.5, 0.05, 0.3])  # multiples of 1/256, and not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_has_the_distribution_of_torchs(p: float, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     ones, draws = torch.ones(1001, dtype=dtype, requires_grad=True), 400
     dropout = Dropout(p)
     outputs = [dropout(ones) for _ in range(draws)]

@@ -106,15 +106,6 @@ def test_the_export_gives_the_reported_accuracy_without_the_loop(digits: Run) ->
     assert accuracy == pytest.approx(digits.summary["eval/accuracy"])
 
 
-def test_a_folder_with_another_run_is_refused_and_keeps_it(launch: Launch, digits: Run) -> None:
-    before = (digits.folder / "summary.json").read_bytes()
-    refused = launch("ddp", "--seed=1", folder=digits.folder, processes=2)
-    assert refused.exit_code != 0
-    assert len(refused.messages) == 1
-    assert "is of a run with other settings" in refused.messages[0]
-    assert (digits.folder / "summary.json").read_bytes() == before
-
-
 @pytest.mark.parametrize("yaml", GPU_YAMLS)
 def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, yaml: str) -> None:
     hook = ["--ddp_comm_hook=bf16"] if yaml == "ddp_bf16_hook" else []  # as the yaml's header says
