@@ -61,17 +61,12 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
     assert task.architecture == {"model_type": "llama", "hidden_size": 10, "rope": "1:30", "layers": 10}
 
 
-def refused(name: str, arguments: str, *lines: str, **files: str) -> Any:
-    return pytest.param(files, arguments, lines, id=name)
-
-
 @pytest.mark.parametrize(
-    ("files", "arguments", "lines"),
+    ("arguments", "files", "lines"),
     [
-        refused(
-            "with the nearest name and where it was written",
-            "--config=a.yaml|--config=b.yaml|--optm.lr=1|--lr=1|--seed=-1|--task=mnist|--task.dropout=9|"
-            "--optim.name=adam|--global_batch_size=0|verbose|--log_every|--output_dir=/proc/version/x",
+        ("--config=a.yaml|--config=b.yaml|--optm.lr=1|--lr=1|--seed=-1|--task=mnist|--task.dropout=9|--optim.name=adam|"
+         "--global_batch_size=0|verbose|--log_every|--output_dir=/proc/version/x",
+         {"a": "epoch: 3\noptim:\n  lr: fast"}, [
             "verbose: not understood, settings are written --name=value",
             "--log_every: not understood, settings are written --name=value",
             "--config=b.yaml: no such file, did you mean a.yaml?",
@@ -85,81 +80,60 @@ def refused(name: str, arguments: str, *lines: str, **files: str) -> Any:
             "--optim.name=adam: must be 'adamw', 'sgd', 'adadelta' or 'muon'",
             "a.yaml: optim.lr: fast: must be a valid number, unable to parse string as a number",
             "output_dir=/proc/version/x: /proc/version is a file, not a folder; choose another --output_dir",
-            a="epoch: 3\noptim:\n  lr: fast",
-        ),
-        refused(
-            "a task that there is not",
-            "--task.name=mnits|--task.source=digits",
-            "--task.name=mnits: no such task, did you mean mnist? (causal_lm, mnist, text_classification)",
-        ),
-        refused("a bracket left open", "--config=a.yaml", "--config=a.yaml: not yaml, see line 1", a="a: [1"),
-        refused("a zero byte", "--config=a.yaml", "--config=a.yaml: not yaml", a="\x00"),
-        refused(
-            "no settings",
-            "--config=a.yaml|--config=b.yaml",
-            "--config=a.yaml: must hold settings, one `name: value` a line",
-            "--config=b.yaml: must hold settings, one `name: value` a line",
-            a="- 1",
-            b="1: 2",
-        ),
-        refused("a folder", "--config=.", "--config=.: cannot be read, Is a directory"),
-        # Tried without: refused, with advice that makes no sense.
-        refused("a group", "--optim={lr: 1}", "--optim={lr: 1}: optim is a group, write for example --optim.name=…"),
-        refused(
-            "words where numbers belong",
-            "--config=b.yaml",
-            "b.yaml: seed: False: must be a number",
-            "b.yaml: epochs: True: must be a number",
-            "b.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
-            "b.yaml: optim.lr: True: must be a number",
-            b="max_hours: 1:30\nepochs: yes\nseed: false\noptim: {lr: on}\ncompile: yes",
-        ),
-        # Also where any text would do: an entity of that name would be asked for on the server.
-        refused(
-            "none for null",
-            "--config=a.yaml|--max_steps=None|--wandb.entity=none|--checkpoint.mode=None",
+        ]),
+        ("--task.name=mnits|--task.source=digits", {}, [
+            "--task.name=mnits: no such task, did you mean mnist? (causal_lm, mnist, text_classification)"]),
+        ("--config=a.yaml|--config=b.yaml|--config=c.yaml|--config=d.yaml|--config=.",
+         {"a": "a: [1", "b": "\x00", "c": "- 1", "d": "1: 2"}, [
+            "--config=a.yaml: not yaml, see line 1",
+            "--config=b.yaml: not yaml",
+            "--config=c.yaml: must hold settings, one `name: value` a line",
+            "--config=d.yaml: must hold settings, one `name: value` a line",
+            "--config=.: cannot be read, Is a directory",
+        ]),
+        ("--optim={lr: 1}", {}, ["--optim={lr: 1}: optim is a group, write for example --optim.name=…"]),
+        ("--config=a.yaml", {"a": "max_hours: 1:30\nepochs: yes\nseed: false\noptim: {lr: on}\ncompile: yes"}, [
+            "a.yaml: seed: False: must be a number",
+            "a.yaml: epochs: True: must be a number",
+            "a.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
+            "a.yaml: optim.lr: True: must be a number",
+        ]),
+        # also where any text would do: an entity of that name would be asked for on the server
+        ("--config=a.yaml|--max_steps=None|--wandb.entity=none|--checkpoint.mode=None",
+         {"a": "early_stopping: {metric: None}"}, [
             "--max_steps=None: write null for none",
             "--checkpoint.mode=None: write null for none",
             "a.yaml: early_stopping.metric: None: write null for none",
             "--wandb.entity=none: write null for none",
-            a="early_stopping: {metric: None}",
-        ),
-        refused(
-            "each mistake once, and an absent file name",
-            "--wandb.tags=[1, 2]|--config=|--config",
+        ]),
+        ("--wandb.tags=[1, 2]|--config=|--config", {}, [
             "--config=: name a yaml file, --config=FILE.yaml",
             "--config: name a yaml file, --config=FILE.yaml",
             "--wandb.tags=[1, 2]: must be text: write it in quotes",
-        ),
-        refused("no end", "--epochs=null", "epochs and max_steps are both null: set one of them"),
-        # Tried without: it is found out after the first evaluation.
-        refused(
-            "a metric that the task has not",
-            "--early_stopping.metric=eval/acuracy|--checkpoint.metric=loss",
+        ]),
+        ("--epochs=null", {}, ["epochs and max_steps are both null: set one of them"]),
+        # tried without: it is found out after the first evaluation
+        ("--early_stopping.metric=eval/acuracy|--checkpoint.metric=loss", {}, [
             "checkpoint.metric=loss: the evaluation has no such metric, did you mean eval/loss? (eval/loss, "
             "eval/examples, eval/accuracy)",
             "early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
             "(eval/loss, eval/examples, eval/accuracy)",
-        ),
-        refused(
-            "stopping early by nothing",
-            "--early_stopping.patience=5",
-            "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss",
-        ),
-        refused(
-            "numbers out of reach",
-            "--seed=5000000000|--optim.lr=inf|--task.name=[a]",
+        ]),
+        ("--early_stopping.patience=5", {}, [
+            "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"]),
+        ("--seed=5000000000|--optim.lr=inf|--task.name=[a]", {}, [
             "--task.name=[a]: no such task (causal_lm, mnist, text_classification)",
             "--seed=5000000000: must be less than 4294967296",
             "--optim.lr=inf: must be a finite number",
-        ),
-        refused("an empty name", "--output_dir=|--epochs=1", "--output_dir=: is empty"),
+        ]),
+        ("--output_dir=|--epochs=1", {}, ["--output_dir=: is empty"]),
     ],
-)
-def test_every_mistake_is_one_line(files: dict[str, str], arguments: str, lines: tuple[str, ...]) -> None:
+)  # fmt: skip
+def test_every_mistake_is_one_line(arguments: str, files: dict[str, str], lines: list[str]) -> None:
+    """All of them, each once, with the nearest name and where it was written."""
     for name, text in files.items():
         Path(f"{name}.yaml").write_text(text)
-    assert mistakes(*arguments.split("|")) == list(lines)
+    assert mistakes(*arguments.split("|")) == lines
 
 
 def test_what_is_no_text_or_said_twice_is_refused_wherever_yaml_is_read() -> None:
