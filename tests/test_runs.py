@@ -4,7 +4,6 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -80,21 +79,20 @@ def test_the_terminal_tells_the_start_the_course_and_the_end_and_nothing_else(di
     assert digits.stderr == ""
 
 
-def wandb_records(run: Run) -> Iterator[dict]:
+def wandb_records(run: Run) -> tuple[str, list[int]]:
+    """Returns: all of them, and the exit codes among them."""
     (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
-    shown = run_command([str(BIN / "wandb"), "leet", "inspect", "--json", str(file)], run.folder)
-    assert shown.exit_code == 0, shown.stderr
-    for line in shown.stdout.splitlines():
-        yield json.loads(line)
+    shown = run_command([str(BIN / "wandb"), "leet", "inspect", "--json", str(file)], run.folder).succeeded().stdout
+    records = [json.loads(line) for line in shown.splitlines()]
+    return json.dumps(records), [record["exit"].get("exit_code", 0) for record in records if "exit" in record]
 
 
 def test_wandb_offline_holds_config_strategy_history_and_success(digits: Run) -> None:
-    text = json.dumps(list(wandb_records(digits)))
+    text, exit_codes = wandb_records(digits)
     run_id = (digits.folder / "wandb" / "run_id").read_text()
     for expected in (run_id, "train/loss", "eval/accuracy", "digits", "requested", "accelerate_configs/cpu.yaml"):
         assert expected in text
-    exits = [record["exit"] for record in wandb_records(digits) if "exit" in record]
-    assert [e.get("exit_code", 0) for e in exits] == [0]
+    assert exit_codes == [0]
 
 
 def test_the_export_gives_the_reported_accuracy_without_the_loop(digits: Run) -> None:
@@ -202,8 +200,7 @@ def test_a_crash_ends_the_run_as_crashed(launch: Launch) -> None:
     run = launch("cpu", before="import src.optim; src.optim.set_lr = None", wandb="auto")
     assert run.exit_code == 1
     assert "TypeError: 'NoneType' object is not callable" in run.stderr
-    (exit_record,) = [record["exit"] for record in wandb_records(run) if "exit" in record]
-    assert exit_record["exit_code"] == 1
+    assert wandb_records(run)[1] == [1]
     assert not (run.folder / "summary.json").exists()
 
 
