@@ -3,11 +3,12 @@
 A canary that fails says that a library changed: look at the code it names before changing the canary.
 """
 
-import importlib
 import importlib.util
 import platform
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import datasets
@@ -24,59 +25,48 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor._ops import _pointwise_ops
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers.pipelines import Pipeline
 
-from tests.launching import Launch, run_command
+from tests import launching
+from tests.launching import PROJECT, Run, run_command
 
 SAY = "import os; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"  # in one piece
+FSDP2 = {"fsdp_version": 2}
 ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
-BLOCK_AROUND_THE_EMBEDDINGS = """
-import torch
-from accelerate import Accelerator, PartialState
-from transformers import BertConfig, BertModel
 
-PartialState(cpu=True)._shared_state["distributed_type"] = "MULTI_GPU"
-model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
-assert "BertEmbeddings" in model._no_split_modules
-try:
-    Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
-except TypeError:
-    say("failed")
-"""
+
+def launched(folder: Path, code: str, **config: object) -> Run:
+    """Runs `code` under an accelerate yaml, without this project."""
+    (folder / "script.py").write_text(SAY + code)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **config}))
+    return launching.launched(folder / "config.yaml", folder=folder, script=str(folder / "script.py")).succeeded()
 
 
 @pytest.mark.parametrize(
-    ("settings", "code", "says"),
+    ("code", "says", "config"),
     [
         # src/distributed.py: why it builds with cpu=True and counts the processes
-        ({"distributed_type": "MULTI_GPU", "use_cpu": True}, ALONE, "DistributedType.NO 1"),
-        ({"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_version": 2}}, ALONE,
-         "DistributedType.NO 1"),
+        (ALONE, "DistributedType.NO 1", {"distributed_type": "MULTI_GPU", "use_cpu": True}),
+        (ALONE, "DistributedType.NO 1", {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": FSDP2}),
         # src/launch_guard.py: why it reads the yaml again
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_vresion": 2}}, "say(os.environ['FSDP_VERSION'])", "1"),
+        ("say(os.environ['FSDP_VERSION'])", "1", {"distributed_type": "FSDP", "fsdp_config": {"fsdp_vresion": 2}}),
         # accelerate_configs/fsdp*.yaml: why they say so
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
-         "say(os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'])", "true"),
-        # src/models/pretrained.py: why fsdp_blocks leaves BertEmbeddings out
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False,
-          "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}, BLOCK_AROUND_THE_EMBEDDINGS, "failed"),
+        (
+            "say(os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'])",
+            "true",
+            {"distributed_type": "FSDP", "fsdp_config": FSDP2},
+        ),
     ],
-    ids=["alone", "alone with FSDP", "a misspelt key is ignored", "RAM-efficient loading is on", "embeddings"],
-)  # fmt: skip
-def test_what_accelerate_makes_of_a_yaml(
-    launch: Launch, tmp_path: Path, settings: dict[str, object], code: str, says: str
-) -> None:
-    """On each of two processes, without this project."""
-    script, config = tmp_path / "script.py", tmp_path / "config.yaml"
-    script.write_text(SAY + code)
-    config.write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **settings}))
-    assert launch(config, script=str(script)).succeeded().stdout.splitlines() == [says, says]
+    ids=["alone", "alone with FSDP", "a misspelt key is ignored", "RAM-efficient loading is on"],
+)
+def test_what_each_process_gets_of_a_yaml(tmp_path: Path, code: str, says: str, config: dict[str, object]) -> None:
+    assert launched(tmp_path, code, **config).stdout.splitlines() == [says, says]
 
 
-def said(launch: Launch, folder: Path, code: str, **variables: str) -> list[str]:
+def said(folder: Path, code: str, **variables: Any) -> str:
     """By a process of its own."""
     (folder / "script.py").write_text(code)
-    return launch("cpu", script=str(folder / "script.py"), **variables).succeeded().stdout.split()
+    script = str(folder / "script.py")
+    return launching.launched("cpu", folder=folder, script=script, **variables).succeeded().stdout.strip()
 
 
 def test_the_launcher_gives_each_process_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +125,9 @@ def test_backward_divides_by_nothing() -> None:
     assert weight.grad == 3
 
 
-def test_wandb_login_answers_without_a_prompt(launch: Launch, tmp_path: Path) -> None:
+def test_wandb_login_answers_without_a_prompt(tmp_path: Path) -> None:
     """src/tracking.py: how it decides for offline."""
-    assert said(
-        launch, tmp_path, "import wandb; print(wandb.login(prompt=False, verify=False))", HOME=str(tmp_path)
-    ) == ["False"]
+    assert said(tmp_path, "import wandb; print(wandb.login(prompt=False, verify=False))", HOME=str(tmp_path)) == "False"
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -166,9 +154,39 @@ def test_torchs_norm_on_the_cpu_is_imprecise() -> None:
     assert abs(values.square().sum().double().sqrt() / exact - 1) < 1e-7
 
 
+def test_fsdp_cannot_wrap_a_block_around_the_input_embeddings(tmp_path: Path) -> None:
+    """src/models/pretrained.py: why fsdp_blocks leaves BertEmbeddings out."""
+    code = """
+import torch
+from accelerate import Accelerator, PartialState
+from transformers import BertConfig, BertModel
+
+PartialState(cpu=True)._shared_state["distributed_type"] = "MULTI_GPU"
+model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+assert "BertEmbeddings" in model._no_split_modules
+try:
+    Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+except TypeError:
+    say("failed")
+"""
+    fsdp = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": False,
+    }
+    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config=fsdp)
+    assert run.stdout.split() == ["failed", "failed"]
+
+
 def test_a_failed_save_of_dcp_is_no_exception() -> None:
     """`except Exception` does not catch it: src/checkpoint/write.py names it."""
     assert not issubclass(CheckpointException, Exception)
+
+
+def imported(code: str, module: str) -> bool:
+    """Whether `code`, in a process of its own, imports `module`."""
+    probe = f"import sys; {code}; sys.exit('{module}' not in sys.modules)"
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", probe], cwd=PROJECT).returncode == 0
 
 
 def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
@@ -182,8 +200,7 @@ def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
 
 def test_evaluate_imports_transformers_pipelines() -> None:
     """src/tasks/__init__.py: why a metric is imported when it is first needed."""
-    importlib.import_module("evaluate")
-    assert sys.modules["evaluate.evaluator.base"].Pipeline is Pipeline
+    assert imported("import evaluate", "transformers.pipelines")
 
 
 def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +229,7 @@ print(new_pages(), keep_freed_memory(), new_pages())
     assert int(kept) < 1_000
 
 
-def test_torch_computes_with_subnormal_numbers(launch: Launch, tmp_path: Path) -> None:
+def test_torch_computes_with_subnormal_numbers(tmp_path: Path) -> None:
     """src/distributed.py: why it has all threads take them for zero."""
     build = """
 from src.config import config_from; from src.distributed import build_accelerator
@@ -220,7 +237,7 @@ build_accelerator(config_from({'task': {'name': 'mnist'}}))
 """
     count = "print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
     for code, says in (("", "1000000"), (build, "0")):
-        assert said(launch, tmp_path, f"import torch; torch.set_num_threads(2)\n{code}\n{count}") == [says]
+        assert said(tmp_path, f"import torch; torch.set_num_threads(2)\n{code}\n{count}") == says
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:

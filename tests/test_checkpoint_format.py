@@ -1,4 +1,5 @@
-"""A checkpoint of another format is refused in one line, and stays; what is said of each comes from its state."""
+"""A checkpoint of another format is refused in one line, and stays; what is said of each comes from its state; and
+which process saves which tensor."""
 
 import json
 import shutil
@@ -7,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from src.checkpoint.format import FORMAT_VERSION, best_first, evaluation_of, file_facts, read_state
+from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config import Checkpoint
 from src.process import UserError
 from tests.faults.runs import EACH_STEP, checkpoints, cut_back, refusal
@@ -65,15 +69,11 @@ def test_another_format_is_one_line_and_nothing_is_lost(
         evaluation_of(checkpoint)
 
 
-def test_what_is_written_is_what_is_read(run: Path) -> None:
-    state = read_state(run / "checkpoints" / "step_00000024")
-    assert (state.format_version, state.progress.step, list(state.progress.evaluations)) == (FORMAT_VERSION, 24, [23])
-    assert (state.strategy, state.num_processes, state.config["save_every"]) == ("single", 1, 1)
-
-
 def test_an_evaluation_that_came_after_its_checkpoint_is_in_the_next(run: Path) -> None:
     """As of a run that was stopped right before it. Tried with the checkpoint's own alone: it has none."""
     evaluated = run / "checkpoints" / "step_00000023"
+    state = read_state(run / "checkpoints" / "step_00000024")
+    assert (state.format_version, state.progress.step, list(state.progress.evaluations)) == (FORMAT_VERSION, 24, [23])
     results = evaluation_of(evaluated)
     assert set(results) == {"eval/loss", "eval/examples", "eval/accuracy"}
     rewrite(evaluated, lambda state: state["progress"].update(evaluations={}))
@@ -92,3 +92,16 @@ def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
     for mode, steps in ((None, [50, 30, 10, 20]), ("max", [10, 50, 30, 20])):
         best = best_first(newest_first, Checkpoint(mode=mode), evaluations)
         assert [int(path.name.removeprefix("step_")) for path in best] == steps
+
+
+def test_each_tensor_is_saved_by_one_process_and_buffers_by_the_first() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    tensors = run_tensors(model, [optimizer])
+    assert len(tensors) == 6 + 3 + 6 * 3
+    shares = [set(rank_state_dict(tensors, rank, 3)) for rank in range(3)]
+    assert set.union(*shares) == set(tensors)
+    assert sum(map(len, shares)) == len(tensors)
+    assert {f"model.1.{name}" for name, _ in model[1].named_buffers()} <= shares[0]

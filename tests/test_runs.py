@@ -196,10 +196,11 @@ def test_several_machines_train_one_model(launch: Launch, tmp_path: Path) -> Non
     assert first.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
-def test_a_crash_ends_the_run_as_crashed(launch: Launch) -> None:
+def test_a_bug_keeps_its_traceback_and_ends_the_run_as_crashed(launch: Launch) -> None:
     run = launch("cpu", before="import src.optim; src.optim.set_lr = None", wandb="auto")
     assert run.exit_code == 1
     assert "TypeError: 'NoneType' object is not callable" in run.stderr
+    assert run.messages == []
     assert wandb_records(run)[1] == [1]
     assert not (run.folder / "summary.json").exists()
 

@@ -1,6 +1,7 @@
 """What the fault tests share: a short run, runs in the background, and what makes two runs the same."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,7 @@ def assert_same_run(run: Run, whole: Run) -> None:
     expected = weights(whole)
     equal = {name: torch.equal(weight, expected[name]) for name, weight in weights(run).items()}
     assert equal == dict.fromkeys(expected, True)
+
+
+def lines(run: Run, start: str) -> Iterator[str]:
+    return (line for line in run.stdout.splitlines() if line.strip().startswith(start))
