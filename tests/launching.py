@@ -26,8 +26,8 @@ SHARED = next(
 )
 MNIST = SHARED / "data" / "mnist"
 BIN = Path(sys.executable).parent
-CHANGED = "changed.py"
-"""What stands in for train.py where it begins with other code."""
+FAULTY = "tests/faults/inject.py"
+"""What stands in for train.py where a fault is planted under the real launcher."""
 SECONDS = 300
 """After which a run is killed."""
 
@@ -112,22 +112,10 @@ def launch_words(
     words = ["--config_file", str(yaml), "--main_process_port", "0"]
     words += [f"--num_processes={processes}"] if processes else []
     words += [*launcher_arguments, script]
-    if Path(script).name in ("train.py", CHANGED):
+    if script in ("train.py", FAULTY):
         words += [f"--output_dir={folder}", f"--wandb.mode={wandb}"]
         words += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]
     return [*words, *arguments]
-
-
-def script_with(before: str, folder: Path) -> str:
-    """A script that executes `before`, as a user's change to the project, and then train.py."""
-    train = PROJECT / "train.py"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    script = folder.with_name(CHANGED)
-    script.write_text(
-        f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\n{before}\n"
-        f"exec(compile(open({str(train)!r}).read(), {str(train)!r}, 'exec', dont_inherit=True))\n"
-    )
-    return str(script)
 
 
 class WarmRanks:
@@ -185,9 +173,10 @@ class Started:
     ) -> None:
         variables = {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
         environment = clean_environment(PYTHONUNBUFFERED="1", **variables)
-        before += "\nimport tests.faults.inject as i; i.plant()" if "FAULT" in environment else ""
-        if real and before:
-            more["script"] = script_with(before, folder)
+        if "FAULT" in environment:
+            before += "\nimport tests.faults.inject as i; i.plant()"
+            if real:
+                more["script"], environment["PYTHONPATH"] = FAULTY, str(project)
         words = words or launch_words(config, *arguments, folder=folder, project=project, **more)
         self.folder = folder
         self._real = real

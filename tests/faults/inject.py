@@ -5,6 +5,7 @@ Each fault patches what the fault would reach in real life: the loss, the file s
 
 import atexit
 import os
+import runpy
 import signal
 import time
 from collections.abc import Callable
@@ -115,3 +116,8 @@ def plant() -> None:
     rank = os.environ.get("RANK", "0")
     if os.environ.get("FAULT_RANK", rank) == rank:
         FAULTS[os.environ["FAULT"]]()
+
+
+if __name__ == "__main__":
+    plant()
+    runpy.run_path("train.py", run_name="__main__")
