@@ -42,8 +42,8 @@ def assert_same_curve(run: Run, alone: Run, examples: int) -> None:
 @pytest.mark.parametrize(
     ("yaml", "processes", "micro_batch_size"),
     [
-        ("cpu", 1, 4), slow("ddp", 2, 4), ("ddp", 4, 4), ("fsdp", 2, 16), ("fsdp", 4, 4), ("fsdp_grad_op", 2, 16),
-        ("fsdp_offload", 2, 16),
+        ("cpu", 1, 16), slow("ddp", 2, 4), ("ddp", 4, 4), ("fsdp", 2, 16), slow("fsdp", 4, 4), ("fsdp", 4, 16),
+        ("fsdp_grad_op", 2, 16), ("fsdp_offload", 2, 16),
     ],
 )  # fmt: skip
 def test_digits_with_accumulation_clipping_and_ragged_windows(
@@ -62,6 +62,7 @@ def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(launc
     assert losses == pytest.approx(alone.losses, rel=2e-2)
 
 
+@pytest.mark.slow
 def test_three_processes_agree_too(launch: Launch) -> None:
     arguments = [*DIGITS, "--global_batch_size=60"]
     assert_same_curve(launch("fsdp", *arguments, processes=3).succeeded(), launch("cpu", *arguments).succeeded(), 359)

@@ -7,6 +7,7 @@ ended. A rank goes on as `python train.py` would: fresh standard streams, enviro
 interpreter's own end. tests/launching.py sends the requests.
 """
 
+import argparse
 import atexit
 import gc
 import importlib
@@ -127,13 +128,17 @@ def launched(words: list[str]) -> tuple[str, list[str], list[dict[str, str]]]:
     launch = accelerate.commands.launch
     environments: list[dict[str, str]] = []
 
-    def several(arguments: object) -> None:
+    def several(arguments: argparse.Namespace) -> None:
+        """The processes of all machines, where there are several."""
         shared = launch.prepare_multi_gpu_env(arguments)
-        size = shared["WORLD_SIZE"] = shared["LOCAL_WORLD_SIZE"] = str(arguments.num_processes)  # type: ignore[attr-defined]
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0"}
-        environments.extend(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(int(size)))
+        size, local = arguments.num_processes, arguments.num_processes // arguments.num_machines
+        shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for rank in range(size):
+            own = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
+            environments.append(shared | {name: str(value) for name, value in own.items()})
 
-    def one(arguments: object) -> None:
+    def one(arguments: argparse.Namespace) -> None:
         environments.append(launch.prepare_simple_launcher_cmd_env(arguments)[1])
 
     launch.multi_gpu_launcher, launch.simple_launcher = several, one  # in this process, which then ends

@@ -33,16 +33,17 @@ def slow(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("yaml", "number"),
+    ("yaml", "number", "real"),
     [
-        ("cpu", signal.SIGTERM), ("cpu", signal.SIGUSR1), ("ddp", signal.SIGINT),
-        slow("cpu", signal.SIGINT), slow("ddp", signal.SIGTERM), slow("ddp", signal.SIGUSR1),
+        ("cpu", signal.SIGTERM, True), ("ddp", signal.SIGUSR1, True), ("ddp", signal.SIGINT, False),
+        slow("cpu", signal.SIGINT, True), slow("cpu", signal.SIGUSR1, True),
+        slow("ddp", signal.SIGTERM, True), slow("ddp", signal.SIGINT, True),
     ],
 )  # fmt: skip
-def test_a_signal_to_the_launcher_saves_and_ends(tmp_path: Path, yaml: str, number: signal.Signals) -> None:
+def test_a_signal_to_the_launcher_saves_and_ends(tmp_path: Path, yaml: str, number: signal.Signals, real: bool) -> None:
     """Tried without: the handlers (nothing is saved), looking after the launcher (processes train on after SIGUSR1,
     and after each signal to the launcher of one process), ignore_signals_in_worker (the loaders die first)."""
-    with Started(yaml, *LONG, folder=tmp_path / "run", real=True) as started:
+    with Started(yaml, *LONG, folder=tmp_path / "run", real=real) as started:
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
 
 
@@ -58,7 +59,7 @@ def test_a_signal_to_one_process_stops_all_of_them_without_an_error(tmp_path: Pa
 
 def test_what_status_says_goes_on_exactly(whole: Whole, tmp_path: Path) -> None:
     """Tried with what the process, not its launcher, was started with: no command for two processes."""
-    with Started("ddp", *SHORT, folder=tmp_path / "run", real=True) as started:
+    with Started("ddp", *SHORT, folder=tmp_path / "run") as started:
         stopped = started.wait_for("step     10/").send(signal.SIGTERM).ended()
     command = shlex.split(assert_preempted(stopped, at_least=10)["command"])
     assert command[:2] == ["accelerate", "launch"]
