@@ -52,9 +52,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
         (lambda state: state.update(progress=[]), "with other fields (progress.best, "),
     ],
 )
-def test_another_format_is_one_line_and_nothing_is_lost(
-    run: Path, change: Callable[[dict[str, Any]], object], says: str
-) -> None:
+def test_another_format_is_one_line(run: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
     """Nor is the one before gone on from, which would have the newer one's place. Tried without: a TypeError of
     RunState or Progress; with taking it for damaged: it is renamed, and the run goes on from step 23."""
     checkpoint = run / "checkpoints" / "step_00000024"

@@ -54,9 +54,7 @@ def test_only_amds_cpus_with_avx512_need_it(monkeypatch: pytest.MonkeyPatch, pre
 
 
 @pytest.mark.parametrize(("precision", "longest"), [("bf16", mkl.LONGEST + 1), ("bf16", None), ("fp32", 1)])
-def test_attention_keeps_torchs_kernel_where_products_gain_nothing(
-    monkeypatch: pytest.MonkeyPatch, precision: str, longest: int | None
-) -> None:
+def test_attention_keeps_torchs_kernel(monkeypatch: pytest.MonkeyPatch, precision: str, longest: int | None) -> None:
     assert "attention without MKL" not in tuned(monkeypatch, sequences_of(longest), precision)
     assert torch.backends.cuda.flash_sdp_enabled()
 

@@ -127,7 +127,7 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, ya
 @pytest.mark.parametrize(
     ("optimizer", "lr", "within"), [("muon", 5e-4, 1e-4), ("adadelta", 0.1, 1e-5), ("sgd", 0.005, 1e-5)]
 )
-def test_every_optimizer_takes_the_same_steps_sharded_and_offloaded(
+def test_every_optimizer_takes_the_same_steps_offloaded(
     launch: Launch, optimizer: str, lr: float, within: float
 ) -> None:
     """torch's Muon computes in bf16: there rounding is larger."""
@@ -236,9 +236,7 @@ def test_one_process_is_enough_for_every_yaml(launch: Launch, yaml: str) -> None
     assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.replace("ddp", "single"), 1)
 
 
-def test_by_plain_python_in_a_terminal_config_yaml_repeats_the_run_to_the_last_digit(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_by_plain_python_in_a_terminal_config_yaml_repeats_the_run(launch: Launch, tmp_path: Path) -> None:
     """Under another name alone: the run had an output_dir of its own. Tried with that in it: "nothing to do"."""
     first = launch("cpu", "--config=configs/digits.yaml", "--max_steps=3", "--log_every=1").succeeded()
     command = f"{sys.executable} {PROJECT}/train.py --config={first.folder}/config.yaml --run_name=again"

@@ -28,9 +28,7 @@ OFTEN = ("--global_batch_size=16", "--max_steps=500", "--log_every=1", "--save_e
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("fsdp", 2)])
-def test_killed_25_times_at_any_moment_it_ends_as_if_it_had_not_been(
-    launch: Launch, tmp_path: Path, yaml: str, processes: int
-) -> None:
+def test_killed_25_times_at_any_moment(launch: Launch, tmp_path: Path, yaml: str, processes: int) -> None:
     """In turn at any moment of the start, soon after a step, and when a save has just begun. Tried without: the rename
     (a half-written folder is taken for a checkpoint), the manifest's checksums and sizes, truncating the record (steps
     come twice), deleting what a kill left unfinished (the next save at that step fails)."""
@@ -70,9 +68,7 @@ def unfinished(folder: Path) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("yaml", "real"), [("ddp", True), ("fsdp", False)])
-def test_one_killed_process_ends_the_run_in_seconds(
-    launch: Launch, whole: Whole, tmp_path: Path, yaml: str, real: bool
-) -> None:
+def test_one_killed_process_ends_the_run(launch: Launch, whole: Whole, tmp_path: Path, yaml: str, real: bool) -> None:
     """And it goes on to the last bit. Tried without PR_SET_PDEATHSIG: the loaders hold the launcher for 5 seconds
     more; without truncating the record: steps come twice."""
     with Started(yaml, *SHORT, "--num_workers=1", folder=tmp_path / "run", real=real) as started:

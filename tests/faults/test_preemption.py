@@ -40,7 +40,7 @@ def slow(*values: Any) -> Any:
         slow("ddp", signal.SIGTERM, True), slow("ddp", signal.SIGINT, True),
     ],
 )  # fmt: skip
-def test_a_signal_to_the_launcher_saves_and_ends(tmp_path: Path, yaml: str, number: signal.Signals, real: bool) -> None:
+def test_a_signal_to_the_launcher(tmp_path: Path, yaml: str, number: signal.Signals, real: bool) -> None:
     """Tried without: the handlers (nothing is saved), looking after the launcher (processes train on after SIGUSR1,
     and after each signal to the launcher of one process), ignore_signals_in_worker (the loaders die first)."""
     with Started(yaml, *LONG, folder=tmp_path / "run", real=real) as started:

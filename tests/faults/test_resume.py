@@ -123,9 +123,7 @@ def test_a_finished_run_is_left_alone(launch: Launch, whole: Whole) -> None:
     assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
 
 
-def test_a_finished_run_is_exported_anew_where_another_export_is_asked_for(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
+def test_a_finished_run_is_exported_anew(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Or where its model was deleted. Tried without: "nothing to do"."""
     folder = Path(shutil.copytree(whole("cpu", *EACH_STEP).folder, tmp_path / "run"))
     best = (*SHORT, "--checkpoint.export_best=true", "--checkpoint.mode=max")
@@ -173,10 +171,8 @@ def test_a_record_that_was_cut_is_not_written_on(whole: Whole, tmp_path: Path) -
         resume._require_whole_record(config, checkpoint, format.read_state(checkpoint))
 
 
-def test_an_evaluation_that_is_in_no_checkpoint_stays_in_the_record(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
-    """As of a run that was stopped right before its last evaluation, made it when it went on, and then went on for
+def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Of a run that was stopped right before its last evaluation, made it when it went on, and then went on for
     more steps. Tried without: it is cut off; and with naming the own checkpoint: the run is a branch afterwards."""
     finished = whole("cpu", *EACH_STEP)
     folder = cut_back(finished, tmp_path / "run", 24)
@@ -257,9 +253,7 @@ def test_other_data_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     resume._require_same_data(Path("step"), then, facts())
 
 
-def test_changed_settings_are_listed_in_one_line_and_refused_unless_asked_for(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
+def test_changed_settings_are_refused_unless_asked_for(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """By all processes in one, and nothing is touched. Tried without refusing: it trains on."""
     folder = cut_back(whole("cpu", *EACH_STEP), tmp_path / "run", 24)
     changed = (*SHORT, "--optim.lr=0.001", "--global_batch_size=32", "--micro_batch_size=16", "--wandb.tags=[x]")

@@ -24,9 +24,7 @@ def launched_with_small_files(launch: Launch, config: str, *arguments: str, fold
 
 
 @pytest.mark.parametrize("yaml", ["cpu", "ddp"])
-def test_a_full_disk_is_a_warning_and_the_checkpoint_before_stays(
-    launch: Launch, whole: Whole, tmp_path: Path, yaml: str
-) -> None:
+def test_a_full_disk_is_a_warning(launch: Launch, whole: Whole, tmp_path: Path, yaml: str) -> None:
     """Tried without catching: the run ends. Tried without deleting: the half-written files stay and fill the disk."""
     expected = whole(yaml, *EACH_STEP)
     folder = cut_back(expected, tmp_path / "run", 22)
@@ -39,9 +37,7 @@ def test_a_full_disk_is_a_warning_and_the_checkpoint_before_stays(
     assert_same_run(run, expected)
 
 
-def test_a_full_disk_at_the_export_is_one_line_and_leaves_nothing_behind(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
+def test_a_full_disk_at_the_export_is_one_line(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """And the same command exports later, here to where `model` leads. Tried without: a traceback of safetensors, and
     a folder tmp_model; with renaming to the link: an error at the end of the run."""
     expected = whole("cpu", *EACH_STEP)
