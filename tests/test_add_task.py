@@ -60,7 +60,10 @@ class Sign(Task):
     def metrics(self, outputs):
         return Accuracy().compute(**outputs)
 '''
-ARGUMENTS = ("--task.name=sign", "--task.width=32", "--epochs=20", "--global_batch_size=32", "--micro_batch_size=4")
+ARGUMENTS = (
+    "--task.name=sign", "--task.width=32", "--epochs=8", "--optim.lr=0.01", "--global_batch_size=32",
+    "--micro_batch_size=4",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

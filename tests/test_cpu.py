@@ -1,7 +1,10 @@
 """What makes a CPU faster: where it is chosen, and that the model stays the same function."""
 
+import platform
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.profiler import profile
 
 from src.cpu import mkl, tune_for_cpu
 from src.cpu.dropout import Dropout
+from tests.launching import run_command
 
 ZEN = {"cpu_name": "AMD EPYC", "avx512_bf16": True}
 
@@ -182,3 +186,22 @@ def test_dropout_follows_the_layout_of_what_it_drops() -> None:
         dropped = Dropout(0.5)(x)
         assert dropped.stride() == torch.empty_like(x).stride()
         assert 0 < dropped.count_nonzero() < x.numel()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="counts the new pages that glibc takes")
+def test_glibc_gives_large_blocks_back(tmp_path: Path) -> None:
+    """src/cpu/malloc.py: why it keeps them."""
+    code = """
+import resource, torch
+from src.cpu.malloc import keep_freed_memory
+def new_pages():
+    for _ in range(20): torch.ones(10_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5): torch.ones(10_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(new_pages(), keep_freed_memory(), new_pages())
+"""
+    given_back, is_kept, kept = run_command([sys.executable, "-c", code], tmp_path).succeeded().stdout.split()
+    assert is_kept == "True"
+    assert int(given_back) > 10_000
+    assert int(kept) < 1_000
