@@ -284,7 +284,8 @@ class Started:
 
     def ended(self, seconds: float = 60) -> Run:
         """When the launcher and every process that it had started have ended; stdout has both streams."""
-        end, left = time.monotonic() + seconds, []
+        end = time.monotonic() + seconds
+        left: list[psutil.Process] = []
         while (code := self.exit_code) is None or (left := self.family):
             assert time.monotonic() < end, f"left running: {left}\n{self.output}"
             time.sleep(0.02)
