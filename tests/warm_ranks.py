@@ -204,9 +204,9 @@ def wait_for(pids: list[int], seconds: float) -> int:
             print(f"warm_ranks.py: killed {len(running)} processes", file=sys.stderr, flush=True)
             signals.append(signal.SIGKILL)
         while signals:
-            number = signals.pop(0)
+            told = signals.pop(0)
             for group in running:
-                os.killpg(group, number)
+                os.killpg(group, told)
         if not pid:
             time.sleep(0.005)
     return code
