@@ -105,8 +105,8 @@ def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: La
         "train.py: early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
         "(eval/loss, eval/examples, eval/accuracy); with another one, the same command goes on from step 13"
     ]
-    arguments = (*arguments, "--early_stopping.metric=eval/loss")
-    again = launch("cpu", *arguments, project=project, folder=run.folder).succeeded()
+    better = "--early_stopping.metric=eval/loss"
+    again = launch("cpu", *arguments, better, project=project, folder=run.folder).succeeded()
     assert "after step 13, from" in again.stdout
     assert [record["step"] for record in again.records if "eval/loss" in record] == [13, 26]
 
