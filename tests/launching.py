@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,14 +17,17 @@ from typing import Any
 import psutil
 import pytest
 
+from src.config import load_config
+from src.process import UserError
+
 PROJECT = Path(__file__).parent.parent
 SHARED = next(
     (folder for parent in PROJECT.parents if (folder := parent / "shared").is_dir()), PROJECT.parent / "shared"
 )
 MNIST = SHARED / "data" / "mnist"
 BIN = Path(sys.executable).parent
-CHANGED = "changed.py"
-"""What stands in for train.py where it begins with other code."""
+FAULTY = "tests/faults/inject.py"
+"""What stands in for train.py where a fault is planted under the real launcher."""
 SECONDS = 300
 """After which a run is killed."""
 
@@ -59,6 +63,10 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
 
+    @property
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.folder / "status.json").read_text())
+
     def succeeded(self) -> "Run":
         assert self.exit_code == 0, self.stdout + self.stderr
         return self
@@ -68,6 +76,13 @@ Launch = Callable[..., Run]
 """Of the fixture `launch`."""
 Whole = Callable[..., Run]
 """Of the fixture `whole`."""
+
+
+def mistakes(*arguments: str) -> list[str]:
+    """What these settings are refused with, before anything is loaded."""
+    with pytest.raises(UserError) as error:
+        load_config(list(arguments))
+    return str(error.value).splitlines()
 
 
 def run_command(command: list[str], folder: Path, cwd: Path = PROJECT, **environment: str) -> Run:
@@ -97,35 +112,11 @@ def launch_words(
     words = ["--config_file", str(yaml), "--main_process_port", "0"]
     words += [f"--num_processes={processes}"] if processes else []
     words += [*launcher_arguments, script]
-    if Path(script).name in ("train.py", CHANGED):
+    if script in ("train.py", FAULTY):
         words += [f"--output_dir={folder}"]
         words += [f"--wandb.mode={wandb}"] if (project / "src/wandb_logger.py").exists() else []
         words += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]
     return [*words, *arguments]
-
-
-def environment_in(more: dict[str, Any]) -> dict[str, str]:
-    """The environment variables among keyword arguments, taken out of them."""
-    return {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
-
-
-def with_fault(before: str, environment: dict[str, str]) -> str:
-    """`before`, and the fault of tests/faults/inject.py that the environment names."""
-    return f"{before}\nimport tests.faults.inject as i; i.plant()" if "FAULT" in environment else before
-
-
-def script_with(before: str, folder: Path) -> str:
-    """A script that executes `before`, as a user's change to the project, and then train.py."""
-    if not before:
-        return "train.py"
-    train = PROJECT / "train.py"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    script = folder.with_name(CHANGED)
-    script.write_text(
-        f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\n{before}\n"
-        f"exec(compile(open({str(train)!r}).read(), {str(train)!r}, 'exec', dont_inherit=True))\n"
-    )
-    return str(script)
 
 
 class WarmRanks:
@@ -134,7 +125,7 @@ class WarmRanks:
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None
 
-    def start(self, words: list[str], output: Path, **request: Any) -> int:
+    def start(self, **request: Any) -> int:
         """Returns: the id of the process that stands in for the launcher."""
         if self._server is None:
             command = [sys.executable, "-m", "tests.warm_ranks"]
@@ -146,21 +137,8 @@ class WarmRanks:
             assert self._server.stdout.readline() == "ready\n"
         assert self._server.stdin
         assert self._server.stdout
-        files = {"stdout": f"{output}.out", "stderr": f"{output}.err", "result": f"{output}.code"}
-        request = {"words": words, "before": "", "project": str(PROJECT), "seconds": SECONDS, **files, **request}
-        request.setdefault("cwd", request["project"])
-        print(json.dumps(request), file=self._server.stdin, flush=True)
+        print(json.dumps(request, default=str), file=self._server.stdin, flush=True)
         return int(self._server.stdout.readline())
-
-    def run(self, words: list[str], folder: Path, environment: dict[str, str], **request: Any) -> Run:
-        """Returns: when all is done."""
-        with tempfile.TemporaryDirectory() as outputs:
-            output = Path(outputs) / "run"
-            launcher = self.start(words, output, environment=environment, **request)
-            while not (code := exit_code(output, launcher)):
-                time.sleep(0.005)
-            stdout, stderr = (Path(f"{output}.{name}").read_text() for name in ("out", "err"))
-        return Run(code[0], stdout, stderr, folder)
 
     def close(self) -> None:
         if self._server:
@@ -170,70 +148,59 @@ class WarmRanks:
 WARM = WarmRanks()
 
 
-def exit_code(output: Path, launcher: int) -> list[int]:
-    """Of a run on warm ranks, when it is over; -9 if what stands in for its launcher was killed."""
-    is_gone = not psutil.pid_exists(launcher)
-    result = Path(f"{output}.code")
-    if result.exists():
-        return [int(result.read_text())]
-    return [-signal.SIGKILL] if is_gone else []
-
-
-def launched(
-    config: str | Path,
-    *arguments: str,
-    folder: Path,
-    real: bool = False,
-    before: str = "",
-    project: Path = PROJECT,
-    cwd: Path | None = None,
-    **more: Any,
-) -> Run:
+def launched(config: str | Path, *arguments: str, folder: Path, **more: Any) -> Run:
     """As the fixture `launch`, which says what it does, in this folder."""
-    environment = environment_in(more)
-    before = with_fault(before, environment)
-    more |= {"folder": folder, "project": project}
-    if real:
-        more.setdefault("script", script_with(before, folder))
-        words = launch_words(config, *arguments, **more)
-        return run_command([str(BIN / "accelerate"), "launch", *words], folder, cwd or project, **environment)
-    words = launch_words(config, *arguments, **more)
-    where = {"project": str(project), "cwd": str(cwd or project)}
-    return WARM.run(words, folder, clean_environment(**environment), before=before, **where)
+    with Started(config, *arguments, folder=folder, **more) as started:
+        return started.result()
 
 
 class Started:
-    """A run in the background, on warm ranks or by the real launcher; as a context manager it leaves nothing behind."""
+    """A run in the background, on warm ranks or by the real launcher; as a context manager it leaves nothing behind.
+
+    The arguments are those of the fixture `launch`; `words` are what is to follow `accelerate launch` in place of them.
+    """
 
     def __init__(
-        self, config: str, *arguments: str, folder: Path, real: bool = False, before: str = "", **more: Any
+        self,
+        config: str | Path,
+        *arguments: str,
+        folder: Path,
+        real: bool = False,
+        before: str = "",
+        project: Path = PROJECT,
+        cwd: Path | None = None,
+        words: list[str] | None = None,
+        **more: Any,
     ) -> None:
-        environment = environment_in(more)
-        environment = clean_environment(PYTHONUNBUFFERED="1", **environment)
-        before = with_fault(before, environment)
+        variables = {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
+        environment = clean_environment(PYTHONUNBUFFERED="1", **variables)
+        if "FAULT" in environment:
+            before += "\nimport tests.faults.inject as i; i.plant()"
+            if real:
+                more["script"], environment["PYTHONPATH"] = FAULTY, str(project)
+        words = words or launch_words(config, *arguments, folder=folder, project=project, **more)
         self.folder = folder
         self._real = real
-        self._file = folder.parent / f"{folder.name}.log"
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._files = tempfile.TemporaryDirectory()
+        self._stdout, self._stderr, self._code = (Path(self._files.name, name) for name in ("out", "err", "code"))
         if real:
-            words = launch_words(config, *arguments, folder=folder, script=script_with(before, folder), **more)
-            with self._file.open("w") as output:
+            with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
                 self._launcher: psutil.Process = psutil.Popen(
                     [str(BIN / "accelerate"), "launch", *words],
-                    cwd=PROJECT,
+                    cwd=cwd or project,
                     env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
+                    stdout=stdout,
+                    stderr=stderr,
                     start_new_session=True,
                     # where pytest runs in the background of a shell, SIGINT is ignored, and children inherit that
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )
         else:
-            words = launch_words(config, *arguments, folder=folder, **more)
-            self._file.write_text("")
-            both = {"stdout": str(self._file), "stderr": str(self._file)}
-            pid = WARM.start(words, self._file, before=before, environment=environment, **both)
-            self._launcher = psutil.Process(pid)
+            self._stdout.touch()
+            self._stderr.touch()
+            files = {"stdout": self._stdout, "stderr": self._stderr, "result": self._code}
+            where = {"project": project, "cwd": cwd or project, "environment": environment}
+            self._launcher = psutil.Process(WARM.start(words=words, before=before, seconds=SECONDS, **where, **files))
 
     @property
     def family(self) -> list[psutil.Process]:
@@ -250,21 +217,26 @@ class Started:
 
     @property
     def output(self) -> str:
-        return self._file.read_text()
+        return self._stdout.read_text() + self._stderr.read_text()
 
     @property
     def trainers(self) -> list[psutil.Process]:
         """The processes that train, in the order of their ranks."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            return sorted(filter(self._is_ours, self._launcher.children()), key=lambda process: process.pid)
+            ours = filter(self._is_ours, self._launcher.children())
+            # between fork and exec, a process has its launcher's command line, and then for a moment none
+            return sorted((process for process in ours if "launch" not in process.cmdline()), key=lambda p: p.pid)
         return []
 
     @property
     def exit_code(self) -> int | None:
-        """None: it runs."""
+        """None: it runs. -9 if what stands in for its launcher was killed."""
         if self._real:
             return self._launcher.poll()  # type: ignore[attr-defined]
-        return next(iter(exit_code(self._file, self._launcher.pid)), None)
+        is_gone = not psutil.pid_exists(self._launcher.pid)
+        if self._code.exists():
+            return int(self._code.read_text())
+        return -signal.SIGKILL if is_gone else None
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 120) -> "Started":
         end = time.monotonic() + seconds
@@ -277,6 +249,17 @@ class Started:
     def wait_for(self, text: str) -> "Started":
         """Until it has printed `text`."""
         return self.wait_until(lambda: text in self.output)
+
+    def wait_for_handlers(self, number: signal.Signals, processes: int = 1) -> list[psutil.Process]:
+        """Until so many processes train, each with a handler of its own for this signal. Returns: these."""
+        found: list[psutil.Process] = []
+
+        def is_ready() -> bool:
+            found[:] = self.trainers
+            return len(found) == processes and all(catches(process, number) for process in found)
+
+        self.wait_until(is_ready)
+        return found
 
     def send(self, number: signal.Signals, to: psutil.Process | None = None) -> "Started":
         os.kill((to or self._launcher).pid, number)
@@ -292,16 +275,32 @@ class Started:
             time.sleep(0.005)
         return self
 
+    def result(self) -> Run:
+        """When the launcher has ended."""
+        end = time.monotonic() + SECONDS
+        while (code := self.exit_code) is None:
+            assert time.monotonic() < end, self.output
+            time.sleep(0.005)
+        return Run(code, self._stdout.read_text(), self._stderr.read_text(), self.folder)
+
     def ended(self, seconds: float = 60) -> Run:
-        """Waits for the launcher and for every process that it had started."""
+        """When the launcher and every process that it had started have ended; stdout has both streams."""
         end = time.monotonic() + seconds
-        while (left := self.family) or self.exit_code is None:
+        left: list[psutil.Process] = []
+        while (code := self.exit_code) is None or (left := self.family):
             assert time.monotonic() < end, f"left running: {left}\n{self.output}"
             time.sleep(0.02)
-        return Run(self.exit_code, self.output, self.output, self.folder)
+        return Run(code, self.output, self._stderr.read_text(), self.folder)
 
     def __enter__(self) -> "Started":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill_all()
+        self._files.cleanup()
+
+
+def catches(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether it has a handler of its own for this signal."""
+    caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)

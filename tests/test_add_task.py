@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import PROJECT, Launch, Run
+from tests.launching import PROJECT, Launch
 
 TASK = '''
 """Learn the mean of a ragged number of values: most examples count for several, some for none."""
@@ -60,7 +60,10 @@ class Sign(Task):
     def metrics(self, outputs):
         return Accuracy().compute(**outputs)
 '''
-ARGUMENTS = ("--task.name=sign", "--task.width=32", "--epochs=20", "--global_batch_size=32", "--micro_batch_size=4")
+ARGUMENTS = (
+    "--task.name=sign", "--task.width=32", "--epochs=8", "--optim.lr=0.01", "--global_batch_size=32",
+    "--micro_batch_size=4",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +79,19 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def train(launch: Launch, project: Path, yaml: str, processes: int) -> Run:
-    return launch(yaml, *ARGUMENTS, project=project, processes=processes)
-
-
 def test_a_new_task_trains_the_same_under_every_strategy(launch: Launch, project: Path) -> None:
-    alone = train(launch, project, "cpu", 1).succeeded()
+    alone, *others = (
+        launch(yaml, *ARGUMENTS, project=project, processes=processes).succeeded()
+        for yaml, processes in (("cpu", 1), ("ddp", 2), ("fsdp", 4))
+    )
     assert alone.summary["eval/accuracy"] > 0.9
-    for yaml, processes in (("ddp", 2), ("fsdp", 4)):
-        run = train(launch, project, yaml, processes).succeeded()
+    for run in others:
         assert run.losses == pytest.approx(alone.losses, rel=1e-5)
         assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
         assert run.summary["eval/examples"] == 97
 
 
-@pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
+@pytest.mark.parametrize("yaml", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_it_is_examined_by_its_normal_methods_alone(launch: Launch, project: Path, yaml: str) -> None:
     run = launch(yaml, *ARGUMENTS, "--check", project=project, processes=2).succeeded()
     assert "all checks passed" in run.stdout
@@ -104,9 +105,8 @@ def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: La
         "train.py: early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
         "(eval/loss, eval/examples, eval/accuracy); with another one, the same command goes on from step 13"
     ]
-    again = launch(
-        "cpu", *arguments, "--early_stopping.metric=eval/loss", project=project, folder=run.folder
-    ).succeeded()
+    better = "--early_stopping.metric=eval/loss"
+    again = launch("cpu", *arguments, better, project=project, folder=run.folder).succeeded()
     assert "after step 13, from" in again.stdout
     assert [record["step"] for record in again.records if "eval/loss" in record] == [13, 26]
 

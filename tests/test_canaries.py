@@ -4,10 +4,9 @@ A canary that fails says that a library changed: look at the code it names befor
 """
 
 import importlib.util
-import platform
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import datasets
@@ -16,56 +15,64 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor._ops import _pointwise_ops
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.launching import BIN, PROJECT, Run, run_command
+from tests import launching
+from tests.launching import Run, run_command
 
-ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
 SAY = "import os; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"  # in one piece
+FSDP2 = {"fsdp_version": 2}
+ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
 
 
 def launched(folder: Path, code: str, **config: object) -> Run:
     """Runs `code` under an accelerate yaml, without this project."""
     (folder / "script.py").write_text(SAY + code)
     (folder / "config.yaml").write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **config}))
-    command = [str(BIN / "accelerate"), "launch", "--config_file=config.yaml", "--main_process_port=0", "script.py"]
-    return run_command(command, folder, cwd=folder).succeeded()
+    return launching.launched(folder / "config.yaml", folder=folder, script=str(folder / "script.py")).succeeded()
 
 
-@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP"])
-def test_without_a_gpu_each_process_believes_to_be_alone(tmp_path: Path, kind: str) -> None:
-    """src/distributed.py: why it builds with cpu=True and counts the processes."""
-    fsdp = {"fsdp_config": {"fsdp_version": 2}} if kind == "FSDP" else {}
-    run = launched(tmp_path, ALONE, distributed_type=kind, use_cpu=True, **fsdp)
-    assert sorted(run.stdout.split()) == ["1", "1", "DistributedType.NO", "DistributedType.NO"]
+@pytest.mark.parametrize(
+    ("code", "says", "config"),
+    [
+        # src/distributed.py: why it builds with cpu=True and counts the processes
+        (ALONE, "DistributedType.NO 1", {"distributed_type": "MULTI_GPU", "use_cpu": True}),
+        (ALONE, "DistributedType.NO 1", {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": FSDP2}),
+        # src/launch_guard.py: why it reads the yaml again
+        ("say(os.environ['FSDP_VERSION'])", "1", {"distributed_type": "FSDP", "fsdp_config": {"fsdp_vresion": 2}}),
+        # accelerate_configs/fsdp*.yaml: why they say so
+        (
+            "say(os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'])",
+            "true",
+            {"distributed_type": "FSDP", "fsdp_config": FSDP2},
+        ),
+    ],
+    ids=["alone", "alone with FSDP", "a misspelt key is ignored", "RAM-efficient loading is on"],
+)
+def test_what_each_process_gets_of_a_yaml(tmp_path: Path, code: str, says: str, config: dict[str, object]) -> None:
+    assert launched(tmp_path, code, **config).stdout.splitlines() == [says, says]
 
 
-def test_a_misspelt_fsdp_key_is_ignored(tmp_path: Path) -> None:
-    """src/launch_guard.py: why it reads the yaml again."""
-    code = "say(os.environ['FSDP_VERSION'])"
-    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config={"fsdp_vresion": 2})
-    assert run.stdout.split() == ["1", "1"]
+def said(folder: Path, code: str, **variables: Any) -> str:
+    """By a process of its own."""
+    (folder / "script.py").write_text(code)
+    script = str(folder / "script.py")
+    return launching.launched("cpu", folder=folder, script=script, **variables).succeeded().stdout.strip()
 
 
-def test_cpu_ram_efficient_loading_is_on_unless_the_yaml_says_otherwise(tmp_path: Path) -> None:
-    """accelerate_configs/fsdp*.yaml: why they say so."""
-    code = "say(os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'])"
-    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config={"fsdp_version": 2})
-    assert run.stdout.split() == ["true", "true"]
-
-
-def test_the_launcher_gives_each_process_one_thread(tmp_path: Path) -> None:
+def test_the_launcher_gives_each_process_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """src/distributed.py: why it sets the number of threads."""
-    (tmp_path / "script.py").write_text(SAY + "say(os.environ['OMP_NUM_THREADS'])")
-    command = (
-        f"unset OMP_NUM_THREADS; {BIN}/accelerate launch --multi_gpu --num_processes=2 --main_process_port=0 script.py"
-    )
-    run = run_command(["bash", "-c", command], tmp_path, cwd=tmp_path).succeeded()
-    assert run.stdout.split() == ["1", "1"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    words = ["--multi_gpu", "--num_processes=2", "--main_process_port=0", "script.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert prepare_multi_gpu_env(arguments)["OMP_NUM_THREADS"] == "1"
 
 
 def test_the_launchers_parser_knows_the_fsdp_keys() -> None:
@@ -73,13 +80,6 @@ def test_the_launchers_parser_knows_the_fsdp_keys() -> None:
     names = {action.dest for action in launch_command_parser()._actions}
     assert {"fsdp_version", "fsdp_auto_wrap_policy", "fsdp_offload_params", "config_file", "num_processes"} <= names
     assert "num_cpu_threads_per_process" in names
-
-
-def test_a_processs_parent_is_the_launcher(tmp_path: Path) -> None:
-    """src/launch_guard.py: how it finds the yaml."""
-    run = launched(tmp_path, "import psutil; say(psutil.Process().parent().cmdline())", distributed_type="MULTI_GPU")
-    for line in run.stdout.splitlines():
-        assert "'launch', '--config_file=config.yaml'" in line
 
 
 def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
@@ -125,9 +125,7 @@ def test_backward_divides_by_nothing() -> None:
 
 def test_wandb_login_answers_without_a_prompt(tmp_path: Path) -> None:
     """src/wandb_logger.py: how it decides for offline."""
-    code = "import wandb; print(wandb.login(prompt=False, verify=False))"
-    run = run_command([sys.executable, "-c", code], tmp_path, HOME=str(tmp_path)).succeeded()
-    assert run.stdout.split() == ["False"]
+    assert said(tmp_path, "import wandb; print(wandb.login(prompt=False, verify=False))", HOME=str(tmp_path)) == "False"
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -141,8 +139,6 @@ def test_fused_optimizers_run_on_the_cpu(optimizer: type[torch.optim.Optimizer])
 
 def test_fused_sgd_cannot_step_sharded_parameters() -> None:
     """src/optim.py: why it is not fused under FSDP, as AdamW is."""
-    from torch.distributed.tensor._ops import _pointwise_ops
-
     source = Path(_pointwise_ops.__file__).read_text()
     assert "_fused_adamw_" in source
     assert "_fused_sgd_" not in source
@@ -158,8 +154,6 @@ def test_torchs_norm_on_the_cpu_is_imprecise() -> None:
 
 def test_a_failed_save_of_dcp_is_no_exception() -> None:
     """`except Exception` does not catch it: src/checkpoint/write.py names it."""
-    from torch.distributed.checkpoint import CheckpointException
-
     assert not issubclass(CheckpointException, Exception)
 
 
@@ -179,50 +173,27 @@ def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch)
     assert encoded.call_count == 50
 
 
-needs_glibc = pytest.mark.skipif(
-    sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="counts the new pages that glibc takes"
-)
-
-
-@needs_glibc
-def test_glibc_gives_large_blocks_back() -> None:
-    """src/cpu/malloc.py: why it keeps them."""
-    count = "resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
-    code = "import resource, torch\nfor _ in range(20): torch.ones(10_000_000)\n"
-    code += f"before = {count}\nfor _ in range(5): torch.ones(10_000_000)\nprint({count} - before)"
-    keep = "from src.cpu.malloc import keep_freed_memory; keep_freed_memory(); "
-    given_back, kept = (
-        int(subprocess.run([sys.executable, "-c", c], cwd=PROJECT, capture_output=True, text=True, check=True).stdout)
-        for c in (code, keep + code)
-    )
-    assert given_back > 10_000
-    assert kept < 1_000
-
-
-def test_torch_computes_with_subnormal_numbers() -> None:
+def test_torch_computes_with_subnormal_numbers(tmp_path: Path) -> None:
     """src/distributed.py: why it has all threads take them for zero."""
-    code = "import torch\n{}print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
-    build = (
-        "from src.config import config_from; from src.distributed import build_accelerator\n"
-        "build_accelerator(config_from({'task': {'name': 'mnist'}}))\n"
-    )
-    counts = [
-        subprocess.run([sys.executable, "-c", c], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
-        for c in (code.format(""), code.format(build))
-    ]
-    assert list(map(int, counts)) == [1_000_000, 0]
+    build = """
+from src.config import config_from; from src.distributed import build_accelerator
+build_accelerator(config_from({'task': {'name': 'mnist'}}))
+"""
+    count = "print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
+    for code, says in (("", "1000000"), (build, "0")):
+        assert said(tmp_path, f"import torch; torch.set_num_threads(2)\n{code}\n{count}") == says
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
     """Nor anything that only an evaluation, a checkpoint or a download needs."""
-    code = (
-        "import sys, train, src.data.loading as b\n"
-        "def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)\n"
-        "b.fetch = stop\n"
-        "sys.argv[1:] = ['--task.source=digits', '--wandb.mode=disabled', '--output_dir=' + sys.argv[1]]\n"
-        "train.main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/run"], cwd=PROJECT, capture_output=True, text=True)
-    assert done.returncode == 7, done.stderr
+    code = f"""
+import sys, train, src.data.loading
+def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)
+src.data.loading.fetch = stop
+sys.argv[1:] = ["--task.source=digits", "--wandb.mode=disabled", "--output_dir={tmp_path}/run"]
+train.main()
+"""
+    run = run_command([sys.executable, "-c", code], tmp_path)
+    assert run.exit_code == 7, run.stderr
     heavy = {"evaluate", "datasets", "sklearn", "transformers.modeling_utils", "peft", "pandas", "scipy", "wandb"}
-    assert not heavy & set(done.stdout.splitlines())
+    assert not heavy & set(run.stdout.splitlines())

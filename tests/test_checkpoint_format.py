@@ -1,4 +1,5 @@
-"""A checkpoint of another format is refused in one line, and stays; what is said of each comes from its state."""
+"""A checkpoint of another format is refused in one line, and stays; what is said of each comes from its state; and
+which process saves which tensor."""
 
 import json
 import shutil
@@ -7,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
+import torch
+from torch import nn
 
 from src.checkpoint.format import FORMAT_VERSION, best_first, evaluation_of, file_facts, read_state
-from src.checkpoint.resume import find_checkpoint
-from src.config import Checkpoint, load_config
-from src.process import UserError, exit_codes
-from tests.faults.runs import EACH_STEP, checkpoints, cut_back
+from src.checkpoint.tensors import rank_state_dict, run_tensors
+from src.config import Checkpoint
+from src.process import UserError
+from tests.faults.runs import EACH_STEP, checkpoints, cut_back, refusal
 from tests.launching import Whole
 
 STEPS = (22, 23, 24)
@@ -50,34 +52,26 @@ def contents(folder: Path) -> dict[Path, bytes]:
         (lambda state: state.update(progress=[]), "with other fields (progress.best, "),
     ],
 )
-def test_another_format_is_one_line_and_nothing_is_lost(
-    run: Path, change: Callable[[dict[str, Any]], object], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_format_is_one_line(run: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
     """Nor is the one before gone on from, which would have the newer one's place. Tried without: a TypeError of
     RunState or Progress; with taking it for damaged: it is renamed, and the run goes on from step 23."""
     checkpoint = run / "checkpoints" / "step_00000024"
     rewrite(checkpoint, change)
     before = contents(run)
-    config = load_config([f"--output_dir={run}", "--task.source=digits", "--max_steps=30"])
-    with pytest.raises(SystemExit) as ended, exit_codes():
-        find_checkpoint(Accelerator(cpu=True), config)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"train.py: {checkpoint} has format version ")
+    (line,) = refusal(run)
+    assert line.startswith(f"{checkpoint} has format version ")
     assert says in line
     assert line.endswith(f"this code reads version {FORMAT_VERSION}: use the code that saved it, or begin a new run")
     assert contents(run) == before
-
-
-def test_what_is_written_is_what_is_read(run: Path) -> None:
-    state = read_state(run / "checkpoints" / "step_00000024")
-    assert (state.format_version, state.progress.step, list(state.progress.evaluations)) == (FORMAT_VERSION, 24, [23])
-    assert (state.strategy, state.num_processes, state.config["save_every"]) == ("single", 1, 1)
+    with pytest.raises(UserError, match="has format version .*, and this code reads version"):
+        evaluation_of(checkpoint)
 
 
 def test_an_evaluation_that_came_after_its_checkpoint_is_in_the_next(run: Path) -> None:
     """As of a run that was stopped right before it. Tried with the checkpoint's own alone: it has none."""
     evaluated = run / "checkpoints" / "step_00000023"
+    state = read_state(run / "checkpoints" / "step_00000024")
+    assert (state.format_version, state.progress.step, list(state.progress.evaluations)) == (FORMAT_VERSION, 24, [23])
     results = evaluation_of(evaluated)
     assert set(results) == {"eval/loss", "eval/examples", "eval/accuracy"}
     rewrite(evaluated, lambda state: state["progress"].update(evaluations={}))
@@ -98,7 +92,14 @@ def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
         assert [int(path.name.removeprefix("step_")) for path in best] == steps
 
 
-def test_another_version_is_refused_by_the_reader_too(run: Path) -> None:
-    rewrite(run / "checkpoints" / "step_00000022", lambda state: state.update(format_version=99))
-    with pytest.raises(UserError, match="has format version 99, and this code reads version"):
-        evaluation_of(run / "checkpoints" / "step_00000022")
+def test_each_tensor_is_saved_by_one_process_and_buffers_by_the_first() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    tensors = run_tensors(model, [optimizer])
+    assert len(tensors) == 6 + 3 + 6 * 3
+    shares = [set(rank_state_dict(tensors, rank, 3)) for rank in range(3)]
+    assert set.union(*shares) == set(tensors)
+    assert sum(map(len, shares)) == len(tensors)
+    assert {f"model.1.{name}" for name, _ in model[1].named_buffers()} <= shares[0]

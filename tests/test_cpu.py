@@ -1,7 +1,10 @@
 """What makes a CPU faster: where it is chosen, and that the model stays the same function."""
 
+import platform
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +16,14 @@ from torch.profiler import profile
 
 from src.cpu import mkl, tune_for_cpu
 from src.cpu.dropout import Dropout
+from tests.launching import run_command
 
 ZEN = {"cpu_name": "AMD EPYC", "avx512_bf16": True}
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
+    torch.manual_seed(0)
     yield
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
@@ -42,30 +47,24 @@ def sequences_of(length: int | None) -> nn.Module:
 @pytest.mark.parametrize(
     "other",
     [
-        {"cpu_name": "Intel Xeon", "avx512_bf16": True},
-        {"cpu_name": "AMD Ryzen 7 5800X", "avx512_bf16": False},
+        {"cpu_name": "Intel Xeon", "avx512_bf16": True}, {"cpu_name": "AMD Ryzen 7 5800X", "avx512_bf16": False},
         {"neon": True},
     ],
-)
-def test_only_amds_cpus_with_avx512_need_it(
-    monkeypatch: pytest.MonkeyPatch, precision: str, other: dict[str, Any]
-) -> None:
+)  # fmt: skip
+def test_only_amds_cpus_with_avx512_need_it(monkeypatch: pytest.MonkeyPatch, precision: str, other: Any) -> None:
     assert not tuned(monkeypatch, sequences_of(mkl.LONGEST), precision, other)
     assert torch.backends.cuda.flash_sdp_enabled()
     assert tuned(monkeypatch, sequences_of(mkl.LONGEST), precision)
 
 
 @pytest.mark.parametrize(("precision", "longest"), [("bf16", mkl.LONGEST + 1), ("bf16", None), ("fp32", 1)])
-def test_attention_keeps_torchs_kernel_where_products_gain_nothing(
-    monkeypatch: pytest.MonkeyPatch, precision: str, longest: int | None
-) -> None:
+def test_attention_keeps_torchs_kernel(monkeypatch: pytest.MonkeyPatch, precision: str, longest: int | None) -> None:
     assert "attention without MKL" not in tuned(monkeypatch, sequences_of(longest), precision)
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.parametrize("kind", ["causal", "whole", "masked"])
 def test_attention_is_the_same_function_within_the_rounding_of_bf16(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    torch.manual_seed(0)
     exact = [torch.randn(2, 4, 64, 32, dtype=torch.float64) for _ in range(4)]
     inputs = [tensor.bfloat16().requires_grad_() for tensor in exact[:3]]
     options: dict[str, Any] = {"is_causal": kind == "causal"}
@@ -91,17 +90,15 @@ def test_attention_is_the_same_function_within_the_rounding_of_bf16(monkeypatch:
 
 @pytest.mark.parametrize("shape", [(96,), (40, 96), (2, 20, 96), (2, 2, 10, 96)])
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("compiler", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_linear_layer_is_the_same_function_within_the_rounding_of_fp32(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], has_bias: bool, is_compiled: bool
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], has_bias: bool, compiler: str | None
 ) -> None:
-    torch.manual_seed(0)
-    assert_same(monkeypatch, nn.Linear(96, 64, has_bias), torch.randn(shape), len(shape) > 1, is_compiled)
+    assert_same(monkeypatch, nn.Linear(96, 64, has_bias), torch.randn(shape), len(shape) > 1, compiler)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_a_frozen_parameter_gets_no_gradient(monkeypatch: pytest.MonkeyPatch, frozen: str) -> None:
-    torch.manual_seed(0)
     layer = nn.Linear(96, 64)
     layer.get_parameter(frozen).requires_grad_(False)
     assert_same(monkeypatch, layer, torch.randn(40, 96))
@@ -110,7 +107,6 @@ def test_a_frozen_parameter_gets_no_gradient(monkeypatch: pytest.MonkeyPatch, fr
 
 @pytest.mark.parametrize("change", [lambda x: x.t().contiguous().t(), lambda x: x[:1].expand(40, 96), lambda x: x[::2]])
 def test_strides_don_t_matter(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    torch.manual_seed(0)
     assert_same(monkeypatch, nn.Linear(96, 64), change(torch.randn(40, 96)))
 
 
@@ -124,7 +120,7 @@ def assert_same(
     layer: nn.Linear,
     inputs: Tensor,
     is_large: bool = True,
-    is_compiled: bool = False,
+    compiler: str | None = None,
 ) -> None:
     """Outputs and all gradients, and that oneDNN computed them where the layer is large enough."""
     exact = deepcopy(layer).double()
@@ -140,7 +136,7 @@ def assert_same(
     def gradients(layer: nn.Module) -> list[Tensor]:
         return [p.grad.double() for p in layer.parameters() if p.grad is not None]
 
-    called = torch.compile(layer) if is_compiled else layer
+    called = torch.compile(layer, backend=compiler) if compiler else layer
     computed(called, inputs)  # compiles
     layer.zero_grad()
     with profile() as events:
@@ -164,7 +160,6 @@ def test_a_small_layer_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("p", [0.25, 0.5, 0.05, 0.3])  # multiples of 1/256, and not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_has_the_distribution_of_torchs(p: float, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     ones, draws = torch.ones(1001, dtype=dtype, requires_grad=True), 400
     dropout = Dropout(p)
     outputs = [dropout(ones) for _ in range(draws)]
@@ -191,3 +186,22 @@ def test_dropout_follows_the_layout_of_what_it_drops() -> None:
         dropped = Dropout(0.5)(x)
         assert dropped.stride() == torch.empty_like(x).stride()
         assert 0 < dropped.count_nonzero() < x.numel()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="counts the new pages that glibc takes")
+def test_glibc_gives_large_blocks_back(tmp_path: Path) -> None:
+    """src/cpu/malloc.py: why it keeps them."""
+    code = """
+import resource, torch
+from src.cpu.malloc import keep_freed_memory
+def new_pages():
+    for _ in range(20): torch.ones(10_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5): torch.ones(10_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(new_pages(), keep_freed_memory(), new_pages())
+"""
+    given_back, is_kept, kept = run_command([sys.executable, "-c", code], tmp_path).succeeded().stdout.split()
+    assert is_kept == "True"
+    assert int(given_back) > 10_000
+    assert int(kept) < 1_000

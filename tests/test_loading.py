@@ -22,16 +22,12 @@ def shards(world_size: int, micro_batch_size: int = 2) -> Iterator[ShardedBatchS
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_each_window_holds_the_same_examples_on_any_number_of_processes(world_size: int) -> None:
+    """Every example comes once, and every process runs as many micro-batches."""
     (alone,) = shards(1)
-    together = zip(*(shard.steps() for shard in shards(world_size)), strict=True)
-    for expected, ranks in zip(alone.steps(), together, strict=True):
-        split = np.concatenate([micro_batch for rank in ranks for micro_batch in rank])
-        assert sorted(split) == sorted(np.concatenate(expected))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_every_example_comes_once_and_every_process_runs_as_many_micro_batches(world_size: int) -> None:
     ranks = [list(shard.steps()) for shard in shards(world_size)]
+    for expected, windows in zip(alone.steps(), zip(*ranks, strict=True), strict=True):
+        split = np.concatenate([micro_batch for window in windows for micro_batch in window])
+        assert sorted(split) == sorted(np.concatenate(expected))
     seen = [index for rank in ranks for window in rank for micro_batch in window for index in micro_batch]
     assert sorted(seen) == list(range(EXAMPLES))
     assert len({tuple(len(window) for window in rank) for rank in ranks}) == 1

@@ -1,6 +1,5 @@
 """The MNIST task: the CNN of pytorch/examples, images as one tensor, and what happens to wrong files."""
 
-import shutil
 import struct
 from pathlib import Path
 
@@ -34,17 +33,12 @@ def reference_forward(model: MnistCnn, images: Tensor) -> Tensor:
     return model.fc2(F.relu(model.fc1(x)))
 
 
-def test_the_cnn_is_that_of_pytorch_examples() -> None:
+def test_the_cnn_is_that_of_pytorch_examples_and_errs_by_no_more_in_bf16() -> None:
     model = MnistCnn().eval()
     assert sum(p.numel() for p in model.parameters()) == 1_199_882
-    images = torch.randint(0, 256, (4, 28, 28), dtype=torch.uint8)
-    torch.testing.assert_close(model(images), reference_forward(model, images))
-
-
-def test_in_bf16_the_cnn_errs_by_no_more_than_the_plain_one() -> None:
-    model = MnistCnn().eval()
     images = torch.randint(0, 256, (64, 28, 28), dtype=torch.uint8)
     exact = reference_forward(model, images)
+    torch.testing.assert_close(model(images), exact)
     with torch.autocast("cpu", torch.bfloat16):
         ours, plain = model(images), reference_forward(model, images)
     assert ours.dtype == torch.bfloat16
@@ -55,30 +49,22 @@ def test_dropout_scales_both_rates() -> None:
     assert [(m.dropout1.p, m.dropout2.p) for m in map(MnistCnn, (1, 0.5, 0))] == [(0.25, 0.5), (0.125, 0.25), (0, 0)]
 
 
-def test_a_batch_is_fetched_at_once() -> None:
-    train, _ = bundled_digits()
-    batch = train.__getitems__([3, 1])
-    assert batch["images"].dtype == torch.uint8
-    assert torch.equal(batch["images"], train.images[[3, 1]])
-    assert torch.equal(batch["labels"], train.labels[[3, 1]])
-
-
-def test_the_bundled_digits_are_scikit_learns() -> None:
+def test_the_bundled_digits_are_scikit_learns_and_look_like_mnists() -> None:
     train, evaluation = bundled_digits()
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     assert torch.cat([evaluation.labels, train.labels]).tolist() == labels[order].tolist()
     center = torch.cat([evaluation.images, train.images])[:, 4:24, 4:24].double().mean((1, 2))
     assert np.corrcoef(center, images[order].mean(1))[0, 1] > 0.999  # enlarged
-
-
-def test_the_bundled_digits_look_like_mnists() -> None:
-    train, evaluation = bundled_digits()
     assert (len(train), len(evaluation)) == (1438, 359)
     assert train.images.shape[1:] == (28, 28)
     assert train.images.max() == 255
     assert train.images[:, :4].max() == train.images[:, :, -4:].max() == 0
     assert set(train.labels.tolist()) == set(evaluation.labels.tolist()) == set(range(10))
+    batch = train.__getitems__([3, 1])  # at once
+    assert batch["images"].dtype == torch.uint8
+    assert torch.equal(batch["images"], train.images[[3, 1]])
+    assert torch.equal(batch["labels"], train.labels[[3, 1]])
 
 
 def dots(row: int, column: int) -> Digits:
@@ -134,25 +120,13 @@ def test_the_real_mnist_is_torchvisions() -> None:
         assert torch.equal(ours.labels, theirs.targets)
 
 
-@pytest.mark.parametrize("file", IDX_FILES)
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "swapped"])
-def test_a_wrong_file_is_named_with_what_to_do(tmp_path: Path, file: str, damage: str) -> None:
+def test_a_wrong_file_is_named_with_what_to_do(tmp_path: Path, number: int, damage: str) -> None:
     write_mnist(tmp_path / "data")
-    path = tmp_path / "data" / file
-    match damage:
-        case "truncated":
-            path.write_bytes(path.read_bytes()[:-1])
-        case "empty":
-            path.write_bytes(b"")
-        case "text":
-            path.write_text("<html>404</html>")
-        case "swapped":
-            other = (
-                file.replace("labels-idx1", "images-idx3")
-                if "labels" in file
-                else file.replace("images-idx3", "labels-idx1")
-            )
-            shutil.copy(tmp_path / "data" / other, path)
+    path, other = (tmp_path / "data" / IDX_FILES[i] for i in (number, number ^ 1))  # images and their labels
+    damaged = {"truncated": path.read_bytes()[:-1], "empty": b"", "text": b"<html>", "swapped": other.read_bytes()}
+    path.write_bytes(damaged[damage])
     with pytest.raises(ValueError, match=f"{path}: truncated or not an IDX file.*set --task.data_dir"):
         mnist(str(tmp_path / "data"))
 

@@ -29,25 +29,16 @@ def ours(steps: int, steps_per_epoch: int = 10, **settings: object) -> list[floa
     return [lr_at(step, config, steps, steps_per_epoch) for step in range(steps)]
 
 
-def test_step_decay_is_torchs_step_lr_per_epoch() -> None:
-    expected = torch_schedule(StepLR, 50, step_size=10, gamma=0.7)
-    assert ours(50, schedule="step", decay_factor=0.7) == pytest.approx(expected)
-
-
-def test_cosine_is_torchs() -> None:
-    expected = torch_schedule(CosineAnnealingLR, 50, T_max=50, eta_min=0.05)
-    assert ours(50, schedule="cosine", final_lr_ratio=0.1) == pytest.approx(expected)
-
-
-def test_constant_and_linear() -> None:
+def test_schedules_are_torchs_or_the_textbooks() -> None:
+    per_epoch = torch_schedule(StepLR, 50, step_size=10, gamma=0.7)
+    assert ours(50, schedule="step", decay_factor=0.7) == pytest.approx(per_epoch)
+    cosine = torch_schedule(CosineAnnealingLR, 50, T_max=50, eta_min=0.05)
+    assert ours(50, schedule="cosine", final_lr_ratio=0.1) == pytest.approx(cosine)
     assert ours(4, schedule="constant") == [0.5] * 4
     assert ours(4, schedule="linear", final_lr_ratio=0.2) == pytest.approx([0.5, 0.4, 0.3, 0.2])
-
-
-@pytest.mark.parametrize("warmup", [5, 0.1])
-def test_warm_up_rises_to_the_peak_in_steps_or_as_a_share(warmup: float) -> None:
-    rates = ours(50, schedule="constant", warmup_steps=warmup)
-    assert rates[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    for warmup in (5, 0.1):  # in steps, or as a share
+        rates = ours(50, schedule="constant", warmup_steps=warmup)
+        assert rates[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
 
 
 def test_one_cycle_rises_from_a_25th_and_falls_to_the_final_rate() -> None:
@@ -83,18 +74,14 @@ def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
 
 
 def test_muon_takes_the_hidden_matrices_only() -> None:
+    """All of them with adapters, or none. Tried without: "optimizer got an empty parameter list". A single row is no
+    matrix to it: FSDP leaves some processes nothing of one, and Muon fails there."""
     muon, rest = build_optimizers(Optim(name="muon"), MnistCnn())
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(128, 9216)]
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
-
-
-def test_muon_alone_or_with_nothing_to_take() -> None:
-    """As with adapters, which are all hidden matrices. Tried without: "optimizer got an empty parameter list". A single
-    row is no matrix to it: FSDP leaves some processes nothing of one, and Muon fails there."""
     hidden, row, end = nn.Linear(8, 8, bias=False), nn.Linear(8, 1, bias=False), nn.Linear(8, 8, bias=False)
     for parts, takes in (((hidden, end), [True, False]), ((row, end), [False])):
-        model = nn.Sequential(*parts)
-        found = build_optimizers(Optim(name="muon"), model)
+        found = build_optimizers(Optim(name="muon"), nn.Sequential(*parts))
         assert [isinstance(optimizer, torch.optim.Muon) for optimizer in found] == takes
         assert sum(len(group["params"]) for optimizer in found for group in optimizer.param_groups) == len(parts)
     end.requires_grad_(False)
@@ -104,10 +91,7 @@ def test_muon_alone_or_with_nothing_to_take() -> None:
 
 def test_scaling_and_clipping_are_torchs() -> None:
     gradients = [torch.randn(3, 4), torch.randn(5)]
-    ours, theirs = (
-        nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)]),
-        nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)]),
-    )
+    ours, theirs = (nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)]) for _ in range(2))
     for a, b, gradient in zip(ours, theirs, gradients, strict=True):
         a.grad, b.grad = gradient * 7, gradient.clone()
     gradients_ours = local_gradients(ours.parameters())

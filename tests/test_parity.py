@@ -4,21 +4,22 @@ The learning rate is small here, as it is in the first steps of a real run. At i
 rounding makes of the order of a sum doubles every few steps, in plain PyTorch too (README, "What is promised").
 """
 
+from typing import Any
+
 import pytest
 from safetensors.torch import load_file
 
-from tests.launching import MNIST, Launch, Run, needs_mnist
+from tests.launching import MNIST, Launch, Run, Whole, needs_mnist
 
-STRATEGIES = [
-    ("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("fsdp_grad_op", 2), ("fsdp_offload", 2),
-]  # fmt: skip
 # 1,438 digits make 22 windows of 64 and one of 30, of which four processes with micro-batches of 4 get 4, 4 and at
 # last an empty one: 50 steps pass two such ends of an epoch. (The shift stays on: it must not depend on processes.)
-DIGITS = (
-    "--micro_batch_size=4", "--max_steps=50", "--log_every=1", "--task.dropout=0", "--optim.lr=1e-4",
-    "--optim.max_grad_norm=1",
-)  # fmt: skip
-REAL = (f"--task.data_dir={MNIST}", "--task.source=mnist", "--max_steps=50", "--log_every=1", "--task.dropout=0")
+CURVE = ("--max_steps=50", "--log_every=1", "--task.dropout=0")
+DIGITS = (*CURVE, "--optim.lr=1e-4", "--optim.max_grad_norm=1")
+REAL = (*CURVE, f"--task.data_dir={MNIST}", "--task.source=mnist")
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def norms(run: Run) -> list[float]:
@@ -38,42 +39,41 @@ def assert_same_curve(run: Run, alone: Run, examples: int) -> None:
     assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def digits_alone(launch: Launch) -> Run:
-    return launch("cpu", *DIGITS).succeeded()
-
-
-@pytest.mark.parametrize(("yaml", "processes"), STRATEGIES)
+@pytest.mark.parametrize(
+    ("yaml", "processes", "micro_batch_size"),
+    [
+        ("cpu", 1, 16), slow("ddp", 2, 4), ("ddp", 4, 4), ("fsdp", 2, 16), slow("fsdp", 4, 4), ("fsdp", 4, 16),
+        ("fsdp_grad_op", 2, 16), ("fsdp_offload", 2, 16),
+    ],
+)  # fmt: skip
 def test_digits_with_accumulation_clipping_and_ragged_windows(
-    launch: Launch, digits_alone: Run, yaml: str, processes: int
+    launch: Launch, whole: Whole, yaml: str, processes: int, micro_batch_size: int
 ) -> None:
-    run = launch(yaml, *DIGITS, processes=processes).succeeded()
-    assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml, processes)
-    assert_same_curve(run, digits_alone, 359)
+    run = launch(yaml, *DIGITS, f"--micro_batch_size={micro_batch_size}", processes=processes).succeeded()
+    strategy = yaml.replace("cpu", "single")
+    assert (run.summary["strategy"], run.summary["num_processes"]) == (strategy, processes)
+    assert_same_curve(run, whole("cpu", *DIGITS), 359)
 
 
-def test_accumulation_changes_nothing_but_memory(launch: Launch, digits_alone: Run) -> None:
-    at_once = [argument for argument in DIGITS if "micro" not in argument]
-    assert_same_curve(launch("cpu", *at_once).succeeded(), digits_alone, 359)
-
-
-def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(launch: Launch, digits_alone: Run) -> None:
+def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(launch: Launch, whole: Whole) -> None:
+    alone = whole("cpu", *DIGITS)
     losses = launch("ddp_bf16_hook", "--ddp_comm_hook=bf16", *DIGITS).succeeded().losses
-    assert losses != pytest.approx(digits_alone.losses, rel=1e-5)
-    assert losses == pytest.approx(digits_alone.losses, rel=2e-2)
+    assert losses != pytest.approx(alone.losses, rel=1e-5)
+    assert losses == pytest.approx(alone.losses, rel=2e-2)
 
 
+@pytest.mark.slow
 def test_three_processes_agree_too(launch: Launch) -> None:
-    arguments = [*DIGITS[1:], "--global_batch_size=60"]
+    arguments = [*DIGITS, "--global_batch_size=60"]
     assert_same_curve(launch("fsdp", *arguments, processes=3).succeeded(), launch("cpu", *arguments).succeeded(), 359)
 
 
-@pytest.fixture(scope="module")
-def mnist_alone(launch: Launch) -> Run:
-    return launch("cpu", *REAL).succeeded()
-
-
 @needs_mnist
-@pytest.mark.parametrize(("yaml", "processes"), STRATEGIES)
-def test_mnist(launch: Launch, mnist_alone: Run, yaml: str, processes: int) -> None:
-    assert_same_curve(launch(yaml, *REAL, processes=processes).succeeded(), mnist_alone, 10_000)
+@pytest.mark.parametrize(
+    ("yaml", "processes"),
+    [
+        ("fsdp", 2), slow("ddp", 2), slow("ddp", 4), slow("fsdp", 4), slow("fsdp_grad_op", 2), slow("fsdp_offload", 2),
+    ],
+)  # fmt: skip
+def test_mnist(launch: Launch, whole: Whole, yaml: str, processes: int) -> None:
+    assert_same_curve(launch(yaml, *REAL, processes=processes).succeeded(), whole("cpu", *REAL), 10_000)

@@ -7,12 +7,8 @@ from src.progress import Progress
 
 def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps() -> None:
     progress = Progress()
-    assert [progress.update_loss_scale(norm, is_fp16=True) for norm in (3.0, math.inf, math.nan, 3.0)] == [
-        True,
-        False,
-        False,
-        True,
-    ]
+    norms = (3.0, math.inf, math.nan, 3.0)
+    assert [progress.update_loss_scale(norm, is_fp16=True) for norm in norms] == [True, False, False, True]
     assert (progress.loss_scale, progress.skipped) == (2.0**14, 2)
     assert all(progress.update_loss_scale(3.0, is_fp16=True) for _ in range(1998))
     assert progress.loss_scale == 2.0**14

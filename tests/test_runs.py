@@ -4,7 +4,6 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +21,7 @@ GPU_YAMLS = ["single_gpu", "ddp", "ddp_bf16_hook", "fsdp", "fsdp_grad_op", "fsdp
 @pytest.fixture(scope="module")
 def digits(launch: Launch) -> Run:
     """A short version of `make train`."""
-    arguments = ("--config=configs/digits.yaml", "--epochs=8", "--eval_every=92", "--log_every=23")
+    arguments = ("--config=configs/digits.yaml", "--epochs=5", "--eval_every=69", "--log_every=23")
     return launch("cpu", *arguments, wandb="auto").succeeded()
 
 
@@ -41,15 +40,15 @@ def test_exactly_these_files_are_written(digits: Run) -> None:
 
 def test_the_summary_says_what_ran_and_what_came_out(digits: Run) -> None:
     summary = digits.summary
-    assert summary["step"] == 184
-    assert summary["epoch"] == 8
+    assert summary["step"] == 115
+    assert summary["epoch"] == 5
     assert summary["parameters"] == 1_199_882
     assert (summary["strategy"], summary["num_processes"], summary["device"]) == ("single", 1, "cpu")
     assert summary["precision"] == "fp32"
     assert summary["requested"] == {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}
     assert summary["eval/examples"] == 359
     assert [peak > 2**20 for peak in summary["peak_memory_bytes"]] == [True]
-    assert 0 < 8 * 1438 / summary["samples_per_second"] < summary["seconds"]
+    assert 0 < 5 * 1438 / summary["samples_per_second"] < summary["seconds"]
     assert summary["train/loss"] == digits.losses[-1]
 
 
@@ -57,8 +56,8 @@ def test_each_record_is_a_json_object_with_its_step_first(digits: Run) -> None:
     assert all(next(iter(record)) == "step" for record in digits.records)
     training = [record for record in digits.records if "train/loss" in record]
     evaluation = [record for record in digits.records if "eval/loss" in record]
-    assert [record["step"] for record in training] == list(range(23, 185, 23))
-    assert [record["step"] for record in evaluation] == [92, 184]
+    assert [record["step"] for record in training] == list(range(23, 116, 23))
+    assert [record["step"] for record in evaluation] == [69, 115]
     for record in training:
         assert set(record) - {"step", "epoch"} == {
             "train/loss", "train/lr", "train/grad_norm", "perf/samples_per_second",
@@ -73,27 +72,26 @@ def test_the_terminal_tells_the_start_the_course_and_the_end_and_nothing_else(di
         titles.remove("tuned")
     assert titles == ["strategy", "model", "data", "batch", "steps", "output", "W&B"]
     assert "single (asked for by" in lines[1]
-    assert re.fullmatch(r"step +23/184  loss \d\.\d{4}  lr .* samples/s  eta \d\d:\d\d", lines[first])
+    assert re.fullmatch(r"step +23/115  loss \d\.\d{4}  lr .* samples/s  eta \d\d:\d\d", lines[first])
     end = lines.index(next(line for line in lines if line.startswith("done in ")))
     assert [line.split()[0] for line in lines[end + 1 :]] == ["model", "record", "upload"]
     assert digits.stderr == ""
 
 
-def wandb_records(run: Run) -> Iterator[dict]:
+def wandb_records(run: Run) -> tuple[str, list[int]]:
+    """Returns: all of them, and the exit codes among them."""
     (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
-    shown = run_command([str(BIN / "wandb"), "leet", "inspect", "--json", str(file)], run.folder)
-    assert shown.exit_code == 0, shown.stderr
-    for line in shown.stdout.splitlines():
-        yield json.loads(line)
+    shown = run_command([str(BIN / "wandb"), "leet", "inspect", "--json", str(file)], run.folder).succeeded().stdout
+    records = [json.loads(line) for line in shown.splitlines()]
+    return json.dumps(records), [record["exit"].get("exit_code", 0) for record in records if "exit" in record]
 
 
 def test_wandb_offline_holds_config_strategy_history_and_success(digits: Run) -> None:
-    text = json.dumps(list(wandb_records(digits)))
+    text, exit_codes = wandb_records(digits)
     run_id = (digits.folder / "wandb" / "run_id").read_text()
     for expected in (run_id, "train/loss", "eval/accuracy", "digits", "requested", "accelerate_configs/cpu.yaml"):
         assert expected in text
-    exits = [record["exit"] for record in wandb_records(digits) if "exit" in record]
-    assert [e.get("exit_code", 0) for e in exits] == [0]
+    assert exit_codes == [0]
 
 
 def test_the_export_gives_the_reported_accuracy_without_the_loop(digits: Run) -> None:
@@ -105,26 +103,11 @@ def test_the_export_gives_the_reported_accuracy_without_the_loop(digits: Run) ->
     assert accuracy == pytest.approx(digits.summary["eval/accuracy"])
 
 
-def test_config_yaml_repeats_the_run_to_the_last_digit(digits: Run, tmp_path: Path) -> None:
-    """Under another name alone: the run had an output_dir of its own. Tried with that in it: "nothing to do"."""
-    config = f"--config={digits.folder}/config.yaml"
-    command = [sys.executable, str(PROJECT / "train.py"), config, "--run_name=again"]
-    assert run_command(command, tmp_path / "runs" / "again", cwd=tmp_path).succeeded().losses == digits.losses
-
-
-def test_a_folder_with_another_run_is_refused_and_keeps_it(launch: Launch, digits: Run) -> None:
-    before = (digits.folder / "summary.json").read_bytes()
-    refused = launch("ddp", "--seed=1", folder=digits.folder, processes=2)
-    assert refused.exit_code != 0
-    assert len(refused.messages) == 1
-    assert "is of a run with other settings" in refused.messages[0]
-    assert (digits.folder / "summary.json").read_bytes() == before
-
-
 @pytest.mark.parametrize("yaml", GPU_YAMLS)
 def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, yaml: str) -> None:
     hook = ["--ddp_comm_hook=bf16"] if yaml == "ddp_bf16_hook" else []  # as the yaml's header says
-    run = launch(yaml, "--max_steps=2", "--optim.max_grad_norm=0.1", *hook, real=True).succeeded()
+    arguments = ("--max_steps=2", "--optim.max_grad_norm=0.1", *hook)
+    run = launch(yaml, *arguments, real=yaml == "fsdp").succeeded()
     processes = 1 if yaml == "single_gpu" else 2
     strategy = {"single_gpu": "single", "ddp_bf16_hook": "ddp", "fsdp_fp8": "fsdp"}.get(yaml, yaml)
     first = run.stdout.splitlines()[0]
@@ -143,7 +126,7 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, ya
 @pytest.mark.parametrize(
     ("optimizer", "lr", "within"), [("muon", 5e-4, 1e-4), ("adadelta", 0.1, 1e-5), ("sgd", 0.005, 1e-5)]
 )
-def test_every_optimizer_takes_the_same_steps_sharded_and_offloaded(
+def test_every_optimizer_takes_the_same_steps_offloaded(
     launch: Launch, optimizer: str, lr: float, within: float
 ) -> None:
     """torch's Muon computes in bf16: there rounding is larger."""
@@ -156,7 +139,7 @@ def test_every_optimizer_takes_the_same_steps_sharded_and_offloaded(
 
 @pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("fsdp", 2)])
 def test_bf16_on_request(launch: Launch, yaml: str, processes: int) -> None:
-    arguments = ("--max_steps=23", "--log_every=1", "--task.dropout=0", "--optim.schedule=constant")
+    arguments = ("--max_steps=6", "--log_every=1", "--task.dropout=0", "--optim.schedule=constant")
     half = launch(yaml, *arguments, processes=processes, launcher_arguments=("--mixed_precision=bf16",)).succeeded()
     full = launch(yaml, *arguments, processes=processes).succeeded()
     assert (half.summary["precision"], full.summary["precision"]) == ("bf16", "fp32")
@@ -166,21 +149,8 @@ def test_bf16_on_request(launch: Launch, yaml: str, processes: int) -> None:
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
-def test_workers_change_nothing(launch: Launch) -> None:
-    arguments = ("--max_steps=30", "--log_every=1")  # over the end of an epoch
-    without = launch("cpu", *arguments).succeeded()
-    assert launch("cpu", *arguments, "--num_workers=2").succeeded().losses == without.losses
-
-
-def test_fewer_steps_are_the_same_curve_cut_off(launch: Launch) -> None:
-    short = launch("cpu", "--max_steps=5", "--log_every=1").succeeded()
-    longer = launch("cpu", "--max_steps=8", "--log_every=1").succeeded()
-    assert longer.losses[:5] == short.losses
-    assert [len(short.losses), len(longer.losses)] == [5, 8]
-
-
 def test_a_record_is_the_mean_over_the_steps_since_the_last(launch: Launch) -> None:
-    arguments = ("--max_steps=5", "--global_batch_size=1000", "--task.dropout=0")  # windows of 1,000 and 438
+    arguments = ("--max_steps=3", "--global_batch_size=1000", "--task.dropout=0")  # windows of 1,000 and 438
     each = launch("cpu", *arguments, "--log_every=1").succeeded()
     pairs = launch("cpu", *arguments, "--log_every=2").succeeded()
     expected = [(1000 * a + 438 * b) / 1438 for a, b in zip(each.losses[::2], each.losses[1::2], strict=False)]
@@ -188,34 +158,44 @@ def test_a_record_is_the_mean_over_the_steps_since_the_last(launch: Launch) -> N
     assert pairs.losses[-1] == each.losses[-1]
 
 
-def test_several_machines_train_one_model(launch: Launch, tmp_path: Path) -> None:
-    """Two launchers stand in for two machines, joined by --main_process_ip and --main_process_port."""
+TWO_MACHINES = ("--num_machines=2", "--main_process_ip=127.0.0.1")
+
+
+def test_several_machines_train_one_model(launch: Launch) -> None:
+    arguments = ("--max_steps=5", "--log_every=1", "--task.dropout=0")
+    run = launch("fsdp", *arguments, launcher_arguments=(*TWO_MACHINES, "--machine_rank=0")).succeeded()
+    assert run.summary["num_processes"] == 2
+    assert run.losses == pytest.approx(launch("cpu", *arguments).succeeded().losses, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_several_launchers_train_one_model(launch: Launch, tmp_path: Path) -> None:
+    """They stand in for two machines, joined by --main_process_ip and --main_process_port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = ("--max_steps=5", "--log_every=1", "--task.dropout=0")
+    arguments = ("--max_steps=5", "--log_every=1", "--task.dropout=0")
 
     def machine(rank: int) -> Run:
         folder = tmp_path / "run"
-        where = f"--num_machines=2 --machine_rank={rank} --main_process_ip=127.0.0.1 --main_process_port={port}"
-        command = [str(BIN / "accelerate"), "launch", "--config_file=accelerate_configs/fsdp.yaml", *where.split()]
-        command += ["train.py", "--task.source=digits", f"--output_dir={folder}", "--wandb.mode=disabled", *settings]
-        return run_command(command, folder)
+        where = (*TWO_MACHINES, f"--machine_rank={rank}", f"--main_process_port={port}")
+        command = [str(BIN / "accelerate"), "launch", "--config_file=accelerate_configs/fsdp.yaml", *where]
+        command += ["train.py", "--task.source=digits", f"--output_dir={folder}", "--wandb.mode=disabled", *arguments]
+        return run_command(command, folder).succeeded()
 
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(machine, (0, 1))
-    assert second.succeeded().stdout == ""
-    alone = launch("cpu", *settings).succeeded()
-    assert first.succeeded().summary["num_processes"] == 2
-    assert first.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert second.stdout == ""
+    assert first.summary["num_processes"] == 2
+    assert first.losses == pytest.approx(launch("cpu", *arguments).succeeded().losses, rel=1e-5)
 
 
-def test_a_crash_ends_the_run_as_crashed(launch: Launch) -> None:
+def test_a_bug_keeps_its_traceback_and_ends_the_run_as_crashed(launch: Launch) -> None:
     run = launch("cpu", before="import src.optim; src.optim.set_lr = None", wandb="auto")
     assert run.exit_code == 1
     assert "TypeError: 'NoneType' object is not callable" in run.stderr
-    (exit_record,) = [record["exit"] for record in wandb_records(run) if "exit" in record]
-    assert exit_record["exit_code"] == 1
+    assert run.messages == []
+    assert wandb_records(run)[1] == [1]
     assert not (run.folder / "summary.json").exists()
 
 
@@ -240,11 +220,14 @@ def test_one_process_is_enough_for_every_yaml(launch: Launch, yaml: str) -> None
     assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.replace("ddp", "single"), 1)
 
 
-def test_the_progress_bar_shows_in_a_terminal(tmp_path: Path) -> None:
-    command = [sys.executable, "train.py", "--task.source=digits", "--max_steps=3", "--log_every=1"]
-    command += ["--wandb.mode=disabled", f"--output_dir={tmp_path}/run"]
-    shell = f"stty cols 140 rows 40; exec {' '.join(command)}"
+def test_by_plain_python_in_a_terminal_config_yaml_repeats_the_run(launch: Launch, tmp_path: Path) -> None:
+    """Under another name alone: the run had an output_dir of its own. Tried with that in it: "nothing to do"."""
+    first = launch("cpu", "--config=configs/digits.yaml", "--max_steps=3", "--log_every=1").succeeded()
+    command = f"{sys.executable} {PROJECT}/train.py --config={first.folder}/config.yaml --run_name=again"
+    shell = f"stty cols 140 rows 40; exec {command}"
     in_terminal = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(['sh', '-c', {shell!r}])))"
-    run = run_command([sys.executable, "-c", in_terminal], tmp_path / "run").succeeded()
+    run = run_command([sys.executable, "-c", in_terminal], tmp_path / "runs" / "again", cwd=tmp_path).succeeded()
+    assert run.losses == first.losses
+    assert (run.summary["strategy"], run.summary["num_processes"]) == ("single", 1)
     assert re.search(r"100%.* 3/3 .*loss \d.*lr .*samples/s", run.stdout)
     assert run.stdout.count("done in") == 1

@@ -3,8 +3,6 @@
 import itertools
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,9 @@ import yaml
 
 from src.checkpoint.output_folder import parent_checkpoint
 from src.config import Config, load_config
-from tests.launching import PROJECT
+from tests.launching import PROJECT, mistakes
 
-
-def mistakes(*argv: str) -> list[str]:
-    with pytest.raises(ValueError, match=".") as error:
-        load_config(list(argv))
-    return str(error.value).splitlines()
+TEXT = ("--task.name=causal_lm", "--task.dataset=a.txt")
 
 
 @pytest.fixture(autouse=True)
@@ -35,122 +29,127 @@ def test_the_command_line_beats_the_last_yaml_beats_the_first_beats_the_code() -
     assert config.log_every == 50
 
 
-def test_scientific_notation_is_a_number_on_the_command_line_and_in_yaml() -> None:
+def test_numbers_are_what_they_look_like_and_text_stays_text() -> None:
+    """Tried with YAML 1.1: 90 hours, seed 8, one epoch; and without taking text as it is: `not a valid string`, for the
+    mapping that YAML makes of it."""
     Path("a.yaml").write_text("optim:\n  lr: 1e-4\nmax_steps: 1e3")
     config = load_config(["--config=a.yaml", "--global_batch_size=1e2", "--optim.weight_decay=1e-2"])
     assert (config.optim.lr, config.max_steps, config.global_batch_size) == (1e-4, 1000, 100)
     assert config.optim.weight_decay == 0.01
-
-
-def test_text_stays_text_and_null_empties() -> None:
     config = load_config(["--run_name=007", "--max_steps=null", "--wandb.tags=[a, b]", "--wandb.entity=7e10"])
     assert (config.run_name, config.max_steps, config.wandb.tags) == ("007", None, ["a", "b"])
-    assert config.wandb.entity == "7e10"
-    assert config.folder == Path("runs/007")
+    assert (config.wandb.entity, config.folder) == ("7e10", Path("runs/007"))
+    for text in ("lr: 3", "{a: 1}", "a, b: c", "- x", "# x"):
+        assert load_config([f"--run_name={text}", f"--wandb.entity={text}"]).run_name == text
+    assert load_config(["--run_name=None"]).run_name == "None"
+    Path("b.yaml").write_text("seed: 010\nmax_steps: 1_000\noptim: {lr: 1e-3, max_grad_norm: .5}\nrun_name: 1e3")
+    config = load_config(["--config=b.yaml"])
+    assert (config.seed, config.max_steps, config.optim.lr, config.optim.max_grad_norm) == (10, 1000, 0.001, 0.5)
+    Path("c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(["--config=c.yaml"]).model_dump() == config.model_dump()
 
 
-def test_every_mistake_is_one_line_with_the_nearest_name_and_where_it_was_written() -> None:
-    Path("a.yaml").write_text("epoch: 3\noptim:\n  lr: fast")
-    assert mistakes(
-        "--config=a.yaml", "--config=b.yaml", "--optm.lr=1", "--lr=1", "--seed=-1", "--task=mnist", "--task.dropout=9",
-        "--optim.name=adam", "--global_batch_size=0", "verbose", "--log_every", "--output_dir=/proc/version/x",
-    ) == [
-        "verbose: not understood, settings are written --name=value",
-        "--log_every: not understood, settings are written --name=value",
-        "--config=b.yaml: no such file, did you mean a.yaml?",
-        "a.yaml: epoch: 3: unknown setting, did you mean epochs?",
-        "--optm.lr=1: unknown setting, did you mean optim.lr?",
-        "--lr=1: unknown setting, did you mean optim.lr?",
-        "--task=mnist: task is a group, write for example --task.name=…",
-        "--seed=-1: must be greater than or equal to 0",
-        "--global_batch_size=0: must be greater than 0",
-        "--task.dropout=9: must be less than 2",
-        "--optim.name=adam: must be 'adamw', 'sgd', 'adadelta' or 'muon'",
-        "a.yaml: optim.lr: fast: must be a valid number, unable to parse string as a number",
-        "output_dir=/proc/version/x: /proc/version is a file, not a folder; choose another --output_dir",
-    ]  # fmt: skip
-
-
-def test_an_unknown_task_is_named_with_those_there_are() -> None:
-    assert mistakes("--task.name=mnits", "--task.source=digits") == [
-        "--task.name=mnits: no such task, did you mean mnist? (causal_lm, mnist, text_classification)"
-    ]
+def test_fields_of_a_mapping_come_together_in_any_order() -> None:
+    """Tried without: the mapping on the command line drops what came before it."""
+    Path("a.txt").touch()
+    part, rest = "--task.architecture.model_type=llama", "--task.architecture={hidden_size: 32}"
+    for arguments in ([part, rest], [rest, part]):
+        task: Any = load_config([*TEXT, *arguments]).task
+        assert task.architecture == {"model_type": "llama", "hidden_size": 32}
+    given = "--task.architecture={model_type: llama, hidden_size: 010, rope: 1:30}", "--task.architecture.layers=010"
+    task = load_config([*TEXT, *given]).task
+    assert task.architecture == {"model_type": "llama", "hidden_size": 10, "rope": "1:30", "layers": 10}
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("arguments", "files", "lines"),
     [
-        ("a: [1", "a.yaml: not yaml, see line 1"),
-        ("- 1", "a.yaml: must hold settings, one `name: value` a line"),
-        ("1: 2", "a.yaml: must hold settings, one `name: value` a line"),
-        ("\x00", "a.yaml: not yaml"),
+        ("--config=a.yaml|--config=b.yaml|--optm.lr=1|--lr=1|--seed=-1|--task=mnist|--task.dropout=9|--optim.name=adam|"
+         "--global_batch_size=0|verbose|--log_every|--output_dir=/proc/version/x",
+         {"a": "epoch: 3\noptim:\n  lr: fast"}, [
+            "verbose: not understood, settings are written --name=value",
+            "--log_every: not understood, settings are written --name=value",
+            "--config=b.yaml: no such file, did you mean a.yaml?",
+            "a.yaml: epoch: 3: unknown setting, did you mean epochs?",
+            "--optm.lr=1: unknown setting, did you mean optim.lr?",
+            "--lr=1: unknown setting, did you mean optim.lr?",
+            "--task=mnist: task is a group, write for example --task.name=…",
+            "--seed=-1: must be greater than or equal to 0",
+            "--global_batch_size=0: must be greater than 0",
+            "--task.dropout=9: must be less than 2",
+            "--optim.name=adam: must be 'adamw', 'sgd', 'adadelta' or 'muon'",
+            "a.yaml: optim.lr: fast: must be a valid number, unable to parse string as a number",
+            "output_dir=/proc/version/x: /proc/version is a file, not a folder; choose another --output_dir",
+        ]),
+        ("--task.name=mnits|--task.source=digits", {}, [
+            "--task.name=mnits: no such task, did you mean mnist? (causal_lm, mnist, text_classification)"]),
+        ("--config=a.yaml|--config=b.yaml|--config=c.yaml|--config=d.yaml|--config=.",
+         {"a": "a: [1", "b": "\x00", "c": "- 1", "d": "1: 2"}, [
+            "--config=a.yaml: not yaml, see line 1",
+            "--config=b.yaml: not yaml",
+            "--config=c.yaml: must hold settings, one `name: value` a line",
+            "--config=d.yaml: must hold settings, one `name: value` a line",
+            "--config=.: cannot be read, Is a directory",
+        ]),
+        ("--optim={lr: 1}", {}, ["--optim={lr: 1}: optim is a group, write for example --optim.name=…"]),
+        ("--config=a.yaml", {"a": "max_hours: 1:30\nepochs: yes\nseed: false\noptim: {lr: on}\ncompile: yes"}, [
+            "a.yaml: seed: False: must be a number",
+            "a.yaml: epochs: True: must be a number",
+            "a.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
+            "a.yaml: optim.lr: True: must be a number",
+        ]),
+        # also where any text would do: an entity of that name would be asked for on the server
+        ("--config=a.yaml|--max_steps=None|--wandb.entity=none|--checkpoint.mode=None",
+         {"a": "early_stopping: {metric: None}"}, [
+            "--max_steps=None: write null for none",
+            "--checkpoint.mode=None: write null for none",
+            "a.yaml: early_stopping.metric: None: write null for none",
+            "--wandb.entity=none: write null for none",
+        ]),
+        ("--wandb.tags=[1, 2]|--config=|--config", {}, [
+            "--config=: name a yaml file, --config=FILE.yaml",
+            "--config: name a yaml file, --config=FILE.yaml",
+            "--wandb.tags=[1, 2]: must be text: write it in quotes",
+        ]),
+        ("--epochs=null", {}, ["epochs and max_steps are both null: set one of them"]),
+        # tried without: it is found out after the first evaluation
+        ("--early_stopping.metric=eval/acuracy|--checkpoint.metric=loss", {}, [
+            "checkpoint.metric=loss: the evaluation has no such metric, did you mean eval/loss? (eval/loss, "
+            "eval/examples, eval/accuracy)",
+            "early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
+            "(eval/loss, eval/examples, eval/accuracy)",
+        ]),
+        ("--early_stopping.patience=5", {}, [
+            "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"]),
+        ("--seed=5000000000|--optim.lr=inf|--task.name=[a]", {}, [
+            "--task.name=[a]: no such task (causal_lm, mnist, text_classification)",
+            "--seed=5000000000: must be less than 4294967296",
+            "--optim.lr=inf: must be a finite number",
+        ]),
+        ("--output_dir=|--epochs=1", {}, ["--output_dir=: is empty"]),
     ],
-)
-def test_a_file_that_is_not_settings_in_yaml(text: str, says: str) -> None:
-    Path("a.yaml").write_text(text)
-    assert mistakes("--config=a.yaml") == [f"--config={says}"]
+)  # fmt: skip
+def test_every_mistake_is_one_line(arguments: str, files: dict[str, str], lines: list[str]) -> None:
+    """All of them, each once, with the nearest name and where it was written."""
+    for name, text in files.items():
+        Path(f"{name}.yaml").write_text(text)
+    assert mistakes(*arguments.split("|")) == lines
 
 
-def test_a_folder_or_binary_file_as_config() -> None:
-    Path("b.yaml").write_bytes(b"\xff\xfe\x00")
-    assert mistakes("--config=.", "--config=b.yaml") == [
-        "--config=.: cannot be read, Is a directory",
-        "--config=b.yaml: cannot be read, it is not text",
-    ]
-
-
-def test_what_is_said_twice_is_refused_wherever_yaml_is_read() -> None:
+def test_what_is_no_text_or_said_twice_is_refused_wherever_yaml_is_read() -> None:
     """Tried without: the first of the two is dropped, silently."""
     Path("a.yaml").write_text("seed: 1\noptim:\n  lr: 0.1\noptim:\n  name: sgd")
     Path("b.yaml").write_text("optim:\n  name: sgd\noptim.name: muon")
+    Path("c.yaml").write_bytes(b"\xff\xfe\x00")
     arguments = "--config=a.yaml", "--config=b.yaml", "--task.name=causal_lm"
     assert mistakes(*arguments, "--task.architecture={a: 1, b: {c: 1, c: 2}}")[:3] == [
         "--config=a.yaml: optim is there 2 times, in line 2 and 4: keep one",
         "--config=b.yaml: optim.name is there 2 times, in line 2 and 3: keep one",
         "--task.architecture={a: 1, b: {c: 1, c: 2}}: b.c is there 2 times, in line 1 and 1: keep one",
     ]
-
-
-def test_text_with_what_yaml_is_made_of_stays_text() -> None:
-    """Tried without: `not a valid string`, for the mapping that YAML makes of it."""
-    for text in ("lr: 3", "{a: 1}", "a, b: c", "- x", "# x"):
-        assert load_config([f"--run_name={text}", f"--wandb.entity={text}"]).run_name == text
-
-
-def test_numbers_are_what_they_look_like_and_no_words() -> None:
-    """Tried with YAML 1.1: 90 hours, seed 8, one epoch."""
-    Path("a.yaml").write_text("seed: 010\nmax_steps: 1_000\noptim: {lr: 1e-3, max_grad_norm: .5}\nrun_name: 1e3")
-    config = load_config(["--config=a.yaml"])
-    assert (config.seed, config.max_steps, config.optim.lr, config.optim.max_grad_norm) == (10, 1000, 0.001, 0.5)
-    Path("a.txt").touch()
-    given = "--task.architecture={model_type: llama, hidden_size: 010, rope: 1:30}", "--task.architecture.layers=010"
-    task: Any = load_config(["--task.name=causal_lm", "--task.dataset=a.txt", *given]).task
-    assert task.architecture == {"model_type": "llama", "hidden_size": 10, "rope": "1:30", "layers": 10}
-    Path("b.yaml").write_text("max_hours: 1:30\nepochs: yes\nseed: false\noptim: {lr: on}\ncompile: yes")
-    assert mistakes("--config=b.yaml") == [
-        "b.yaml: seed: False: must be a number",
-        "b.yaml: epochs: True: must be a number",
-        "b.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
-        "b.yaml: optim.lr: True: must be a number",
-    ]
-    Path("c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert load_config(["--config=c.yaml"]).model_dump() == config.model_dump()
-
-
-def test_a_group_without_settings_is_none() -> None:
-    """As where all its lines are commented out. Tried without: refused, with advice that makes no sense."""
-    Path("a.yaml").write_text("seed: 3\noptim:\n  # lr: 1")
-    assert load_config(["--config=a.yaml"]).seed == 3
-    assert mistakes("--optim={lr: 1}") == ["--optim={lr: 1}: optim is a group, write for example --optim.name=…"]
-
-
-def test_fields_of_a_mapping_come_together_in_any_order() -> None:
-    """Tried without: the mapping on the command line drops what came before it."""
-    part, rest = "--task.architecture.model_type=llama", "--task.architecture={hidden_size: 32}"
-    Path("a.txt").touch()
-    for arguments in ([part, rest], [rest, part]):
-        task: Any = load_config(["--task.name=causal_lm", "--task.dataset=a.txt", *arguments]).task
-        assert task.architecture == {"model_type": "llama", "hidden_size": 32}
+    assert mistakes("--config=c.yaml") == ["--config=c.yaml: cannot be read, it is not text"]
+    Path("d.yaml").write_text("seed: 3\noptim:\n  # lr: 1")  # a group of which all lines are commented out
+    assert load_config(["--config=d.yaml"]).seed == 3
 
 
 def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,59 +159,28 @@ def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mistakes("--resume=~/step_00000003")[0].startswith(f"resume={Path.cwd()}/step_00000003: not a checkpoint")
 
 
-def test_none_is_named_where_null_is_meant() -> None:
-    """Also where any text would do: an entity of that name would be asked for on the server."""
-    Path("a.yaml").write_text("early_stopping: {metric: None}")
-    assert mistakes("--config=a.yaml", "--max_steps=None", "--wandb.entity=none", "--checkpoint.mode=None") == [
-        "--max_steps=None: write null for none",
-        "--checkpoint.mode=None: write null for none",
-        "a.yaml: early_stopping.metric: None: write null for none",
-        "--wandb.entity=none: write null for none",
-    ]
-    assert load_config(["--run_name=None"]).run_name == "None"
-
-
-def test_each_mistake_is_said_once_and_an_absent_file_name_is_named() -> None:
-    assert mistakes("--wandb.tags=[1, 2]", "--config=", "--config") == [
-        "--config=: name a yaml file, --config=FILE.yaml",
-        "--config: name a yaml file, --config=FILE.yaml",
-        "--wandb.tags=[1, 2]: must be text: write it in quotes",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("processes", "arguments", "says"),
+    ("processes", "micro_batch_size", "says"),
     [
-        (3, (), "64: not a multiple of 3 processes; nearest that are: global_batch_size=63 or 66"),
-        (
-            2,
-            ("--micro_batch_size=24",),
-            "64: not a multiple of 24 (micro_batch_size) x 2 processes = 48; "
-            "nearest that are: global_batch_size=48 or 96, micro_batch_size=16 or 32",
-        ),
-        (
-            2,
-            ("--micro_batch_size=64",),
-            "64: not a multiple of 64 (micro_batch_size) x 2 processes = 128; "
-            "nearest that are: global_batch_size=128, micro_batch_size=32",
-        ),
+        (3, None, "3 processes; nearest that are: global_batch_size=63 or 66"),
+        (2, 24, "24 (micro_batch_size) x 2 processes = 48; nearest that are: global_batch_size=48 or 96, "
+         "micro_batch_size=16 or 32"),
+        (2, 64, "64 (micro_batch_size) x 2 processes = 128; nearest that are: global_batch_size=128, "
+         "micro_batch_size=32"),
     ],
-)
+)  # fmt: skip
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(
-    monkeypatch: pytest.MonkeyPatch, processes: int, arguments: tuple[str, ...], says: str
+    monkeypatch: pytest.MonkeyPatch, processes: int, micro_batch_size: int | None, says: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    assert mistakes(*arguments) == [f"global_batch_size={says}"]
+    arguments = [f"--micro_batch_size={micro_batch_size}"] if micro_batch_size else []
+    assert mistakes(*arguments) == [f"global_batch_size=64: not a multiple of {says}"]
 
 
 def test_accumulation_follows_from_the_global_batch() -> None:
     config = load_config(["--global_batch_size=64", "--micro_batch_size=8"])
     assert [config.accumulation(world_size) for world_size in (1, 2, 4, 8)] == [8, 4, 2, 1]
     assert load_config([]).micro_batch(4) == 16
-
-
-def test_a_run_needs_an_end() -> None:
-    assert mistakes("--epochs=null") == ["epochs and max_steps are both null: set one of them"]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "model", "wandb"])
@@ -231,14 +199,11 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(name: str) -> None:
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_folders_made_in_advance_are_a_new_run(is_link: bool, resume: str) -> None:
     """Tried without: "holds a run already"."""
+    Path("runs/mnist").mkdir(parents=True)
     for name in ("checkpoints", "wandb", "model"):
-        Path("disk", name).mkdir(parents=True)
-        Path("runs/mnist").mkdir(parents=True, exist_ok=True)
-        (
-            Path("runs/mnist", name).symlink_to(Path("disk", name).absolute())
-            if is_link
-            else Path("runs/mnist", name).mkdir()
-        )
+        there, here = Path("disk", name).absolute(), Path("runs/mnist", name)
+        there.mkdir(parents=True)
+        here.symlink_to(there) if is_link else here.mkdir()
     Path("disk/checkpoints/lost+found").mkdir()
     load_config([f"--resume={resume}"])
     Path("runs/mnist/checkpoints/tmp_step_00000005").mkdir()
@@ -256,35 +221,25 @@ def test_what_is_no_checkpoint_does_not_stand_for_one() -> None:
     assert "holds a run already (summary.json, checkpoints), but no checkpoint of it" in line
 
 
-@pytest.mark.parametrize("content", ["null", "[]", '"x"', "{}", "{", '{"checkpoint": null}'])
-def test_a_spoilt_status_does_not_matter(content: str) -> None:
+def test_a_spoilt_status_or_config_yaml_is_no_traceback() -> None:
     Path("runs/mnist").mkdir(parents=True)
-    Path("runs/mnist/status.json").write_text(content)
-    load_config([])
-
-
-def test_a_spoilt_config_yaml_is_no_traceback() -> None:
+    for content in ("null", "[]", '"x"', "{}", "{", '{"checkpoint": null}'):
+        Path("runs/mnist/status.json").write_text(content)
+        load_config([])
     Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
-    for content in (b"\xff\xfe", b"resume: [a]", b"- a", b"resume: null"):
-        Path("runs/mnist/config.yaml").write_bytes(content)
+    for data in (b"\xff\xfe", b"resume: [a]", b"- a", b"resume: null"):
+        Path("runs/mnist/config.yaml").write_bytes(data)
         assert parent_checkpoint(load_config([])) in (None, Path("['a']"))
 
 
 @pytest.mark.parametrize(
-    "link",
-    [
-        "runs",
-        "runs/mnist",
-        "runs/mnist/checkpoints",
-        "runs/mnist/checkpoints/step_00000008",
-        "runs/mnist/metrics.jsonl",
-    ],
+    "link", ["", "/mnist", "/mnist/checkpoints", "/mnist/checkpoints/step_00000008", "/mnist/metrics.jsonl"]
 )
 def test_a_link_to_a_disk_that_is_not_mounted(link: str) -> None:
     """Tried without: a run whose checkpoints are elsewhere starts over, or ends in a traceback."""
-    Path(link).parent.mkdir(parents=True, exist_ok=True)
-    Path(link).symlink_to("/nowhere/disk")
-    assert f"{link} is a link to /nowhere/disk, which is not there; mount or make it" in mistakes()[-1]
+    Path(f"runs{link}").parent.mkdir(parents=True, exist_ok=True)
+    Path(f"runs{link}").symlink_to("/nowhere/disk")
+    assert f"runs{link} is a link to /nowhere/disk, which is not there; mount or make it" in mistakes()[-1]
 
 
 @pytest.mark.parametrize("proof", ["the record", "status.json"])
@@ -307,19 +262,6 @@ def test_a_run_does_not_start_over_where_its_checkpoints_went_away(proof: str) -
     ]
 
 
-def test_a_metric_that_the_task_has_not_is_refused_at_the_start() -> None:
-    """Tried without: it is found out after the first evaluation."""
-    assert mistakes("--early_stopping.metric=eval/acuracy", "--checkpoint.metric=loss") == [
-        "checkpoint.metric=loss: the evaluation has no such metric, did you mean eval/loss? (eval/loss, eval/examples, "
-        "eval/accuracy)",
-        "early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
-        "(eval/loss, eval/examples, eval/accuracy)",
-    ]
-    assert mistakes("--early_stopping.patience=5") == [
-        "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
-    ]
-
-
 def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
@@ -332,8 +274,6 @@ def test_an_output_folder_that_cannot_be_written() -> None:
     (line,) = mistakes("--output_dir=/proc/a/b")
     assert line.startswith("output_dir=/proc/a/b: cannot write in /proc, ")
     assert line.endswith("; choose another --output_dir")
-    (line,) = mistakes("--output_dir=", "--epochs=1")
-    assert line == "--output_dir=: is empty"
     for _ in range(2):  # also where the folder that it would be in is there
         (line,) = mistakes(f"--run_name={'x' * 300}")
         assert line.endswith("x: has a name of more than 255 bytes; choose another --run_name or --output_dir")
@@ -350,14 +290,6 @@ def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
     Path("runs/mnist/metrics.jsonl").unlink()
     Path("runs/mnist/checkpoints").symlink_to("/proc")
     assert "cannot write in runs/mnist/checkpoints, " in mistakes()[-1]
-
-
-def test_numbers_out_of_reach_are_refused() -> None:
-    assert mistakes("--seed=5000000000", "--optim.lr=inf", "--task.name=[a]") == [
-        "--task.name=[a]: no such task (causal_lm, mnist, text_classification)",
-        "--seed=5000000000: must be less than 4294967296",
-        "--optim.lr=inf: must be a finite number",
-    ]
 
 
 def test_config_yaml_reproduces_the_settings() -> None:
@@ -380,32 +312,16 @@ def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command(file
     assert "#   accelerate launch --config_file accelerate_configs/" in header or "#   make train" in header
 
 
-def test_help_documents_every_setting_of_the_chosen_task_with_its_default() -> None:
-    shown = subprocess.run(
-        [sys.executable, PROJECT / "train.py", "--help", "--task.name=mnist"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_config(["--help", "--task.name=mnist"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
     for line in (
         "--optim.lr=0.003\n        Peak learning rate.",
         "--task.source=mnist   (mnist | digits)\n        mnist: 60,000 + 10,000 images",
         "--max_steps=null\n        Optimizer steps to take",
     ):
         assert line in shown
-    documented = shown.splitlines()
-    for line, documentation in itertools.pairwise(documented):
+    for line, documentation in itertools.pairwise(shown.splitlines()):
         assert not line.startswith("  --") or documentation.strip(), f"undocumented: {line}"
-
-
-def test_the_libraries_of_a_task_that_is_not_chosen_are_not_imported() -> None:
-    code = (
-        "import runpy, sys\n"
-        "sys.argv = ['train.py', '--nonsense=1']\n"
-        f"try: runpy.run_path({str(PROJECT / 'train.py')!r}, run_name='__main__')\n"
-        "except SystemExit: pass\n"
-        "heavy = {'transformers.modeling_utils', 'datasets', 'evaluate', 'peft', 'sklearn'}\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
-    assert done.stderr.splitlines() == ["train.py: --nonsense=1: unknown setting", "[]"]

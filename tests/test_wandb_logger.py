@@ -1,20 +1,20 @@
 """Whatever happens to W&B, the training goes on, is told once, and the process ends."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import SHORT, assert_same_run
-from tests.launching import PROJECT, Started, Whole, clean_environment
+from tests.faults.runs import EACH_STEP, assert_same_run
+from tests.launching import Launch, Started, Whole
 
 SCRIPT = """
-import sys, time
+import os, sys, time
 from asyncio import constants
 import psutil
 from src import wandb_logger
+from wandb.sdk.data_types._private import MEDIA_TMP
 
+os.makedirs(MEDIA_TMP.name, exist_ok=True)  # each rank that ends deletes it
 fault = sys.argv[1]
 wandb_logger.HANG_SECONDS = wandb_logger.FINISH_SECONDS = 1.0
 constants.LOG_THRESHOLD_FOR_CONNLOST_WRITES = 0  # asyncio warns of each lost write, not only from the sixth on
@@ -60,20 +60,13 @@ print("left:", [child.name() for child in psutil.Process().children(recursive=Tr
         ("no folder", "[Errno 2] No such file or directory: '/proc/"),
     ],
 )
-def test_its_service(tmp_path: Path, fault: str, why: str | None) -> None:
+def test_its_service(launch: Launch, tmp_path: Path, fault: str, why: str | None) -> None:
     """Killed or stopped, between two records or while the run is finished; and a folder that can't be written.
 
     Tried without the thread: it waits forever; without `_abandon`: so does the end of the process, or it shows a
     traceback; without looking for room: nobody hears of the lost records."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, fault],
-        cwd=tmp_path,
-        env=clean_environment(PYTHONPATH=str(PROJECT)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = launch("cpu", fault, script=str(tmp_path / "script.py"), cwd=tmp_path).succeeded()
     assert set(done.stderr.splitlines()) <= {"wandb: ERROR Problem finishing run"}
     said = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
     expected = f"WARNING: W&B failed ({why}): the run goes on, recorded in metrics.jsonl alone"
@@ -84,8 +77,7 @@ def test_its_service(tmp_path: Path, fault: str, why: str | None) -> None:
 
 def test_a_run_whose_wandb_service_is_killed_goes_on(whole: Whole, tmp_path: Path) -> None:
     """And its summary says so. Tried without: ConnectionResetError ends it."""
-    arguments = (*SHORT, "--checkpoint.keep_last=9", "--save_every=1")
-    with Started("cpu", *arguments, folder=tmp_path / "run", wandb="offline") as started:
+    with Started("cpu", *EACH_STEP, folder=tmp_path / "run", wandb="offline") as started:
         started.wait_for("step      3/")
         services = [child for child in started.trainers[0].children() if child.name() == "wandb-core"]
         services[0].kill()
@@ -95,4 +87,4 @@ def test_a_run_whose_wandb_service_is_killed_goes_on(whole: Whole, tmp_path: Pat
         "WARNING: W&B failed (Connection lost): the run goes on, recorded in metrics.jsonl alone"
     ]
     assert run.summary["wandb_failure"] == "Connection lost"
-    assert_same_run(run, whole("cpu", *SHORT, "--save_every=1", "--checkpoint.keep_last=9"))
+    assert_same_run(run, whole("cpu", *EACH_STEP))

@@ -7,6 +7,7 @@ ended. A rank goes on as `python train.py` would: fresh standard streams, enviro
 interpreter's own end. tests/launching.py sends the requests.
 """
 
+import argparse
 import atexit
 import gc
 import importlib
@@ -63,14 +64,6 @@ class Request:
     """The run is killed after these."""
 
 
-@dataclass(frozen=True)
-class Script:
-    """What a rank executes."""
-
-    name: str
-    before: str
-
-
 def warm() -> None:
     """Import the libraries and every module of the project."""
     own = [module.name for module in pkgutil.walk_packages(src.__path__, "src.")]
@@ -84,12 +77,8 @@ def warm() -> None:
     assert threads <= {"python", "jemalloc_bg_thd"}, threads  # the latter outlives forks, others would be missing
 
 
-def serve() -> Script:
-    """Answer requests until the standard input ends.
-
-    Returns:
-        In a rank only: what it is to execute.
-    """
+def serve() -> tuple[str, str]:
+    """Answer requests until the standard input ends. Return in a rank only: its script, and the code before."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest runs in the background of a shell
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
     print("ready", flush=True)
@@ -102,7 +91,7 @@ def serve() -> Script:
     sys.exit()
 
 
-def stand_in_for_launcher(request: Request) -> Script:
+def stand_in_for_launcher(request: Request) -> tuple[str, str]:
     """Fork the ranks, wait for them and end this process. Returns in a rank only."""
     os.setsid()  # by which all that the run leaves behind can be found
     for name, flags, descriptor in (
@@ -141,13 +130,17 @@ def launched(words: list[str]) -> tuple[str, list[str], list[dict[str, str]]]:
     launch = accelerate.commands.launch
     environments: list[dict[str, str]] = []
 
-    def several(arguments: object) -> None:
+    def several(arguments: argparse.Namespace) -> None:
+        """The processes of all machines, where there are several."""
         shared = launch.prepare_multi_gpu_env(arguments)
-        size = shared["WORLD_SIZE"] = shared["LOCAL_WORLD_SIZE"] = str(arguments.num_processes)  # type: ignore[attr-defined]
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0"}
-        environments.extend(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(int(size)))
+        size, local = arguments.num_processes, arguments.num_processes // arguments.num_machines
+        shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for rank in range(size):
+            own = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
+            environments.append(shared | {name: str(value) for name, value in own.items()})
 
-    def one(arguments: object) -> None:
+    def one(arguments: argparse.Namespace) -> None:
         environments.append(launch.prepare_simple_launcher_cmd_env(arguments)[1])
 
     launch.multi_gpu_launcher, launch.simple_launcher = several, one  # in this process, which then ends
@@ -165,36 +158,28 @@ def free_port() -> int:
                 return port
 
 
-def become_rank(request: Request, script: str, arguments: list[str], environment: dict[str, str]) -> Script:
+def become_rank(request: Request, script: str, arguments: list[str], environment: dict[str, str]) -> tuple[str, str]:
     """Set this process up as if it had been started with the script and its arguments."""
     os.setpgid(0, 0)  # launchers signal whole groups: the processes that load data too
     os.environ.clear()
     os.environ |= environment
-    seem_launched(request)
+    # train.py looks there for what was asked of Accelerate's launcher
+    seem(os.getppid(), "cmdline", [sys.executable, "accelerate", "launch", *request.words])
+    seem(os.getppid(), "environ", request.environment)
+    seem(os.getppid(), "cwd", request.cwd)
     sys.argv = [script, *arguments]
     sys.orig_argv = [sys.executable, *sys.argv]
     if request.project != str(PROJECT):  # a copy of it, with changes
         for name in [name for name in sys.modules if name.split(".")[0] in ("src", "tests")]:
             del sys.modules[name]
         sys.path[0] = request.project
-    return Script(script, request.before)
+    return script, request.before
 
 
-def seem_launched(request: Request) -> None:
-    """Let psutil say of the process above that it is Accelerate's launcher, where train.py looks for what was asked."""
-    launcher = os.getppid()
-    says = {
-        "cmdline": [sys.executable, "accelerate", "launch", *request.words],
-        "environ": request.environment,
-        "cwd": request.cwd,
-    }
-
-    def answer(name: str, said: object) -> None:
-        asked = getattr(psutil.Process, name)
-        setattr(psutil.Process, name, lambda process: said if process.pid == launcher else asked(process))
-
-    for name, said in says.items():
-        answer(name, said)
+def seem(pid: int, name: str, said: object) -> None:
+    """Let psutil say this of a process."""
+    asked = getattr(psutil.Process, name)
+    setattr(psutil.Process, name, lambda process: said if process.pid == pid else asked(process))
 
 
 def wait_for(pids: list[int], seconds: float) -> int:
@@ -214,22 +199,19 @@ def wait_for(pids: list[int], seconds: float) -> int:
         if pid and status and not code:
             code = os.waitstatus_to_exitcode(status)
             signals.append(signal.SIGTERM)
-        while signals:
-            signal_groups(running, signals.pop(0))
+        if signals:
             kill_at = min(kill_at, time.monotonic() + grace)
         if time.monotonic() > kill_at:
-            code = code or KILLED
+            code, kill_at = code or KILLED, float("inf")
             print(f"warm_ranks.py: killed {len(running)} processes", file=sys.stderr, flush=True)
-            signal_groups(running, signal.SIGKILL)
-            kill_at = float("inf")
+            signals.append(signal.SIGKILL)
+        while signals:
+            told = signals.pop(0)
+            for group in running:
+                os.killpg(group, told)
         if not pid:
             time.sleep(0.005)
     return code
-
-
-def signal_groups(pids: set[int], number: int) -> None:
-    for pid in pids:
-        os.killpg(pid, number)
 
 
 def end(error: BaseException | None) -> None:
@@ -251,10 +233,10 @@ def end(error: BaseException | None) -> None:
 
 if __name__ == "__main__":
     warm()
-    script = serve()  # returns in the ranks
+    script, before = serve()  # returns in the ranks
     try:
-        exec(script.before, {})
-        __file__ = os.path.join(sys.path[0], script.name)
+        exec(before, {})
+        __file__ = os.path.join(sys.path[0], script)
         exec(compile(Path(__file__).read_text(), __file__, "exec", dont_inherit=True))
     except BaseException as error:
         end(error)

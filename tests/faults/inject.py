@@ -5,6 +5,7 @@ Each fault patches what the fault would reach in real life: the loss, the file s
 
 import atexit
 import os
+import runpy
 import signal
 import time
 from collections.abc import Callable
@@ -71,11 +72,20 @@ def not_a_number(steps: range) -> None:
     Mnist.loss = loss  # type: ignore[method-assign]
 
 
+def build_for_ever(*_: Any) -> None:
+    print("building the data", flush=True)
+    time.sleep(10_000)
+
+
 def count_batches() -> None:
     """Prints at the end how many batches were made, to train on and to evaluate on."""
     made: list[int] = []
     before(Digits, "__getitems__", lambda *_: made.append(1))
     atexit.register(lambda: print(f"batches made: {len(made)}", flush=True))
+
+
+def in_the_save(seconds: float) -> None:
+    before(write.StorageWriter, "write_data", lambda w, *_: time.sleep(seconds) if is_at_step(w.checkpoint) else None)
 
 
 def is_at_step(checkpoint: Path) -> bool:
@@ -93,13 +103,9 @@ FAULTS: dict[str, Callable[[], None]] = {
         write, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
     ),
     "die in rotation": lambda: before(format.shutil, "rmtree", lambda *_, **__: die()),
-    "slow save": lambda: before(
-        write.StorageWriter, "write_data", lambda writer, *_: time.sleep(3) if is_at_step(writer.checkpoint) else None
-    ),
-    "stuck save": lambda: before(
-        write.StorageWriter, "write_data", lambda writer, *_: time.sleep(1e4) if is_at_step(writer.checkpoint) else None
-    ),
-    "slow data": lambda: before(Mnist, "build_datasets", lambda *_: time.sleep(10_000)),
+    "slow save": lambda: in_the_save(3),
+    "stuck save": lambda: in_the_save(10_000),
+    "slow data": lambda: before(Mnist, "build_datasets", build_for_ever),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
     "count batches": count_batches,
 }
@@ -110,3 +116,8 @@ def plant() -> None:
     rank = os.environ.get("RANK", "0")
     if os.environ.get("FAULT_RANK", rank) == rank:
         FAULTS[os.environ["FAULT"]]()
+
+
+if __name__ == "__main__":
+    plant()
+    runpy.run_path("train.py", run_name="__main__")

@@ -1,25 +1,24 @@
 """A run that is told to end saves, says so in status.json, leaves no process behind, and goes on exactly."""
 
-import json
-import re
 import shlex
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back
-from tests.launching import BIN, Launch, Run, Started, Whole, run_command
+from tests.launching import Launch, Run, Started, Whole, launched
 
 LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", "--num_workers=1")
 """Too long to end by itself in a test, never saved but when told to, and with a process that loads data."""
 
 
-def assert_preempted(run: Run, at_least: int = 5) -> dict[str, str]:
+def assert_preempted(run: Run, at_least: int = 5) -> dict[str, Any]:
     """Returns: status.json, whose checkpoint is there."""
-    status = json.loads((run.folder / "status.json").read_text())
+    status = run.status
     assert status["status"] == "preempted", run.stdout
     assert status["step"] >= at_least
     assert status["checkpoint"] == str(run.folder / "checkpoints" / f"step_{status['step']:08d}")
@@ -29,14 +28,22 @@ def assert_preempted(run: Run, at_least: int = 5) -> dict[str, str]:
     return status
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-@pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("ddp", 2)])
-def test_a_signal_to_the_launcher_saves_and_ends(
-    tmp_path: Path, yaml: str, processes: int, number: signal.Signals
-) -> None:
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "number", "real"),
+    [
+        ("cpu", signal.SIGTERM, True), ("ddp", signal.SIGUSR1, True), ("ddp", signal.SIGINT, False),
+        slow("cpu", signal.SIGINT, True), slow("cpu", signal.SIGUSR1, True),
+        slow("ddp", signal.SIGTERM, True), slow("ddp", signal.SIGINT, True),
+    ],
+)  # fmt: skip
+def test_a_signal_to_the_launcher(tmp_path: Path, yaml: str, number: signal.Signals, real: bool) -> None:
     """Tried without: the handlers (nothing is saved), looking after the launcher (processes train on after SIGUSR1,
     and after each signal to the launcher of one process), ignore_signals_in_worker (the loaders die first)."""
-    with Started(yaml, *LONG, folder=tmp_path / "run", processes=processes, real=True) as started:
+    with Started(yaml, *LONG, folder=tmp_path / "run", real=real) as started:
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
 
 
@@ -52,12 +59,13 @@ def test_a_signal_to_one_process_stops_all_of_them_without_an_error(tmp_path: Pa
 
 def test_what_status_says_goes_on_exactly(whole: Whole, tmp_path: Path) -> None:
     """Tried with what the process, not its launcher, was started with: no command for two processes."""
-    with Started("ddp", *SHORT, folder=tmp_path / "run", real=True) as started:
+    with Started("ddp", *SHORT, folder=tmp_path / "run") as started:
         stopped = started.wait_for("step     10/").send(signal.SIGTERM).ended()
     command = shlex.split(assert_preempted(stopped, at_least=10)["command"])
-    again = run_command([str(BIN / "accelerate"), *command[1:]], stopped.folder).succeeded()
+    assert command[:2] == ["accelerate", "launch"]
+    again = launched("ddp", words=command[2:], folder=stopped.folder).succeeded()
     assert_same_run(again, whole("ddp", *EACH_STEP))
-    assert json.loads((again.folder / "status.json").read_text()) == {"status": "done", "step": 30}
+    assert again.status == {"status": "done", "step": 30}
 
 
 def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -84,10 +92,8 @@ def test_during_a_save_both_checkpoints_are_whole(launch: Launch, whole: Whole, 
 
 def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Tried with writing under the final name: half of a checkpoint is taken for one."""
-    with Started(
-        "ddp", *SHORT, folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="16", FAULT_RANK="0",
-        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1",
-    ) as started:  # fmt: skip
+    fault: dict[str, Any] = {"FAULT": "slow save", "FAULT_STEP": "16", "FAULT_RANK": "0"}
+    with Started("ddp", *SHORT, folder=tmp_path / "run", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1", **fault) as started:
         stopped = started.wait_for("step     16/").send(signal.SIGTERM).ended()
     assert checkpoints(stopped.folder) == [8]
     assert not (stopped.folder / "status.json").exists()
@@ -96,9 +102,8 @@ def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     """Tried without: it ends when the save does, after 3 seconds."""
-    with Started(
-        "ddp", *LONG, "--save_every=6", folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="6",
-    ) as started:  # fmt: skip
+    fault: dict[str, Any] = {"FAULT": "slow save", "FAULT_STEP": "6"}
+    with Started("ddp", *LONG, "--save_every=6", folder=tmp_path / "run", **fault) as started:
         started.wait_for("step      6/")
         trainers = started.trainers
         for _ in range(2):
@@ -122,28 +127,27 @@ def test_max_hours_ends_the_same_way(launch: Launch, tmp_path: Path) -> None:
     assert limited.stderr == ""
 
 
-def catches(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether it has a handler of its own for this signal."""
-    caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{process.pid}/status").read_text())
-    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("phase", ["imports", "data"])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("imports", signal.SIGUSR1), slow("imports", signal.SIGTERM),
+        ("data", signal.SIGUSR1), ("data", signal.SIGTERM),
+    ],
+)  # fmt: skip
 def test_a_signal_during_the_start(
     launch: Launch, whole: Whole, tmp_path: Path, phase: str, number: signal.Signals
 ) -> None:
     """status.json says so, and the next start begins. Tried with handlers from the first step on: exit code 138, and
     nothing that a requeue script could read; with status.json among what makes a folder a run's: it is refused."""
     folder = tmp_path / "run"
-    fault = {"FAULT": "slow data"} if phase == "data" else {}
+    fault: dict[str, Any] = {"FAULT": "slow data"} if phase == "data" else {}
     with Started("cpu", *SHORT, folder=folder, real=phase == "imports", **fault) as started:
-        started.wait_until(lambda: started.trainers and catches(started.trainers[0], number))
-        started.wait_until(lambda: phase == "imports" or folder.exists())
-        stopped = started.send(number, to=started.trainers[0]).ended(seconds=20)
+        (trainer,) = started.wait_for_handlers(number)
+        if phase == "data":
+            started.wait_for("building the data")
+        stopped = started.send(number, to=trainer).ended(seconds=20)
     assert stopped.exit_code == 0
-    status = json.loads((folder / "status.json").read_text())
-    assert {name: status[name] for name in ("status", "reason", "step", "checkpoint")} == {
+    assert {name: stopped.status[name] for name in ("status", "reason", "step", "checkpoint")} == {
         "status": "preempted", "reason": number.name, "step": 0, "checkpoint": None,
     }  # fmt: skip
     assert "stopped before the first step by" in stopped.stdout
@@ -155,9 +159,9 @@ def test_a_signal_to_the_launcher_during_a_resume(whole: Whole, tmp_path: Path) 
     """While the other process waits for the data, where it sees no signal. Tried without: it shows a traceback."""
     folder = cut_back(whole("ddp", *EACH_STEP), tmp_path / "run", 24)
     with Started("ddp", *SHORT, folder=folder, FAULT="slow data") as started:
-        started.wait_until(lambda: len(started.trainers) == 2)
-        started.wait_until(lambda: all(catches(trainer, signal.SIGTERM) for trainer in started.trainers))
-        time.sleep(8)  # it has come to its data
+        started.wait_for_handlers(signal.SIGTERM, processes=2)
+        started.wait_for("building the data")
+        time.sleep(1)  # the other one has come to its wait
         stopped = started.send(signal.SIGTERM).ended(seconds=15)
     assert_preempted(stopped, at_least=24)
     assert 'train.py", line' not in stopped.stdout
@@ -166,7 +170,7 @@ def test_a_signal_to_the_launcher_during_a_resume(whole: Whole, tmp_path: Path) 
 def test_a_launcher_that_is_gone_before_the_first_step_leaves_no_orphan(tmp_path: Path) -> None:
     """Tried with watching the launcher only when all is built: its process trains on to the end."""
     with Started("cpu", *LONG, folder=tmp_path / "run", real=True) as started:
-        started.wait_until(lambda: started.trainers and "train.py" in started.trainers[0].cmdline())
+        started.wait_until(lambda: started.trainers)
         time.sleep(1)  # within its imports
         run = started.send(signal.SIGTERM).ended(seconds=10)
     assert not (run.folder / "metrics.jsonl").exists()

@@ -1,7 +1,7 @@
 """Saves that fail don't end the run, and what is kept is what was asked for."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +21,7 @@ def launched_with_small_files(launch: Launch, config: str, *arguments: str, fold
 
 
 @pytest.mark.parametrize("yaml", ["cpu", "ddp"])
-def test_a_full_disk_is_a_warning_and_the_checkpoint_before_stays(
-    launch: Launch, whole: Whole, tmp_path: Path, yaml: str
-) -> None:
+def test_a_full_disk_is_a_warning(launch: Launch, whole: Whole, tmp_path: Path, yaml: str) -> None:
     """Tried without catching: the run ends. Tried without deleting: the half-written files stay and fill the disk."""
     expected = whole(yaml, *EACH_STEP)
     folder = cut_back(expected, tmp_path / "run", 22)
@@ -36,9 +34,7 @@ def test_a_full_disk_is_a_warning_and_the_checkpoint_before_stays(
     assert_same_run(run, expected)
 
 
-def test_a_full_disk_at_the_export_is_one_line_and_leaves_nothing_behind(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
+def test_a_full_disk_at_the_export_is_one_line(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """And the same command exports later, here to where `model` leads. Tried without: a traceback of safetensors, and
     a folder tmp_model; with renaming to the link: an error at the end of the run."""
     expected = whole("cpu", *EACH_STEP)
@@ -70,30 +66,19 @@ def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(laun
     """Tried with str(): "None", as if it were a folder."""
     run = launched_with_small_files(launch, "cpu", *SHORT, "--max_hours=1e-9", folder=tmp_path / "run")
     assert run.exit_code == 0, run.stderr
-    status = json.loads((run.folder / "status.json").read_text())
-    assert (status["status"], status["step"], status["checkpoint"]) == ("preempted", 1, None)
+    assert (run.status["status"], run.status["step"], run.status["checkpoint"]) == ("preempted", 1, None)
 
 
 def test_a_save_in_which_a_process_hangs_ends_the_run_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """The exchange that it left others waiting in can't be used again. Tried with a warning, as for a full disk: no
     further checkpoint can be saved, and the run trains on."""
     folder = tmp_path / "run"
-    with Started(
-        "ddp", *SHORT, "--timeout_minutes=0.1", folder=folder, FAULT="stuck save", FAULT_STEP="16",
-        FAULT_RANK="1",
-    ) as started:  # fmt: skip
+    fault: dict[str, Any] = {"FAULT": "stuck save", "FAULT_STEP": "16", "FAULT_RANK": "1"}
+    with Started("ddp", *SHORT, "--timeout_minutes=0.1", folder=folder, **fault) as started:
         stuck = started.ended()
     assert stuck.exit_code != 0
     assert "process 0 waited for another one, which hangs" in stuck.messages[0]
     assert checkpoints(folder) == [8]
-
-
-def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(launch: Launch) -> None:
-    """Tried without trying to write: a traceback."""
-    refused = launch("cpu", *SHORT, folder=Path("/proc/run"))
-    assert refused.exit_code != 0
-    (line,) = refused.messages
-    assert line.startswith("train.py: output_dir=/proc/run: cannot write in /proc, ")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +122,7 @@ def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launc
     )  # fmt: skip
     stopped = launch("fsdp", *arguments).succeeded()
     assert stopped.summary["step"] == 16
-    assert json.loads((stopped.folder / "status.json").read_text())["status"] == "done"
+    assert stopped.status["status"] == "done"
     again = launch("cpu", *arguments, folder=stopped.folder).succeeded()
     assert "nothing to do" in again.stdout
     resumed = launch("fsdp", *arguments, folder=cut_back(stopped, tmp_path / "run", 8)).succeeded()
