@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 from tests.launching import PROJECT
-from tests.text import tiny
 
 Edit = tuple[str, str, str]
 """A file, text in it, and what stands there instead."""
@@ -38,7 +37,6 @@ def plant(fault: Fault, folder: Path) -> Path:
     for name in ("src", "accelerate_configs"):
         shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # half-written
     shutil.copy(PROJECT / "train.py", project)
-    tiny.questions(project / "questions.jsonl")
     for file, text, instead in (*fault.edits, *SMALLER):
         content = (project / file).read_text()
         assert content.count(text) == 1, f"{file} has changed: {text}"
@@ -53,11 +51,6 @@ SMALLER: tuple[Edit, ...] = (
     ("src/models/mnist_cnn.py", "nn.Linear(128, 10)", "nn.Linear(32, 10)"),
 )
 CLIPPED = ("--optim.max_grad_norm=1",)
-LLAMA = {"model_type": "llama", **tiny.LLAMA}
-PACKED = (
-    "--task.name=causal_lm", "--task.dataset=questions.jsonl", "--task.sequence_length=64", "--global_batch_size=8",
-    *(f"--task.architecture.{name}={value}" for name, value in LLAMA.items()),
-)  # fmt: skip
 FAULTS = [
     Fault(
         "every process reads the same shard", "ddp", {"Data"}, "every process reads the same shard",
@@ -132,11 +125,6 @@ FAULTS = [
     Fault(
         "weight decay on norms and biases", "fsdp", {"Updates"}, "4 of 8 as they should, not conv1.bias",
         ("src/optim.py", 'if p.ndim < 2], "weight_decay": 0.0', 'if p.ndim < 2], "weight_decay": 0.01'),
-    ),
-    Fault(
-        "positions that go on where packed documents meet", "ddp", {"Data"}, "packed documents see each other",
-        ("src/tasks/causal_lm.py", "position_ids[row, start:] = torch.arange(width - start)", "pass"),
-        arguments=PACKED,
     ),
     Fault(
         "an evaluation that is a mean of the batches' means", "ddp", {"Evaluation"},

@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import SHORT
-from tests.launching import BIN, MNIST, Launch, Run, run_command
-from tests.text import tiny
+from tests.launching import BIN, MNIST, PROJECT, Launch, Run, run_command
 
 CHECKS = [
     "Launch", "Data", "Same start", "Gradients", "Updates", "Accumulation", "Evaluation", "Checkpoint", "Precision",
     "Cost",
 ]  # fmt: skip
-LLAMA = ["--task.architecture.model_type=llama", *(f"--task.architecture.{n}={v}" for n, v in tiny.LLAMA.items())]
 SMALL = "--global_batch_size=16"
 """In place of 64: each of the steps takes a quarter of the time."""
 DATA = MNIST.parent
+SHIPPED = ("digits", "mnist", "mnist_reference", "shakespeare", "sst2")
 
 
 def rows(run: Run) -> list[dict[str, str]]:
@@ -58,22 +57,6 @@ def test_half_precision_is_well(launch: Launch, yaml: str, precision: str) -> No
     assert_all_is_well(run)
     (products,) = (row["measured"] for row in rows(run) if row["what"] == "matrix products")
     assert {"bf16": "bfloat16", "fp16": "float16"}[precision] in products
-
-
-@pytest.mark.parametrize(("yaml", "lora"), [("ddp", False), ("fsdp", True)])
-def test_a_language_model_with_ragged_counts_is_well(launch: Launch, tmp_path: Path, yaml: str, lora: bool) -> None:
-    model = [f"--task.model={tiny.llama(tmp_path / 'llama')}", "--task.lora.r=4"] if lora else LLAMA
-    data = tiny.questions(tmp_path / "questions.jsonl")
-    run = launch(
-        yaml, "--check", "--task.name=causal_lm", f"--task.dataset={data}", "--task.sequence_length=64", *model,
-        "--global_batch_size=8", "--micro_batch_size=2", "--optim.max_grad_norm=1",
-    )  # fmt: skip
-    assert_all_is_well(run)
-
-
-def test_a_classifier_is_well(launch: Launch, tmp_path: Path) -> None:
-    arguments = (f"--task.model={tiny.bert(tmp_path / 'bert')}", f"--task.dataset={tiny.reviews(tmp_path / 'reviews')}")
-    assert_all_is_well(launch("fsdp", "--check", "--task.name=text_classification", *arguments, "--task.dropout=0.1"))
 
 
 def test_a_run_is_examined_as_often_as_one_likes_and_goes_on_afterwards(launch: Launch) -> None:
@@ -131,7 +114,7 @@ def shipped() -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the data in {DATA}")
-@pytest.mark.parametrize("config", ["digits", "mnist", "mnist_reference", "shakespeare", "sst2"])
+@pytest.mark.parametrize("config", [name for name in SHIPPED if (PROJECT / f"configs/{name}.yaml").exists()])
 @pytest.mark.parametrize(
     ("yaml", "processes"),
     [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("fsdp_grad_op", 2), ("fsdp_offload", 2), ("fsdp", 4)],

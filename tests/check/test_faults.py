@@ -13,14 +13,13 @@ from tests.launching import Launch
     "fault", [*FAULTS, *(pytest.param(fault, marks=pytest.mark.slow) for fault in MORE)], ids=lambda fault: fault.name
 )
 def test_fault(launch: Launch, tmp_path: Path, fault: Fault) -> None:
-    run = launch(
-        fault.yaml,
-        "--check",
-        *fault.arguments,
-        project=plant(fault, tmp_path),
-        launcher_arguments=fault.launcher_arguments,
-        processes=2,
-    )
+    require_found(launch, fault, plant(fault, tmp_path))
+
+
+def require_found(launch: Launch, fault: Fault, project: Path) -> None:
+    """Run --check on the project with the fault."""
+    more = {"project": project, "launcher_arguments": fault.launcher_arguments, "processes": 2}
+    run = launch(fault.yaml, "--check", *fault.arguments, **more)
     assert run.exit_code == 1
     found = json.loads((run.folder / "check.json").read_text())
     failed = [row for row in found["checks"] if row["result"] == "fail"]
