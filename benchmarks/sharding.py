@@ -40,7 +40,7 @@ def assert_equal_work(side: Side, ddp: Side) -> None:
 
 def bytes_held(yaml: str, folder: Path) -> float:
     """Return those of the process that holds most."""
-    side = Side([*launch(yaml, PROCESSES), "-m", "tests.text.test_sharding", "bytes"], folder / f"bytes-{yaml}")
+    side = Side([*launch(yaml, PROCESSES), "-m", "tests.text.test_sharding", "100M"], folder / f"bytes-{yaml}")
     side.run()
     counts = [json.loads(line) for line in side.log.splitlines() if line.startswith("{")]
     assert [count["strategy"] for count in counts] == [yaml] * PROCESSES

@@ -61,8 +61,8 @@ class Sign(Task):
         return Accuracy().compute(**outputs)
 '''
 ARGUMENTS = (
-    "--task.name=sign", "--task.width=32", "--epochs=8", "--optim.lr=0.01", "--global_batch_size=32",
-    "--micro_batch_size=4",
+    "--task.name=sign", "--task.width=32", "--epochs=4", "--optim.lr=0.02", "--global_batch_size=32",
+    "--micro_batch_size=8",
 )  # fmt: skip
 
 

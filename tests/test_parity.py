@@ -69,11 +69,10 @@ def test_three_processes_agree_too(launch: Launch) -> None:
 
 
 @needs_mnist
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("yaml", "processes"),
-    [
-        ("fsdp", 2), slow("ddp", 2), slow("ddp", 4), slow("fsdp", 4), slow("fsdp_grad_op", 2), slow("fsdp_offload", 2),
-    ],
-)  # fmt: skip
+    [("fsdp", 2), ("ddp", 2), ("ddp", 4), ("fsdp", 4), ("fsdp_grad_op", 2), ("fsdp_offload", 2)],
+)
 def test_mnist(launch: Launch, whole: Whole, yaml: str, processes: int) -> None:
     assert_same_curve(launch(yaml, *REAL, processes=processes).succeeded(), whole("cpu", *REAL), 10_000)

@@ -137,7 +137,7 @@ def test_torchs_linear_cross_entropy_sums_in_half_precision() -> None:
 
 
 @pytest.mark.filterwarnings("default")  # the compiler sets its own aside, unless they are errors
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     """The loss falls along its gradients as they say: tried with other dropout in the backward pass, by 0.57 of that.
     Without the compiler, which draws otherwise, they are those without recomputing. One compilation serves all blocks.

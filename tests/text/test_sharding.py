@@ -23,10 +23,11 @@ from src.tasks.causal_lm import CausalLM
 from tests.launching import Launch
 from tests.text.tiny import LLAMA
 
-OF_100M = {
-    "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11,
-    "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 30_000, "tie_word_embeddings": True,
-}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "10M": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 9, "vocab_size": 10_000},
+    "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11, "vocab_size": 30_000},
+}
+HEADS = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
     "llama": LLAMA,
@@ -42,17 +43,18 @@ def printed(launch: Launch, yaml: str, processes: int, what: str) -> list[dict[s
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def held_bytes(launch: Launch, yaml: str, processes: int) -> list[int]:
-    """Of each process, for a model of 100M parameters after a step."""
-    counts = printed(launch, yaml, processes, "bytes")
+def held_bytes(launch: Launch, yaml: str, processes: int, shape: str) -> list[int]:
+    """Of each process, after a step."""
+    counts = printed(launch, yaml, processes, shape)
     assert [count["strategy"] for count in counts] == [yaml] * processes
-    assert all(95e6 < count["count"] < 105e6 for count in counts)
+    assert all(count["count"] == pytest.approx(int(shape[:-1]) * 1e6, rel=0.05) for count in counts)
     return [count["parameters"] + count["gradients"] + count["optimizer"] for count in counts]
 
 
-def test_fsdp_holds_half_on_two_processes_and_a_quarter_on_four(launch: Launch) -> None:
-    whole = max(held_bytes(launch, "ddp", 2))
-    halves, quarters = (held_bytes(launch, "fsdp", processes) for processes in (2, 4))
+@pytest.mark.parametrize("shape", ["10M", pytest.param("100M", marks=pytest.mark.slow)])
+def test_fsdp_holds_half_on_two_processes_and_a_quarter_on_four(launch: Launch, shape: str) -> None:
+    whole = max(held_bytes(launch, "ddp", 2, shape))
+    halves, quarters = (held_bytes(launch, "fsdp", processes, shape) for processes in (2, 4))
     assert max(halves) <= 0.55 * whole
     assert max(quarters) <= 0.30 * whole
     assert sum(halves) >= 0.99 * whole
@@ -76,9 +78,10 @@ def size(tensors: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
-def bytes_after_a_step(accelerator: Accelerator) -> dict[str, int]:
+def bytes_after_a_step(accelerator: Accelerator, shape: str) -> dict[str, int]:
     """Of all tensors that this process holds from one step to the next."""
-    model: torch.nn.Module = CausalLM(dataset="none", architecture=OF_100M, sequence_length=8).build_model()
+    task = CausalLM(dataset="none", architecture=HEADS | SHAPES[shape], sequence_length=8)
+    model: torch.nn.Module = task.build_model()
     count = sum(p.numel() for p in model.parameters())
     model, (optimizer,) = prepare(accelerator, model, build_optimizers(Optim(), model))
     tokens = torch.arange(8)
@@ -119,8 +122,8 @@ def sharded_and_whole(accelerator: Accelerator, kind: str) -> dict[str, Any]:
 
 def main(what: str) -> None:
     accelerator, launch = build_accelerator(config_from({"task": {"name": "mnist"}}))
-    if what == "bytes":
-        lines = [{"strategy": launch.strategy, **bytes_after_a_step(accelerator)}]
+    if what in SHAPES:
+        lines = [{"strategy": launch.strategy, **bytes_after_a_step(accelerator, what)}]
     else:
         results = [sharded_and_whole(accelerator, kind) for kind in DECODERS]
         lines = results if accelerator.is_main_process else []
