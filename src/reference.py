@@ -146,8 +146,9 @@ def main(argv: list[str]) -> None:
             if rank == 0:
                 print(f"step {step}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
     milliseconds = 1000 * (time.perf_counter() - started) / total_steps
+    metrics = evaluate(task, model, eval_set, 1000)  # by all, as a model may be collective
     if rank == 0:
-        scores = "  ".join(f"{name} {value:.4f}" for name, value in evaluate(task, model, eval_set, 1000).items())
+        scores = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         print(f"{milliseconds:.2f} ms per step, {world_size} processes; evaluation: {scores}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -52,8 +52,9 @@ class Tracker:
         self._recorded = self._metrics.seek(min(recorded, self._recorded_bytes()))
         # an evaluation after the last step that came too late for its checkpoint: kept, or replaced by a new one
         line = self._metrics.readline()
-        is_kept = line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")
-        self._metrics.truncate(self._recorded + len(line) * is_kept)
+        if not (line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")):
+            line = b""
+        self._metrics.truncate(self._recorded + len(line))
         parent = saved_settings(self.folder).get("resume") if is_continued else parent_checkpoint(config)
         settings = config.model_dump(mode="json") | {"resume": str(parent or config.resume)}
         if "{run_name}" not in config.output_dir:
@@ -236,4 +237,4 @@ def _printable(text: str, width: int = 110) -> str:
 
 
 def _evaluation_line(metrics: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {value:{'.4f' if isinstance(value, float) else ','}}" for name, value in metrics.items())
+    return "  ".join(f"{n} {v:.4f}" if isinstance(v, float) else f"{n} {v:,}" for n, v in metrics.items())

@@ -123,8 +123,8 @@ class WandbLogger:
 def _start(mode: Any, project: str | None = None, **arguments: Any) -> tuple[Any, str]:
     why = "as asked"
     if mode == "auto":
-        mode = None  # WANDB_MODE, else online
-        if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
+        mode = None if "WANDB_MODE" in os.environ else "online"
+        if mode and not wandb.login(prompt=False, verify=False):
             mode, why = "offline", "no credentials: `wandb login` for online"
     if "dir" in arguments:
         folder = Path(arguments["dir"], "wandb")

@@ -4,7 +4,7 @@ ADVICE = {
     "Launch": {
         "processes": "each process trains a model of its own: launcher and script disagree on what is distributed",
         "devices": "processes share a device: each must take the one of its LOCAL_RANK",
-        "strategy": "the yaml asks for {}, and it was not applied: look for keys that Accelerate ignores, variables "
+        "strategy": "what the yaml asks for was not applied: look for keys that Accelerate ignores, variables "
         "ACCELERATE_* in the environment, and a model that was not passed through prepare()",
         "sharded units": "only the root is wrapped, or not all blocks: name them in the model's _no_split_modules",
         "parameters": "not all is sharded, or not evenly",
@@ -46,7 +46,7 @@ ADVICE = {
         "decay": "a parameter is in the wrong group: biases, norms and other vectors must not decay, and Muon is for "
         "matrices but those of embeddings and the last layer",
         "rate": "the schedule is ahead of the steps, or of another length: a prepared scheduler steps once per "
-        "process; set the rate from the step",
+        "process; set the rate from the step, over as many steps as the optimizer takes",
         "parameters": "the optimizer made something else of the gradients than its copy on one process: parameters "
         "that it doesn't have, another learning rate or weight decay, gradients changed after they were clipped",
         "replicas": "the processes train different models by now: they started apart, or a gradient is not reduced",
@@ -71,7 +71,7 @@ ADVICE = {
         "weights": "as above",
     },
     "Precision": {
-        "products": "not computed in what was asked for, {}: the model missed prepare(), or casts by itself",
+        "products": "not computed in the precision that was asked for: the model missed prepare(), or casts by itself",
         "loss": "the loss is computed in half precision, and its gradient too: take it of logits.float()",
         "": "small updates are lost in half precision: load the weights in fp32; mixed precision computes in half",
     },
@@ -82,6 +82,6 @@ ADVICE = {
 }
 
 
-def likely_cause(check: str, row: str, bound: str) -> str:
+def likely_cause(check: str, row: str) -> str:
     """Return the first of the check's texts whose words are in the row's name."""
-    return next(text for words, text in ADVICE[check].items() if words in row).format(bound)
+    return next(text for words, text in ADVICE[check].items() if words in row)

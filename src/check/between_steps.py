@@ -40,7 +40,7 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     config = run.config.model_copy(update={"micro_batch_size": size})
     shortened = subject.at(0, config=config, eval_set=dataset)
     num_batches = sum(1 for _ in evaluation_batches(reading_indices(shortened)))
-    batches = finding_alike("Evaluation", "batches", str(num_batches), "as many on each")
+    batches = finding_alike("Evaluation", "batches", str(num_batches), "as many on each", num_batches > 0)
     yield batches
     if batches["result"] == "fail":
         return

@@ -1,5 +1,6 @@
 """Checks 9 and 10, Precision and Cost: what one step really computes in, sends and takes."""
 
+import gc
 import statistics
 import time
 from collections import Counter
@@ -60,7 +61,7 @@ class Recorder(TorchDispatchMode):
             if is_all_reduce or "reduce_scatter" in name:
                 self.reduced[_dtype(sides[0][0])] += size
             self.sent += (self._world_size - 1) / self._world_size * size * (2 if is_all_reduce else 1)
-        elif any(loss in name and "backward" not in name for loss in LOSSES):
+        elif space == "aten" and any(loss in name and "backward" not in name for loss in LOSSES):
             self.losses[_dtype(args[0])] += 1
         elif name in PRODUCTS:
             self.products[_dtype(args[0])] += 1
@@ -99,6 +100,7 @@ def check_cost(subject: Subject) -> Iterator[Row]:
     if run.device.type != "cpu":  # the peak of a process's resident memory can't be reset
         del copy, subject.reference, subject.reference_optimizers
         copies = ""
+        gc.collect()  # a model may be in a reference cycle
         torch.accelerator.reset_peak_memory_stats()
         subject.step(subject.at(0), micro_batches)
     peaks = ", ".join(f"{peak / 1e6:,.0f}" for peak in peak_memory(run.accelerator))
@@ -142,7 +144,8 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
         buffers = _bytes(model.buffers())
         formula = "all_reduce of the gradients" + (f" in {hook}" if hook else "")
         formula += ", broadcast of the buffers" if buffers else ""
-        return share * (2 * trained + buffers), share * (2 * trained + buffers), formula
+        sent = share * (2 * trained + buffers)
+        return sent, sent, formula
     plugin = subject.run.accelerator.state.fsdp_plugin
     policy, is_resharded = plugin.mixed_precision_policy, plugin.reshard_after_forward
     width = policy.param_dtype.itemsize if policy and policy.param_dtype else 4

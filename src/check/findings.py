@@ -27,16 +27,18 @@ def finding(check: str, what: str, measured: str, bound: str = "", is_passed: bo
     """Return a row of the table, as check.json and W&B have it: without a bound a note, which nothing can fail. What a
     failure means is what src/check/advice.py says of `what`, unless its cause is given."""
     result = ("pass" if is_passed else "fail") if bound else "note"
-    means = (cause or likely_cause(check, what, bound)) if result == "fail" else ""
+    means = (cause or likely_cause(check, what)) if result == "fail" else ""
     return {"check": check, "what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
-def finding_alike(check: str, what: str, value: str, bound: str = "the same") -> Row:
-    """Return a row that passes where all processes have the same value. Collective."""
+def finding_alike(check: str, what: str, value: str, bound: str = "the same", is_good: bool = True) -> Row:
+    """Return a row that passes where all processes have the same value, and it is a good one. Collective."""
     values = gather(value)
-    is_alike = len(set(values)) == 1
-    measured = f"{value} on all processes" if is_alike else f"{', '.join(values)} by process"
-    return finding(check, what, measured, bound, is_alike)
+    others = [rank for rank, other in enumerate(values) if other != values[0]]
+    measured = f"{values[0]} on all processes"
+    if others:
+        measured = f"{values[0]}; by process {', '.join(map(str, others))}: {values[others[0]]}"
+    return finding(check, what, measured, bound, not others and is_good)
 
 
 class WorstError:
@@ -58,11 +60,11 @@ class WorstError:
                 self.worst = share, error, name, bound
 
     def finding(self, check: str, what: str) -> Row:
-        """Return this process's worst error as a row."""
-        share, error, name, bound = self.worst
+        """Return the worst error of all processes as a row, which passes or fails by this process's own. Collective."""
+        _, error, name, bound = max(gather(self.worst), key=lambda worst: worst[0])
         measured = f"{error:.1e} ({name})" if name else "0"
         half = ", by what bf16 does to one model" if bound > self.least else ""
-        return finding(check, what, measured, f"{bound:.2g}{half}", share <= 1)
+        return finding(check, what, measured, f"{bound:.2g}{half}", self.worst[0] <= 1)
 
 
 def gather(value: Any) -> list[Any]:

@@ -211,7 +211,8 @@ def check_start(subject: Subject) -> Iterator[Row]:
         if not torch.equal(to_local(found[name]).to(shard.device), shard):
             differing.append(name)
     measured = f"{len(found)} tensors, as on one process"
-    measured = f"{differing[0]} and {len(differing) - 1} more differ" if differing else measured
+    if differing:
+        measured = differing[0] + (f" and {len(differing) - 1} more differ" if differing[1:] else " differs")
     bound = f"bitwise, for seed {subject.run.config.seed}"
     yield finding("Same start", "weights and buffers", measured, bound, not differing)
     drawn = gather(subject.rng_checksum)

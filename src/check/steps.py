@@ -176,8 +176,8 @@ def _replicas(subject: Subject) -> Iterator[Row]:
     replicas = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     for what, names in (("replicas", replicas), ("buffers", dict(model.named_buffers()))):
         differing = ", ".join([name for name in drifted if name in names][:3])
-        measured = f"{differing}: differs" if differing else f"{len(names)}, none of which drifts apart"
-        yield finding("Updates", what, measured, "the same", not differing)
+        measured = f"{differing}: differs" if differing else f"{len(names)}, none drifts apart"
+        yield finding("Updates", what, measured, "the same" if names else "", not differing)
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     local = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     if local and subject.run.world_size > 1:
@@ -187,7 +187,7 @@ def _replicas(subject: Subject) -> Iterator[Row]:
 
 def check_accumulation(subject: Subject) -> Iterator[Row]:
     """Take the first step of the epoch and its last, ragged one in micro-batches of other sizes: with a learning rate
-    of 0, and in eval mode, as dropout would draw other numbers."""
+    of 0, which train_step takes from optim.lr, and in eval mode, as dropout would draw other numbers."""
     run = subject.run
     share, own = run.config.global_batch_size // run.world_size, run.config.micro_batch(run.world_size)
     divisors = [size for size in range(1, share + 1) if share % size == 0]
@@ -202,11 +202,11 @@ def check_accumulation(subject: Subject) -> Iterator[Row]:
     gradients = WorstError(COMPRESSED if run.launch.comm_hook else REORDERED)
     losses = WorstError(HALF_LOSS if subject.is_half else REORDERED)
     factor = NOISE_FACTORS["FSDP" if subject.is_fsdp else "other"]
-    still = run.config.model_copy(update={"optim": run.config.optim.model_copy(update={"lr": 0.0})})
+    at_zero_lr = run.config.model_copy(update={"optim": run.config.optim.model_copy(update={"lr": 0.0})})
     for step, others in ((0, sizes[:1]), (subject.steps_per_epoch - 1, sizes)):
         noise = _by_hand(subject, next(subject.micro_batches(step)))[2] if subject.is_half else {}
         for size in (own, *others):
-            again = subject.at(0, config=still)
+            again = subject.at(0, config=at_zero_lr)
             with capture_update(again) as found:
                 loss = subject.step(again, next(subject.micro_batches(step, size))).loss
             if size == own:

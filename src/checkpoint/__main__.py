@@ -48,13 +48,13 @@ def list_(paths: list[str]) -> int:
 
 def verify(paths: list[str]) -> int:
     """Read all of each checkpoint."""
-    damaged = 0
+    is_damaged = False
     for path in _checkpoints(paths):
         wrong = "; ".join(problems(path))
-        damaged += bool(wrong)
+        is_damaged |= bool(wrong)
         absent = "" if wrong else absent_random_file(path, read_state(path).num_processes)
         print(f"{path}  {wrong or 'whole'}" + (f", but {absent}" if absent else ""))
-    return min(damaged, 1)
+    return int(is_damaged)
 
 
 def export(paths: list[str]) -> int:

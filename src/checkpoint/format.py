@@ -194,7 +194,7 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
             yield f"{STATE} is not in the manifest"
         for name, size, checksum in entries[share[0] :: share[1]]:
             file = checkpoint / name
-            if name not in there:  # nor is a path that leads elsewhere
+            if name not in there or file.is_symlink():  # nor is a path that leads elsewhere
                 if not name.startswith("rng_"):
                     yield f"{name} is missing"
             elif file.stat().st_size != size:

@@ -28,7 +28,7 @@ RESUME_SAFE_SETTINGS = (
     "task.sample_tokens", "task.sample_temperature", "task.lora.merge",
 )  # fmt: skip
 """Settings, and groups of them, that leave the weights which a run arrives at as they are, but for rounding."""
-LENGTH = {"max_steps", "epochs"}
+LENGTH_SETTINGS = {"max_steps", "epochs"}
 """Settings that say how long a run is."""
 
 
@@ -105,7 +105,7 @@ def _run_errors(config: "Config") -> Iterator[str]:
     elif held and not checkpoints:
         if "summary.json" in held or "model" in held or not saved:
             yield f"{holds} a run already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
-        elif changed_settings(config, saved).keys() - LENGTH:
+        elif changed_settings(config, saved).keys() - LENGTH_SETTINGS:
             yield f"{holds} the beginning of a run with other settings; {elsewhere}"
         elif _had_checkpoints(folder, saved):
             yield f"{lost}; or {elsewhere}"

@@ -18,7 +18,7 @@ from torch import nn
 from src.checkpoint import format
 from src.checkpoint.format import ResumePoint, RunState
 from src.checkpoint.output_folder import (
-    LENGTH,
+    LENGTH_SETTINGS,
     changed_settings,
     folder_errors,
     list_checkpoints,
@@ -89,7 +89,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     # as the main process sees them: file systems tell machines news at different times
     state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
     notes = [f"passed over and set aside: {path}, {why}" for path, why in damaged.items()]
-    point = ResumePoint(checkpoint, state, [*notes, *_changed_settings(config, checkpoint, state)])
+    point = ResumePoint(checkpoint, state, [*notes, *_note_changes(config, checkpoint, state)])
     point.is_finished = has_ended and point.is_own(config)
     watched = state.config["early_stopping"]
     if (watched["metric"], watched["mode"]) != (config.early_stopping.metric, config.early_stopping.mode):
@@ -223,17 +223,17 @@ def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[s
         raise UserError(f"{checkpoint} is of a run with other data: {found}: {advice}")
 
 
-def _changed_settings(config: Config, checkpoint: Path, state: RunState) -> list[str]:
+def _note_changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
     """Return a line that names them, or none; raise a UserError where some would make another run of it, and nobody
     asked for that."""
     changed = changed_settings(config, state.config)
-    saved = config.model_copy(update={name: state.config[name] for name in (*LENGTH, "global_batch_size")})
+    saved = config.model_copy(update={name: state.config[name] for name in (*LENGTH_SETTINGS, "global_batch_size")})
     before, after = (of.steps(-(-state.examples // of.global_batch_size))[1] for of in (saved, config))
     changes = _differences(changed)
-    is_shorter = after < before and not changed.keys().isdisjoint(LENGTH)
+    is_shorter = after < before and not changed.keys().isdisjoint(LENGTH_SETTINGS)
     if is_shorter:
         changes += f" (the learning rate's schedule then spans {after} steps, not {before})"
-    if (is_shorter or changed.keys() - LENGTH) and not config.checkpoint.accept_changes:
+    if (is_shorter or changed.keys() - LENGTH_SETTINGS) and not config.checkpoint.accept_changes:
         advice = f"set them back, choose another --run_name, {ALL_THE_SAME}"
         raise UserError(f"{checkpoint} is of a run with other settings: {changes}; {advice}")
     return [f"changed since: {changes}"] if changes else []

@@ -147,7 +147,7 @@ FAULTS = [
         ("train.py", "lr_at(progress.updates,", "lr_at(progress.updates * accelerator.num_processes,"),
     ),
     Fault(
-        "FSDP asked for and DDP run", "fsdp", {"Launch"}, "the yaml asks for FSDP, and it was not applied",
+        "FSDP asked for and DDP run", "fsdp", {"Launch"}, "what the yaml asks for was not applied",
         ("src/distributed.py", "list(launch_errors(launcher, config, world_size, wants_fsdp))",
          "list(launch_errors(launcher, config, world_size, wants_fsdp)); wants_fsdp = False"),
     ),

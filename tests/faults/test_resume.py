@@ -190,9 +190,9 @@ def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
         config = config_from(state.config | now)
         if is_refused:
             with pytest.raises(ValueError, match="the learning rate's schedule then spans 2[0-9]+ steps, not "):
-                resume._changed_settings(config, Path("step_00000024"), saved)
+                resume._note_changes(config, Path("step_00000024"), saved)
         else:
-            resume._changed_settings(config, Path("step_00000024"), saved)
+            resume._note_changes(config, Path("step_00000024"), saved)
 
 
 def test_changed_settings_are_refused_unless_asked_for(launch: Launch, whole: Whole, tmp_path: Path) -> None:
