@@ -17,11 +17,11 @@ PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst")
 SAVED_TO_DISK = ("dataset_info.json", "dataset_dict.json")
 """One of them is in each folder that datasets' save_to_disk wrote."""
 EVALUATION = ("validation", "valid", "val", "dev", "eval", "evaluation", "test")
-"""Names of an evaluation split; the first that there is counts."""
+"""Names of an evaluation split; the first one present is used."""
 
 
 def path_error(path: Path) -> str | None:
-    """Return why a file or folder cannot be a dataset, found without reading it; None: it may be one."""
+    """Return why a file or folder cannot be a dataset, found without reading it; None if it may be one."""
     known = ", ".join(LOADERS)
     if not path.is_dir():
         return None if path.suffix.lower() in LOADERS else f"{path.suffix or 'no suffix'} is none of {known}"
@@ -57,8 +57,8 @@ def files_by_split(path: Path) -> dict[str, list[Path]]:
 
 def read_files(files: list[Path], column_names: list[str]) -> Dataset:
     """Return the rows of files of one kind. Every column of a .csv or .tsv is text as it stands there: "null" and "NA"
-    are words; where it has no header, `column_names` are its columns. Raise a UserError where a file cannot be read,
-    has no row, or not the columns that it should have."""
+    are words; `column_names` are its columns if it has no header. Raise a UserError if a file cannot be read, has no
+    row, or lacks a column that it should have."""
     if empty := [file for file in files if file.stat().st_size == 0]:
         raise UserError(f"task.dataset={empty[0]}: the file is empty")
     suffix, names = files[0].suffix.lower(), [glob.escape(str(file)) for file in files]
@@ -86,8 +86,8 @@ def cause(error: Exception) -> str:
 
 
 def _columns(file: Path, column_names: list[str], sep: str, quoting: Any = csv.QUOTE_MINIMAL) -> list[str]:
-    """Return a table's columns. Raise a UserError where they are not `column_names`, or its first row is longer."""
-    csv.field_size_limit(2**31 - 1)  # as pandas, which has none
+    """Return a table's columns. Raise a UserError if they do not fit `column_names` or the first row."""
+    csv.field_size_limit(2**31 - 1)  # as in pandas, which has no limit
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:
             rows = (row for row in csv.reader(stream, delimiter=sep, quoting=quoting) if row)  # pandas skips them too
