@@ -192,7 +192,7 @@ def prepare(
         for block in from_yaml or getattr(model, "_no_split_modules", None) or []:
             if block not in classes:
                 where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
-                raise UserError(f"{where} names {block}, which {name} has not{nearest(block, sorted(classes))}")
+                raise UserError(f"{where} names {block}, which {name} does not have{nearest(block, sorted(classes))}")
     model, *prepared = accelerator.prepare(model, *optimizers)
     if accelerator.is_fsdp2 and sharded_units(model) < 2:
         raise UserError(

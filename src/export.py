@@ -40,7 +40,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         unfinished.rename(place)
     except (OSError, SafetensorError) as error:
         says = " ".join(str(error).split())
-        raise RunError(f"{folder} cannot be written, {says}: mend that, and give the same command again") from error
+        raise RunError(f"{folder} cannot be written, {says}: fix that, and run the same command again") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

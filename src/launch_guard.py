@@ -71,7 +71,7 @@ def launch_errors(launcher: Launcher | None, config: Config, world_size: int, wa
         return  # what follows would judge their effect
     for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if is_set(f"ACCELERATE_USE_{name}"):
-            yield f"{name.lower()} is not supported here: take one of accelerate_configs/"
+            yield f"{name.lower()} is not supported here: use one of accelerate_configs/"
     if wants_fsdp and os.environ.get("FSDP_VERSION") != "2":
         yield "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
     if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
@@ -88,12 +88,12 @@ def _yaml_errors(launcher: Launcher, world_size: int, wants_fsdp: bool) -> Itera
     if asked and int(asked) != world_size:
         yield (
             f"{asked} processes were asked for, but {file} starts {world_size}: "
-            f"take a yaml for several, such as accelerate_configs/ddp.yaml"
+            f"use a yaml for several, such as accelerate_configs/ddp.yaml"
         )
     if launcher.config.get("distributed_type") == "FSDP" and not wants_fsdp:
-        yield f"{file} asks for FSDP, but the command line switched it off: take another yaml"
+        yield f"{file} asks for FSDP, but the command line switched it off: use another yaml"
     if launcher.config.get("use_cpu") and world_size > 1:
-        yield f"{file}: use_cpu has no effect on several processes: take it out"
+        yield f"{file}: use_cpu has no effect with several processes: take it out"
     known = [name for name in vars(launcher.arguments) if name.startswith("fsdp_")]
     for key in launcher.config.get("fsdp_config") or {}:
         if key == "ddp_comm_hook":

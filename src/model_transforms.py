@@ -40,7 +40,7 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
         for block in blocks:  # dropout draws the same numbers both times, unlike with fsdp_activation_checkpointing
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.cuda_graphs and (accelerator.device.type != "cuda" or accelerator.use_distributed):
-        raise UserError("cuda_graphs=true is for one process on one NVIDIA GPU: take single_gpu.yaml, or leave it out")
+        raise UserError("cuda_graphs=true is for one process on one NVIDIA GPU: use single_gpu.yaml, or leave it out")
     if config.cuda_graphs and config.accumulation(1) > 1:  # a replay overwrites the previous gradients
         raise UserError("cuda_graphs=true cannot accumulate gradients: leave micro_batch_size out")
     if config.compile or config.cuda_graphs:

@@ -119,7 +119,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         if error.errno not in DISK_ERRORS:
             raise
         where = error.filename or "a file"
-        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: make room, and the same command goes on")
+        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: make room, then run the same command again")
     except RuntimeError as error:
         if lost_peers(error):
             if SIGNALS.name:  # the others were told to stop as well

@@ -72,7 +72,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
         elif argument.startswith("--") and equals:
             options[name] = value
         else:
-            mistakes.append(f"{argument}: not understood, settings are written --name=value")
+            mistakes.append(f"{argument}: not understood; settings are written --name=value")
 
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
@@ -110,7 +110,7 @@ def validate(
         if name in groups:
             example = next(setting for setting in known if setting.startswith(f"{name}."))
             if values[name] is not None or written[name].startswith("--"):  # a yaml's group may just be empty
-                mistakes.append(f"{written[name]}: {name} is a group, write for example --{example}=…")
+                mistakes.append(f"{written[name]}: {name} is a group; write, for example, --{example}=…")
         elif not any(name == setting or name.startswith(f"{setting}.") for setting in known):
             hint = f", it is now {renamed[name]}" if name in renamed else nearest(name, list(known))
             mistakes.append(f"{written[name]}: unknown setting{hint}")
@@ -183,7 +183,7 @@ def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
     else:
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
             return content
-        mistakes.append(f"--config={file}: must hold settings, one `name: value` a line")
+        mistakes.append(f"--config={file}: must hold settings, one `name: value` per line")
     return {}
 
 
@@ -205,7 +205,7 @@ def repeated_keys(text: str) -> Iterator[str]:
     repeated = {name: numbers for name, numbers in lines.items() if len(numbers) > 1}
     for name, numbers in repeated.items():
         if not any(name.startswith(f"{group}.") for group in repeated):
-            yield f"{name} is there {len(numbers)} times, in line {' and '.join(map(str, numbers))}: keep one"
+            yield f"{name} appears {len(numbers)} times, in lines {' and '.join(map(str, numbers))}: keep one"
 
 
 def _parse(text: str) -> Any:

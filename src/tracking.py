@@ -227,7 +227,7 @@ def _write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None
     status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
     write_json(folder / "status.json", status)
     when = f"after step {step}" if step else "before the first step"
-    print(f"stopped {when} by {reason}; to go on: {command}", flush=True)
+    print(f"stopped {when} by {reason}; to continue: {command}", flush=True)
 
 
 def _printable(text: str, width: int = 110) -> str:

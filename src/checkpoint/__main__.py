@@ -62,7 +62,7 @@ def export(paths: list[str]) -> int:
     path = _whole(paths[0], contents=True)
     folder = Path(paths[1]) if paths[1:] else path.parent.parent / f"model_{path.name}"
     if folder.exists():
-        raise UserError(f"{folder}: is there already, name another folder")
+        raise UserError(f"{folder}: exists already; name another folder")
     state = read_state(path)
     config = config_from(state.config)
     config.task.load_data_state(state.data_state)
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
     if command not in COMMANDS:
         raise UserError(f"{command}: must be one of {', '.join(COMMANDS)}")
     if not paths:
-        raise UserError(f"{command}: of which checkpoint or run?")
+        raise UserError(f"{command}: name a checkpoint or a run's output folder")
     try:
         return COMMANDS[command](paths)
     except PermissionError as error:

@@ -202,7 +202,7 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
             elif contents and file_facts(file)["sha256"] != checksum:
                 yield f"{name} has changed since it was saved"
     except PermissionError as error:
-        raise UserError(f"{error.filename} cannot be read, {error.strerror}: have it made readable for you") from error
+        raise UserError(f"{error.filename} cannot be read, {error.strerror}: ask for permission to read it") from error
     except OSError as error:
         yield f"{error.filename} cannot be read, {error.strerror}"
 

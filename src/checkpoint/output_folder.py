@@ -87,7 +87,7 @@ def _run_errors(config: "Config") -> Iterator[str]:
     held = [name for name in RUN_FILES if _is_held(folder / name)]
     checkpoints, saved = list_checkpoints(folder / "checkpoints"), saved_settings(folder)
     holds, elsewhere = f"output_dir={folder}: holds", f"{ELSEWHERE}, or move that folder away"
-    lost = f"output_dir={folder}: its run has saved checkpoints, and none is there: bring {folder / 'checkpoints'} back"
+    lost = f"output_dir={folder}: its run saved checkpoints, but none are there: restore {folder / 'checkpoints'}"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
         is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()

@@ -41,7 +41,7 @@ OF_THE_END = (
 """Settings, or groups of them, that make a finished run go on or export its model anew if they change."""
 PATIENCE_SECONDS = 40
 """How long a launcher gives its processes to end, and a little more."""
-ALL_THE_SAME = "or continue all the same with --checkpoint.accept_changes=true"
+ALL_THE_SAME = "or continue anyway with --checkpoint.accept_changes=true"
 
 
 def checkpoint_metadata(
@@ -110,7 +110,7 @@ def load_checkpoint(run: Run) -> None:
     assert saved
     if step > run.total_steps:
         asked = f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
-        raise UserError(f"{checkpoint} has {step} steps already, and {asked}")
+        raise UserError(f"{checkpoint} has {step} steps already, but {asked}")
     if run.is_fp16 and saved.precision != "fp16":
         run.progress.loss_scale = Progress().loss_scale
     require_same_frozen(checkpoint, saved.frozen_norm, now["frozen_norm"])
@@ -170,7 +170,7 @@ def _lock(folder: Path) -> None:
             if SIGNALS.name:  # status.json is the other process's
                 SIGNALS.die()
             if second == 0:
-                print(f"{folder}: another process still writes this run, waiting for it to end", flush=True)
+                print(f"{folder}: another process is still writing this run; waiting for it to end", flush=True)
         except OSError:  # this file system has no locks
             return
         else:
@@ -178,7 +178,7 @@ def _lock(folder: Path) -> None:
                 return  # else the other process was refused and deleted the folder that was locked
         os.close(descriptor)
         time.sleep(1)
-    raise UserError(f"output_dir={folder}: another process writes this run; stop it, or choose another --run_name")
+    raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
 
 
 def _delete_if_empty(folder: Path) -> None:

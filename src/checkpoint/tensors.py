@@ -98,6 +98,6 @@ def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> Non
     """Raise a UserError if the frozen parameters are not those that the checkpoint was trained with."""
     if not math.isclose(saved_norm, norm, rel_tol=1e-6):
         raise UserError(
-            f"{checkpoint} was trained beside other frozen weights: their norm was {saved_norm:.8g} and is {norm:.8g}; "
-            f"task.model has changed since, give the one of then (task.revision)"
+            f"{checkpoint} was trained with other frozen weights: their norm was {saved_norm:.8g} and is {norm:.8g}; "
+            f"task.model has changed since: name its old version by task.revision"
         )

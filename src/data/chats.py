@@ -48,7 +48,7 @@ def _normalize_message(message: Any, where: str) -> dict[str, Any]:
     if "function_call" in message:
         raise ValueError(f"{where} with a function_call: write it as tool_calls")
     if message.get("weight", 1) not in (0, 1):
-        raise ValueError(f"{where} of weight {message['weight']}, which can be 0, not to be learnt, or 1")
+        raise ValueError(f"{where} of weight {message['weight']}, which must be 0 (not to be learnt) or 1")
     if message.get("tool_calls"):
         message["tool_calls"] = [_normalize_call(call, where) for call in message["tool_calls"]]
     elif message.get("content") is None:
@@ -148,7 +148,7 @@ def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str
         left_out = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
         if left_out is None or not is_found:
             raise UserError(
-                f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so that the assistant's in "
+                f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so the assistant's in "
                 f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
             )
         head, _, tail = tail.partition(PROBE)

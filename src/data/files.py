@@ -72,7 +72,7 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
         options = {"features": text, "na_filter": False, "encoding": "utf-8-sig", **DIALECTS[suffix]}
         options |= {"column_names": columns} if column_names else {}
     elif column_names:
-        raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is none")
+        raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is neither")
     try:
         return load_dataset(LOADERS[suffix], data_files=names, split="train", **options)
     except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
@@ -104,8 +104,8 @@ def _columns(file: Path, column_names: list[str], sep: str, quoting: Any = csv.Q
         says = f"its only column would be {header[0]!r}: separate fields by {expected}, not by {other[0]!r}"
         raise UserError(f"task.dataset={file}: {says}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"task.dataset={file}: the column {twice[0]} is there twice")
+        raise UserError(f"task.dataset={file}: the column {twice[0]} appears twice")
     if len(row) > len(names):  # pandas would take the first field for the row's name
-        says = f"row 1 has {len(row)} fields, and the header {len(names)}: mend such rows; quote texts with {sep!r}"
+        says = f"row 1 has {len(row)} fields, and the header {len(names)}: fix such rows; quote texts with {sep!r}"
         raise UserError(f"task.dataset={file}: {says}")
     return names

@@ -149,4 +149,4 @@ def _name_dead_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     except (ConnectionError, EOFError) as error:
         if "DataLoader worker" in str(error):  # the dataset's own
             raise
-        raise RuntimeError("a DataLoader worker died: was it killed for want of memory?") from error
+        raise RuntimeError("a DataLoader worker died: was it killed for lack of memory?") from error

@@ -95,7 +95,7 @@ def _download(data_dir: str) -> None:
         says = str(error).strip().splitlines()[-1]
         raise UserError(
             f"MNIST is not in task.data_dir={data_dir} and could not be downloaded ({says}): set --task.data_dir=DIR "
-            f"to a folder with the four files {', '.join(IDX_FILES)}, or take --task.source=digits"
+            f"to a folder with the four files {', '.join(IDX_FILES)}, or use --task.source=digits"
         ) from error
 
 

@@ -93,7 +93,7 @@ class TextSource(Settings):
             says = f"no such file or folder here, and not available on the Hub ({cause(error)}); offline, download it"
             command = f"`hf download --repo-type dataset {self.dataset}`"
             raise UserError(
-                f"task.dataset={self.dataset}: {says} before with {command} and set HF_HUB_OFFLINE=1"
+                f"task.dataset={self.dataset}: {says} first with {command} and set HF_HUB_OFFLINE=1"
             ) from error
         except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
             is_config = "BuilderConfig" in str(error)
@@ -126,7 +126,7 @@ class TextSource(Settings):
             named = ", ".join(str(row + 1) for row in [first, *more[:4]]) + (", …" if len(bad) > 5 else "")
             raise UserError(
                 f"{dataset}: {len(bad)} of {len(rows)} rows in {where} have no usable {' or '.join(columns)} "
-                f"(row {named}; the first is 1): in row {first + 1} {bad[first]}; mend them, or leave them out with "
+                f"(row {named}; the first is 1): in row {first + 1} {bad[first]}; fix them, or leave them out with "
                 f"--task.bad_rows=skip"
             )
         self._skipped_rows[part] = len(bad)

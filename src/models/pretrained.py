@@ -32,14 +32,14 @@ class ModelSource(Settings):
     def model_errors(self) -> Iterator[str]:
         """Yield what is wrong with the settings, one line each, found without loading anything."""
         if not self.lora.r and self.lora != Lora():
-            yield "task.lora.r is not set, without which the other settings of task.lora do nothing"
+            yield "task.lora.r is not set: without it the other settings of task.lora do nothing"
         if not self.model:
             return
         path = Path(self.model)
         if (path / "adapter_config.json").is_file():
-            yield f"task.model={path}: has adapters only; take the merged model (task.lora.merge=true exports it)"
+            yield f"task.model={path}: has adapters only; use the merged model (task.lora.merge=true exports it)"
         elif path.is_dir() and not (path / "config.json").is_file():
-            yield f"task.model={path}: the folder has no config.json, so it is no model of transformers"
+            yield f"task.model={path}: the folder has no config.json, so it is not a transformers model"
         elif not path.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
             yield f"task.model={path}: no such folder"
 
@@ -90,7 +90,7 @@ class ModelSource(Settings):
         with _loading(setting, source):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         if not tokenizer.is_fast:
-            hint = "take a model with a tokenizer of the tokenizers library (tokenizer.json)"
+            hint = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
             raise UserError(f"{source}: {type(tokenizer).__name__} does not say where its tokens are in a text; {hint}")
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes if there are no files at all
             raise UserError(f"task.{setting}={source}: it has no tokenizer")
@@ -110,11 +110,11 @@ def _loading(setting: str, name: str | None) -> Iterator[None]:
     except Exception as error:  # transformers, safetensors, torch and the Hub's client raise many kinds
         says = " ".join(str(error).split()).split(". ")[0][:300]
         if "trust_remote_code" in str(error):
-            reason = "wants to run code of its own, which is not allowed here; take one that transformers has"
+            reason = "wants to run code of its own, which is not allowed here; use one that transformers has"
         elif Path(str(name)).is_dir():
             reason = f"cannot be loaded, {says or type(error).__name__}"
         else:
-            hint = f"offline, download it before with `hf download {name}` and set HF_HUB_OFFLINE=1"
+            hint = f"offline, download it first with `hf download {name}` and set HF_HUB_OFFLINE=1"
             reason = f"no such folder here, and not available on the Hub ({says}); {hint}"
         raise UserError(f"task.{setting}={name}: {reason}") from error
 

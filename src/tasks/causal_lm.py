@@ -27,8 +27,8 @@ from src.settings import Yaml, flatten
 from src.tasks.base import Task
 
 NO_ROUTER_LOSS = (
-    "the auxiliary loss of a mixture of experts is not added here: it is one of the whole batch's routing, and would "
-    "be another on each number of processes"
+    "the auxiliary loss of a mixture of experts is not added here: it depends on the whole batch's routing, and would "
+    "differ with the number of processes"
 )
 
 
@@ -90,7 +90,7 @@ class CausalLM(TextSource, ModelSource, Task):
             if value and re.search("output_router_logits|(aux|z)_loss|moe_loss", name):
                 yield f"task.architecture.{name}={value}: {NO_ROUTER_LOSS}; leave it out to train without"
         if self.lora.r and not self.model:
-            yield "task.lora adapts a model that there is: set task.model, not task.architecture"
+            yield "task.lora adapts an existing model: set task.model, not task.architecture"
         if (self.prompt_column is None) != (self.completion_column is None):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
