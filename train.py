@@ -119,7 +119,7 @@ def fit(run: Run) -> bool:
                 checkpoints.save(tracker.state())
             if unknown:
                 checkpoints.close()
-                raise UserError(f"{unknown}; with another one, the same command goes on from step {progress.step}")
+                raise UserError(f"{unknown}; with another one, the same command continues from step {progress.step}")
             if is_last or is_stopping:
                 break
             # -------------------------------------------------------------------------------- one optimizer step

@@ -1,5 +1,5 @@
 """Checks 7 and 8, Evaluation and Checkpoint: the run's own evaluation gives what one process finds over the same
-examples; saved and restored, the run goes on to the last bit."""
+examples; saved and restored, the run continues identically, to the last bit."""
 
 import math
 import shutil

@@ -113,7 +113,7 @@ def _gradients_by_hand(
 
 
 def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
-    """Return, as text, what is done about random numbers that the model draws."""
+    """Return, as text, how the random numbers that the model draws are dealt with."""
     losses = []
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -29,7 +29,7 @@ class CheckpointWriter:
     """Publishes checkpoints of a run, one after the other. All processes make the same calls."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        """`say` tells the user, on the main process."""
+        """Prepare to write checkpoints of `run`; `say` tells the user, on the main process."""
         self.newest = run.resume.checkpoint
         """The last checkpoint; None if there is none yet."""
         self.pause_seconds = 0.0

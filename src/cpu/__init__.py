@@ -8,7 +8,7 @@ from src.cpu.malloc import keep_freed_memory
 
 
 def tune_for_cpu(model: nn.Module, precision: str) -> list[str]:
-    """Speed up this process and `model`, in place: its layers change their class, and keep names and weights.
+    """Speed up this process and `model`, in place: its layers change their class, but keep their names and weights.
 
     Args:
         precision: fp32, bf16, fp16 or fp8.
