@@ -7,7 +7,7 @@ To change the loss or add a metric: `loss` and `metrics` of your task in src/tas
 
 from src.process import SIGNALS, RunError, UserError, exit_codes, exit_with_launcher
 
-if __name__ == "__main__":  # the imports below take seconds, in which a signal may come, or the launcher go
+if __name__ == "__main__":  # a signal may come, or the launcher die, during the seconds of imports below
     exit_with_launcher()
     SIGNALS.catch()
 
@@ -46,7 +46,7 @@ def main() -> None:
 @exit_codes()
 def train_or_check(config: Config) -> None:
     run = build(config)
-    if run is None:  # it is finished already
+    if run is None:  # it has already finished
         return
     is_good = run_checks(run, train_step, evaluate) if config.check else fit(run)
     SIGNALS.release()
@@ -62,7 +62,7 @@ def build(config: Config) -> Run | None:
     """Join the processes, build data, model and optimizers, and load the checkpoint to continue from.
 
     Returns:
-        None: the run in this output folder is finished.
+        The run; None if the one in this output folder is finished.
     """
     accelerator, launch = build_accelerator(config)
     command, task = resume_command(config), config.task
@@ -86,7 +86,7 @@ def build(config: Config) -> Run | None:
     metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, model)
     transform(model, config, accelerator)
     model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
-    set_seed((config.seed + accelerator.process_index) % 2**32)  # other dropout masks on each process
+    set_seed((config.seed + accelerator.process_index) % 2**32)  # each process draws dropout masks of its own
     data: dict[str, Any] = {"train_set": train_set, "eval_set": eval_set, "metadata": metadata, "facts": facts}
     run = Run(config, accelerator, launch, resume, command, model, optimizers, resume.progress, **data)
     if resume.state:
@@ -95,7 +95,7 @@ def build(config: Config) -> Run | None:
 
 
 def fit(run: Run) -> bool:
-    """Train to the last step. Return whether it came there; else it was told to stop, and has saved."""
+    """Train to the last step. Return whether it got there; if not, it was told to stop and has saved."""
     config, progress = run.config, run.progress
     with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
         checkpoints = CheckpointWriter(run, tracker.say)
@@ -112,14 +112,14 @@ def fit(run: Run) -> bool:
                     progress.count_evaluation(evaluation.metrics, config.early_stopping)
                     tracker.log_evaluation(evaluation)
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
-            checkpoints.poll()  # says what became of the one that is being written
+            checkpoints.poll()  # reports on the one being written once it is done
             unknown = next(metric_errors(config, progress.evaluation), None) if run.is_evaluated() else None
             if progress.step and (is_last or is_stopping or unknown or run.is_save_due()):
                 progress.tick()
                 checkpoints.save(tracker.state())
             if unknown:
                 checkpoints.close()
-                raise UserError(f"{unknown}; with another one, the same command goes on from step {progress.step}")
+                raise UserError(f"{unknown}; with another one, the same command continues from step {progress.step}")
             if is_last or is_stopping:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
@@ -144,18 +144,18 @@ def fit(run: Run) -> bool:
 
 
 def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> StepResult:
-    """Forward and backward over this process's part of one global batch, and the update.
+    """Run forward and backward over this process's part of one global batch, then update the weights.
 
-    The loss is the mean over the targets (examples, tokens) of the *global* batch. How many those are is known after
-    the exchange only. So backward() works on loss sums / global_batch_size, of a size that half precision bears, and
-    `unscale` makes of their gradients, before they are clipped, those of the sums / number of targets.
+    The loss is the mean over the targets (examples, tokens) of the *global* batch. Their number is known only after the
+    exchange, so backward() works on loss sums / global_batch_size, a magnitude that half precision can hold, and
+    `unscale` turns their gradients, before clipping, into those of the sums / number of targets.
     """
     accelerator, config, progress, task = run.accelerator, run.config, run.progress, run.task
-    # DDP and FSDP average the gradients over the processes: times their number, that is the sum
+    # DDP and FSDP average the gradients over the processes: multiplying by their number gives the sum
     loss_factor = accelerator.num_processes / config.global_batch_size * progress.loss_scale
     sums: list[list[Tensor | float]] = []
     for i, batch in enumerate(micro_batches, start=1):
-        # DDP reduces gradients once, after the last micro-batch; FSDP would have to keep whole ones until then
+        # DDP reduces gradients once, after the last micro-batch; FSDP would have to keep unsharded ones until then
         is_reduced = i == len(micro_batches) or accelerator.is_fsdp2
         with nullcontext() if is_reduced else accelerator.no_sync(run.model):
             loss_sum, num_targets = task.loss(run.model, batch.to(accelerator.device))
@@ -163,7 +163,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> S
         sums.append([batch.weight * n for n in (loss_sum.detach(), num_targets, *task.count_tokens(batch.data))])
 
     gradients = local_gradients(run.parameters)
-    stats = reduce_step_stats(accelerator, sums, gradients, stop.requested)  # the one exchange beside the gradients'
+    stats = reduce_step_stats(accelerator, sums, gradients, stop.requested)  # the only exchange besides the gradients'
     unscale = config.global_batch_size / (max(stats.num_targets, 1) * progress.loss_scale)
     grad_norm = scale_and_clip_(gradients, unscale, math.sqrt(stats.grad_square_sum), config.optim.max_grad_norm)
 
@@ -200,7 +200,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     loss_sum, num_targets, num_examples = accelerator.reduce(totals, "sum").tolist()
     gathered = {name: gather_in_order(accelerator, torch.cat(o), len(run.eval_set)) for name, o in outputs.items()}
     metrics = [task.metrics(gathered) if run.is_main else {}]
-    broadcast_object_list(metrics)  # early stopping must decide alike on all processes
+    broadcast_object_list(metrics)  # all processes must decide alike on early stopping
     found = {"loss": loss_sum / num_targets, "examples": int(num_examples), **metrics[0]}
     return Evaluation({f"eval/{k}": v for k, v in found.items()}, {f"eval/{k}": rows for k, rows in report.items()})
 

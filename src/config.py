@@ -24,7 +24,7 @@ Settings, with their defaults (a yaml given by --config overrides them, the comm
 The task's own are shown for the chosen one: --task.name={tasks}
 """
 RENAMED = {"task.learn_all": "task.train_on_prompts"}
-"""Settings of earlier versions, and what they are called now."""
+"""Settings of earlier versions by name, and their names now."""
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -37,40 +37,40 @@ class Optim(Settings):
     lr: PositiveFloat = 3e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled for adamw and muon. Biases, norms and other vectors never decay."""
+    """Weight decay, decoupled for adamw and muon. Biases, norms and other vectors never decay."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """Decay rates of adamw's first and second moment."""
     momentum: Share = 0.9
-    """Of sgd and muon."""
+    """Momentum of sgd and muon."""
     max_grad_norm: PositiveFloat | None = None
     """Global L2 norm that gradients are clipped to; null: no clipping."""
     schedule: Literal["constant", "linear", "cosine", "step", "one_cycle"] = "one_cycle"
-    """Course of the learning rate: see lr_at in src/optim.py."""
+    """Shape of the learning-rate curve: see lr_at in src/optim.py."""
     warmup_steps: NonNegativeFloat = 0.3
-    """Steps until the peak is reached; below 1: as a share of the schedule."""
+    """Steps until the peak is reached; a value below 1 is a share of the schedule."""
     final_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Learning rate at the end of linear, cosine and one_cycle, as a share of the peak."""
     decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.7
-    """What schedule=step multiplies the learning rate by."""
+    """Factor that schedule=step multiplies the learning rate by."""
     decay_epochs: PositiveFloat = 1.0
     """Epochs between two such multiplications."""
 
 
 class Checkpoint(Settings):
-    """What is kept of the run besides its newest state."""
+    """Which checkpoints are kept, and which one is exported."""
 
     keep_last: PositiveInt = 2
-    """Checkpoints to keep, the newest ones."""
+    """How many of the newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
-    """Checkpoints to keep besides, the best by `metric`. Above 0, each evaluation is followed by a checkpoint."""
+    """How many more to keep, the best by `metric`. Above 0, each evaluation is followed by a checkpoint."""
     metric: str = "eval/loss"
-    """What an evaluation is judged by for keep_best and export_best."""
+    """Metric that ranks the evaluations for keep_best and export_best."""
     mode: Literal["min", "max"] | None = None
-    """Whether less or more of it is better; null: less of a loss, perplexity or bits_per_byte, more of all else."""
+    """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
     export_best: bool = False
-    """Export the best checkpoint at the end, not the last. Implies keep_best=1."""
+    """Export the best checkpoint at the end instead of the last. Implies keep_best=1."""
     accept_changes: bool = False
-    """Continue though settings have changed that make it another run than the one that was saved."""
+    """Continue even if changed settings or data make this a different run from the one that was saved."""
 
     @property
     def num_best(self) -> int:
@@ -79,45 +79,45 @@ class Checkpoint(Settings):
 
 
 class EarlyStopping(Settings):
-    """Ending before the last step."""
+    """Stopping before the last step, once a metric no longer improves."""
 
     metric: str | None = None
-    """Result of the evaluation to watch, such as eval/loss; null: no early stopping."""
+    """Evaluation metric to watch, such as eval/loss; null: no early stopping."""
     mode: Literal["min", "max"] | None = None
-    """Whether less or more of it is better; null: less of a loss, perplexity or bits_per_byte, more of all else."""
+    """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
     patience: PositiveInt = 3
-    """Evaluations in a row without a gain after which to stop."""
+    """Evaluations in a row without an improvement after which to stop."""
     min_delta: NonNegativeFloat = 0.0
-    """What the metric must change by to be a gain."""
+    """Change in the metric that an improvement must exceed."""
 
 
 class Config(Settings):
-    """One run."""
+    """All settings of a run."""
 
     run_name: str = ""
     """Name of the run; empty: the task's name."""
     output_dir: Annotated[str, Field(min_length=1)] = "runs/{run_name}"
     """Folder that the run writes into."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
-    """Of the initial weights, the order of the data, the augmentation and the dropout."""
+    """Seed of the initial weights, the order of the data, the augmentation and the dropout."""
     epochs: PositiveInt | None = 10
-    """Passes over the training data, and what the learning rate's schedule spans."""
+    """Passes over the training data, which the learning-rate schedule spans."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps to take, whatever epochs says. Fewer: the same curve, cut off. More: the schedule stretches."""
+    """Optimizer steps to take, overriding epochs. Fewer: the same curve, cut short. More: the schedule stretches."""
     global_batch_size: PositiveInt = 64
     """Examples per optimizer step, over all processes and accumulated micro-batches."""
     micro_batch_size: PositiveInt | None = None
     """Examples per forward pass of a process; null: global_batch_size / processes, without accumulation."""
     activation_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
+    """Recompute activations in the backward pass instead of keeping them: less memory, a third more time."""
     compile: bool = False
     """Compile the model, a transformer block by block. The first steps then take a minute."""
     cuda_graphs: bool = False
     """Compile the model so that its kernels are launched all at once: for small models, on one NVIDIA GPU."""
     ddp_comm_hook: Literal["bf16", "fp16"] | None = None
-    """What DDP casts gradients to while it sums them over the processes, for slow connections; null: nothing."""
+    """Type that DDP casts gradients to while it sums them over the processes, for slow connections; null: none."""
     num_workers: NonNegativeInt = 0
-    """Processes that load data for each training process; 0: it loads them itself."""
+    """Processes that load data for each training process; 0: it loads the data itself."""
     log_every: PositiveInt = 50
     """Steps between records of the training metrics."""
     eval_every: PositiveInt | None = None
@@ -125,16 +125,16 @@ class Config(Settings):
     save_every: PositiveInt = 500
     """Steps between checkpoints. The last step is always followed by one."""
     resume: str = "auto"
-    """auto: from the newest valid checkpoint in output_dir, or from the start where there is no run; never: refuse an
-    output_dir that holds a run; or the folder of a checkpoint, also of another run."""
+    """auto: from the newest valid checkpoint in output_dir, or from the start if there is no run; never: refuse an
+    output_dir that holds a run; or the folder of a checkpoint, which may be another run's."""
     max_hours: PositiveFloat | None = None
-    """Hours after which to save and stop, to be continued; null: no limit."""
+    """Hours after which to save and stop, so that the run can be continued; null: no limit."""
     max_bad_steps: PositiveInt = 10
-    """Steps in a row with gradients that are not finite, each skipped, after which the run ends."""
+    """Steps in a row skipped because of gradients that are not finite, after which the run fails."""
     timeout_minutes: PositiveFloat = 30.0
-    """Minutes that a process waits for the others in an exchange before the run ends: one of them hangs."""
+    """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
     check: bool = False
-    """Examine whether this run would be right, in place of training; `--check` alone will do. See docs/check.md."""
+    """Check whether this run would be right, instead of training; `--check` alone is enough. See docs/check.md."""
     push_to_hub: str | None = None
     """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
     task: Task
@@ -153,7 +153,7 @@ class Config(Settings):
         return Path(self.output_dir.replace("{run_name}", self.run_name + trial))
 
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
-        """Return the optimizer steps to take, and those that the learning rate's schedule spans."""
+        """Return the optimizer steps to take, and those that the learning-rate schedule spans."""
         planned = (self.epochs or 0) * steps_per_epoch
         total = self.max_steps or planned
         return total, max(total, planned)
@@ -168,10 +168,10 @@ class Config(Settings):
 
 
 def load_config(argv: list[str]) -> Config:
-    """Read the settings; where `argv` asks for --help, print them and exit with 0.
+    """Read the settings; if `argv` asks for --help, print them and exit with code 0.
 
     Raises:
-        UserError: with all mistakes, one per line.
+        UserError: the settings have mistakes; all of them, one per line.
     """
     wants_help = "--help" in argv or "-h" in argv
     mistakes: list[str] = []
@@ -215,7 +215,7 @@ def config_from(saved: dict[str, Any]) -> Config:
     """Return the settings that a checkpoint or config.yaml holds.
 
     Raises:
-        UserError: they are none, or of another version.
+        UserError: they are not a run's settings, or another version's.
     """
     try:
         return _config_class(saved["task"]["name"]).model_validate(saved)
@@ -245,7 +245,7 @@ def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
 
 
 def metric_errors(config: Config, names: Collection[str]) -> Iterator[str]:
-    """Yield which metrics the settings judge by and an evaluation, whose results have `names`, lacks; a line each."""
+    """Yield a line for each metric that the settings judge by but an evaluation, whose results have `names`, lacks."""
     for setting, name in (("checkpoint", config.checkpoint.metric), ("early_stopping", config.early_stopping.metric)):
         if name is not None and name not in names:
             hint = nearest(name, list(names))

@@ -40,7 +40,7 @@ class Launch:
     """What was asked for and what runs: printed, saved in summary.json and sent to W&B."""
 
     config_file: str | None
-    """The accelerate yaml; None where another launcher than Accelerate's started the processes."""
+    """The accelerate yaml; None if a launcher other than Accelerate's, or none, started the processes."""
     requested: dict[str, Any]
     """The yaml's (or command line's) distributed_type, num_processes and mixed_precision."""
     strategy: str
@@ -52,9 +52,9 @@ class Launch:
     backend: str | None
     """Of the collectives: nccl, gloo, ...; None in a single process."""
     comm_hook: str | None
-    """What DDP casts gradients to on their way to the other processes: bf16, fp16; None: nothing."""
+    """Type that DDP casts gradients to on their way to the other processes: bf16 or fp16; None: no cast."""
     note: str | None
-    """Where the machine makes it differ from the yaml: why."""
+    """Why what runs differs from the yaml, if the machine makes it differ."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,7 +84,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
 
     _set_up_cpu(launcher, on_cpu, local_world_size)
     if precision != "fp8":
-        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model all the same
+        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model anyway
     timeout = timedelta(minutes=config.timeout_minutes)
     comm_hook = config.ddp_comm_hook if world_size > 1 else None
     ddp = DistributedDataParallelKwargs(
@@ -98,7 +98,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if wants_fsdp else None,
         kwargs_handlers=[no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp],
     )
-    if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, and say fp16
+    if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, but report fp16
         accelerator.native_amp = True
     if accelerator.num_processes != world_size:
         alone = f"each sees {accelerator.num_processes}: refusing to train separate models"
@@ -128,8 +128,8 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
 
 
 def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) -> None:
-    """Set this process's arithmetic and threads, before there are any: they inherit it."""
-    if on_cpu:  # AdamW's averages for units that died become subnormal, which take ten times as long to compute with
+    """Set this process's floating-point mode and number of threads, before any are started: they inherit the mode."""
+    if on_cpu:  # AdamW's averages for dead units become subnormal numbers, which are ten times as slow
         torch.set_flush_denormal(True)
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -159,8 +159,8 @@ def _strategy(accelerator: Accelerator) -> str:
 
 @contextlib.contextmanager
 def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
-    """As accelerator.local_main_process_first, but the others wait as long as it takes: collectives give up after some
-    minutes, and to download and tokenize can take hours.
+    """Do as accelerator.local_main_process_first, but have the others wait as long as it takes: collectives give up
+    after minutes, while downloading and tokenizing can take hours.
     """
     if accelerator.num_processes == 1:
         yield
@@ -176,11 +176,11 @@ def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer]
 ) -> tuple[nn.Module, list[Optimizer]]:
-    """Call `accelerator.prepare`, and under FSDP prove that blocks were wrapped and not only the whole model.
+    """Call `accelerator.prepare`, and under FSDP make sure that blocks were wrapped, not only the whole model.
 
     Returns:
-        The model, and the optimizers without Accelerate's wrapper: it knows about loss scales and accumulation, which
-        the loop sees to itself, and looks for a package on the whole of sys.path in each step (docs/upstream.md).
+        The model, and the optimizers without Accelerate's wrapper: it handles loss scales and accumulation, which the
+        loop does itself, and searches all of sys.path for a package in each step (docs/upstream.md).
 
     Raises:
         UserError: FSDP found no blocks to wrap.
@@ -192,7 +192,7 @@ def prepare(
         for block in from_yaml or getattr(model, "_no_split_modules", None) or []:
             if block not in classes:
                 where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
-                raise UserError(f"{where} names {block}, which {name} has not{nearest(block, sorted(classes))}")
+                raise UserError(f"{where} names {block}, which {name} does not have{nearest(block, sorted(classes))}")
     model, *prepared = accelerator.prepare(model, *optimizers)
     if accelerator.is_fsdp2 and sharded_units(model) < 2:
         raise UserError(
@@ -203,7 +203,7 @@ def prepare(
 
 
 def sharded_units(model: nn.Module) -> int:
-    """Return how many units FSDP gathers and frees one after the other, the root among them; 0 without FSDP."""
+    """Return how many units FSDP gathers and frees one after the other, including the root; 0 without FSDP."""
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -216,9 +216,9 @@ def reduce_step_stats(
     """Return a step's sums over all processes. Collective; waits for the device.
 
     Args:
-        micro_batches: of each of this process's, the loss sum, the targets, the tokens without and with padding; as
+        micro_batches: for each of this process's, the loss sum, the targets, the tokens without and with padding; as
             numbers or tensors of shape ().
-        gradients: this process's; where not sharded, the same on all.
+        gradients: this process's; the same on all if they are not sharded.
     """
     squares = grad_square_sum(gradients).item() / (1 if accelerator.is_fsdp2 else accelerator.num_processes)
     own = [*(sum(map(float, column)) for column in zip(*micro_batches, strict=True)), float(wants_stop), squares]
@@ -228,7 +228,7 @@ def reduce_step_stats(
 
 
 def grad_square_sum(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of the squares of all values; shape (), float64, but on MPS."""
+    """Return the sum of the squares of all values; shape (), float64 (on MPS float32)."""
     device = gradients[0].device
     if device.type == "cpu":  # torch's norm of a million values is off by 5e-5 there, but its sum adds in pairs
         return torch.stack([gradient.square().sum() for gradient in gradients]).double().sum()
@@ -237,12 +237,12 @@ def grad_square_sum(gradients: list[Tensor]) -> Tensor:
 
 
 def float64_tensor(values: Sequence[float], device: torch.device) -> Tensor:
-    """Return a vector to sum in: float64, but for MPS, which has none."""
+    """Return a vector to sum in: float64, or float32 on MPS, which has no float64."""
     return torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
 def peak_memory(accelerator: Accelerator) -> list[int]:
-    """Return the bytes at most held by each process: allocated on the GPU, or resident where it trains on the CPU."""
+    """Return each process's peak memory in bytes: allocated on the GPU, or resident if it trains on the CPU."""
     if accelerator.device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     else:

@@ -18,7 +18,7 @@ from src.run import Run
 
 
 def export_model(run: Run, metrics: dict[str, float]) -> None:
-    """Write the folder `model`, in place of one of a shorter run, with the metrics of its weights on its card.
+    """Write the folder `model`, replacing that of a shorter run, with the metrics of its weights on its card.
     Collective: under FSDP each process has a shard."""
     weights = run.accelerator.get_state_dict(run.model)
     if run.is_main:
@@ -40,7 +40,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         unfinished.rename(place)
     except (OSError, SafetensorError) as error:
         says = " ".join(str(error).split())
-        raise RunError(f"{folder} cannot be written, {says}: mend that, and give the same command again") from error
+        raise RunError(f"{folder} cannot be written, {says}: fix that, and run the same command again") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -54,22 +54,22 @@ def export_weights(
 
 
 def push_to_hub(config: Config) -> None:
-    """Upload the exported folder to config.push_to_hub; exit code 1 where that fails, all else being saved."""
+    """Upload the exported folder to config.push_to_hub; exit with code 1 if that fails: all else is saved."""
     folder = config.folder / "model"
     assert config.push_to_hub
     try:
         api = HfApi()
         api.create_repo(config.push_to_hub, private=True, exist_ok=True)
         api.upload_folder(repo_id=config.push_to_hub, folder_path=folder, commit_message=config.run_name)
-    except Exception as error:  # of the Hub, of its client, of the network: the run is saved, whatever it is
+    except Exception as error:  # from the Hub, its client or the network: in any case, the run is saved
         says = f"{' '.join(str(error).split())}; the run is complete, upload its model with"
         sys.exit(f"train.py: push_to_hub={config.push_to_hub}: {says} `hf upload {config.push_to_hub} {folder}`")
     print(f"  Hub        {config.push_to_hub}", flush=True)
 
 
 def _unwrapped(weight: Tensor) -> Tensor:
-    """Return it without what safetensors refuses to save: torchao's wrapper around an fp8 weight, and the larger buffer
-    that FSDP gathers an uneven weight into."""
+    """Return the weight without what safetensors refuses to save: torchao's wrapper around an fp8 weight, and the
+    larger buffer that FSDP gathers an uneven weight into."""
     if is_traceable_wrapper_subclass(weight):
         weight = getattr(weight, weight.__tensor_flatten__()[0][0])
     return weight.clone() if weight.nbytes < weight.untyped_storage().nbytes() else weight

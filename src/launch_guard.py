@@ -1,7 +1,7 @@
 """The guard: what the accelerate yaml asks for is what runs.
 
 Accelerate lets a wrong yaml pass: misspelt FSDP keys are ignored, and on a machine without a GPU each process believes
-to be alone and trains a model of its own. Here each of these ends the run, in one line.
+it is alone and trains a model of its own. Here each of these ends the run, in one line.
 """
 
 import os
@@ -24,7 +24,7 @@ from src.settings import nearest, repeated_keys
 OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
 """Environment variables that Accelerate puts above the script's arguments and the yaml, and its launcher never sets."""
 SWITCHES = ("ACCELERATE_USE_", "FSDP_")
-"""What only the launcher should set, from the yaml; set in the shell, they add to what the yaml says."""
+"""Prefixes of what only the launcher should set, from the yaml; set in the shell, they add to what the yaml says."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Launcher:
     config_file: str | None
     config: dict[str, Any]
     repeated_keys: list[str]
-    """What the yaml says twice, a line each."""
+    """A line for each key that the yaml repeats."""
     environment: dict[str, str]
 
 
 def find_launcher() -> Launcher | None:
-    """Return Accelerate's launcher; None where another one, or none, started this process."""
+    """Return Accelerate's launcher; None if another one, or none, started this process."""
     try:
         parent = psutil.Process(os.getppid())
         command, environment, folder = parent.cmdline(), parent.environ(), Path(parent.cwd())
@@ -63,7 +63,7 @@ def find_launcher() -> Launcher | None:
 
 
 def launch_errors(launcher: Launcher | None, config: Config, world_size: int, wants_fsdp: bool) -> Iterator[str]:
-    """Yield what is wrong with yaml, launcher and environment, a line each."""
+    """Yield what is wrong with the yaml, the launcher and the environment, one line each."""
     shell = launcher.environment if launcher else os.environ
     if overriding := [name for name in shell if name in OVERRIDING or (launcher and name.startswith(SWITCHES))]:
         for name in overriding:
@@ -71,7 +71,7 @@ def launch_errors(launcher: Launcher | None, config: Config, world_size: int, wa
         return  # what follows would judge their effect
     for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if is_set(f"ACCELERATE_USE_{name}"):
-            yield f"{name.lower()} is not supported here: take one of accelerate_configs/"
+            yield f"{name.lower()} is not supported here: use one of accelerate_configs/"
     if wants_fsdp and os.environ.get("FSDP_VERSION") != "2":
         yield "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
     if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
@@ -88,12 +88,12 @@ def _yaml_errors(launcher: Launcher, world_size: int, wants_fsdp: bool) -> Itera
     if asked and int(asked) != world_size:
         yield (
             f"{asked} processes were asked for, but {file} starts {world_size}: "
-            f"take a yaml for several, such as accelerate_configs/ddp.yaml"
+            f"use a yaml for several, such as accelerate_configs/ddp.yaml"
         )
     if launcher.config.get("distributed_type") == "FSDP" and not wants_fsdp:
-        yield f"{file} asks for FSDP, but the command line switched it off: take another yaml"
+        yield f"{file} asks for FSDP, but the command line switched it off: use another yaml"
     if launcher.config.get("use_cpu") and world_size > 1:
-        yield f"{file}: use_cpu has no effect on several processes: take it out"
+        yield f"{file}: use_cpu has no effect with several processes: take it out"
     known = [name for name in vars(launcher.arguments) if name.startswith("fsdp_")]
     for key in launcher.config.get("fsdp_config") or {}:
         if key == "ddp_comm_hook":
@@ -105,8 +105,8 @@ def _yaml_errors(launcher: Launcher, world_size: int, wants_fsdp: bool) -> Itera
 
 
 def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -> tuple[str, str | None]:
-    """Return the mixed precision that runs (no, bf16, fp16, fp8) and, where this machine makes it another than was
-    asked for, why."""
+    """Return the mixed precision that runs (no, bf16, fp16, fp8) and, if this machine forces another one than was asked
+    for, why."""
     if is_stand_in and launcher and not launcher.arguments.mixed_precision:
         return "no", None  # the yaml means its GPUs; --mixed_precision on the command line means this run
     if not torch.cuda.is_available():
@@ -120,8 +120,8 @@ def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -
 
 
 def resume_command(config: Config) -> str:
-    """Return what the user typed, but that a run which was to branch off, or to be new, goes on from its own
-    checkpoint."""
+    """Return what the user typed, with --resume=auto added if the run was to branch off or start anew, so that it
+    continues from its own checkpoint."""
     launcher = find_launcher()
     if launcher:
         command = ["accelerate", "launch", *launcher.words]

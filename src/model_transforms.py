@@ -2,7 +2,7 @@
 
 Activation checkpointing first: each block's forward becomes one that runs again in the backward pass. Compilation
 second, around it, so that the compiler sees the recomputation and can fuse it. DDP or FSDP last, in `prepare`: their
-hooks stay outside of what is compiled. All of it reassigns `forward` and nothing else, so that names, classes and the
+hooks stay outside what is compiled. All of it reassigns `forward` and nothing else, so that names, classes and the
 state dict are as the task made them. The blocks are those that FSDP wraps: the model's `_no_split_modules` names them.
 
 CUDA graphs are the compiler's (mode="reduce-overhead"): it records a graph for each shape of input, replays it, and
@@ -40,8 +40,8 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
         for block in blocks:  # dropout draws the same numbers both times, unlike with fsdp_activation_checkpointing
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.cuda_graphs and (accelerator.device.type != "cuda" or accelerator.use_distributed):
-        raise UserError("cuda_graphs=true is for one process on one NVIDIA GPU: take single_gpu.yaml, or leave it out")
-    if config.cuda_graphs and config.accumulation(1) > 1:  # a replay writes each gradient to where the last one is
+        raise UserError("cuda_graphs=true is for one process on one NVIDIA GPU: use single_gpu.yaml, or leave it out")
+    if config.cuda_graphs and config.accumulation(1) > 1:  # a replay overwrites the previous gradients
         raise UserError("cuda_graphs=true cannot accumulate gradients: leave micro_batch_size out")
     if config.compile or config.cuda_graphs:
         _require_compiler()
@@ -52,7 +52,7 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
 
 
 def repeating_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the classes in the model's `_no_split_modules`; none where it has no such list."""
+    """Return the modules of the classes in the model's `_no_split_modules`; none if it has no such list."""
     names = getattr(model, "_no_split_modules", None) or []
     return [module for module in model.modules() if type(module).__name__ in names]
 

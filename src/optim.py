@@ -21,8 +21,8 @@ class Schedule(NamedTuple):
 
 
 def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) -> list[Optimizer]:
-    """Return one optimizer; two for muon, which takes the weight matrices but for embeddings and the last layer, and
-    leaves the rest, where there is one, to adamw. `is_sharded`: the model will be, by FSDP."""
+    """Return one optimizer; for muon two: it takes the weight matrices except embeddings and the last layer, and adamw
+    takes the rest, if any. `is_sharded`: whether FSDP is going to shard the model."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden: set[nn.Parameter] = set()
     if config.name == "muon":
@@ -57,8 +57,8 @@ def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    constant; linear and cosine: from the peak to final_lr_ratio of it; step: times decay_factor each decay_epochs
-    epochs (torch's StepLR); one_cycle: cosine up from a 25th of the peak, cosine down (Smith & Topin 2018,
+    constant: the peak; linear, cosine: from the peak to final_lr_ratio of it; step: times decay_factor every
+    decay_epochs epochs (torch's StepLR); one_cycle: cosine up from a 25th of the peak, cosine down (Smith & Topin 2018,
     https://arxiv.org/abs/1708.07120, as torch's OneCycleLR). All but one_cycle warm up linearly.
     """
     warmup = round(config.warmup_steps * schedule_steps) if config.warmup_steps < 1 else config.warmup_steps
@@ -84,16 +84,16 @@ def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return this process's shards of the gradients, or all of what is not sharded."""
+    """Return this process's shards of the gradients, or whole gradients if they are not sharded."""
     return [to_local(p.grad) for p in parameters if p.grad is not None]
 
 
 def scale_and_clip_(gradients: list[Tensor], scale: float, norm: float, max_norm: float | None) -> float:
-    """Multiply the gradients by `scale`, in place, and down to a global L2 norm of `max_norm` where one is given.
+    """Multiply the gradients by `scale`, in place, and clip them to a global L2 norm of `max_norm` if one is given.
 
     Args:
         gradients: this process's part of them.
-        norm: of them all as they are, over all processes.
+        norm: L2, of all gradients over all processes, before scaling.
 
     Returns:
         The norm after scaling, before clipping.
@@ -107,7 +107,7 @@ def scale_and_clip_(gradients: list[Tensor], scale: float, norm: float, max_norm
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this process's shard, or all of what is not sharded."""
+    """Return this process's shard, or the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -22,9 +22,9 @@ ASK_SECONDS = 0.5
 
 
 class StopSignal:
-    """As a context manager, turns signals and max_hours into a request, which the loop answers between two steps.
+    """A context manager that turns signals and max_hours into a request, which the loop honours between steps.
 
-    The death of another process of the run on this machine ends this one, after a grace: if it is blocked in a
+    The death of another process of the run on this machine ends this one, after a grace period: if blocked in a
     collective, it would notice neither that nor a signal.
     """
 
@@ -48,7 +48,7 @@ class StopSignal:
 
     @property
     def reason(self) -> str | None:
-        """Why this process is to stop; None: nobody asked it to."""
+        """Why this process should stop; None if it was not asked to."""
         return SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.time() > self._deadline else None)
 
     @property
@@ -57,8 +57,8 @@ class StopSignal:
         return self.reason is not None
 
     def poll(self) -> bool:
-        """Return whether any process was asked to stop: the same answer on all, which call this equally often. They
-        exchange it after twice as many calls each time, until that takes ASK_SECONDS. Collective."""
+        """Return whether any process was asked to stop: the same answer on all, which must call this equally often. The
+        calls between two exchanges double until they take ASK_SECONDS. Collective."""
         if self._group is None:
             return self.requested
         self._calls += 1
@@ -73,7 +73,7 @@ class StopSignal:
         return requests > 0
 
     def __enter__(self) -> "StopSignal":
-        SIGNALS.answer_by(None)  # the loop does, from now on
+        SIGNALS.answer_by(None)  # from now on, the loop does
         if self._others:
             threading.Thread(target=self._watch_others, daemon=True).start()
         return self

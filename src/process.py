@@ -1,4 +1,4 @@
-"""The process: its exit codes (0 done, 1 failed, 2 the user erred), the signals that stop it, its launcher's death."""
+"""The process: its exit codes (0 done, 1 failed, 2 a user error), the signals that stop it, its launcher's death."""
 
 import contextlib
 import ctypes
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 GRACE_SECONDS = 5.0
-"""How long a process that may fail only because another one did keeps quiet: the launcher ends it meanwhile."""
+"""How long a process that may have failed only because another one did stays silent: the launcher ends it meanwhile."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
-"""Environment variables that accelerate's and torch's launchers always set, and nobody else does."""
+"""Environment variables that accelerate's and torch's launchers always set, and nothing else does."""
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
@@ -33,7 +33,7 @@ class RunError(Exception):
 
 @contextlib.contextmanager
 def explained(says: str) -> Iterator[None]:
-    """Turn what a library raises, of whatever kind, into a UserError of one line that begins with `says`."""
+    """Turn any exception that a library raises into a UserError of one line that begins with `says`."""
     try:
         yield
     except Exception as error:
@@ -45,7 +45,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        """Name of the last signal; None: none came."""
+        """Name of the last signal; None if there was none."""
         self._answer: Callable[[str], None] | None = None
         self._interrupted = 0.0
         self._process = 0
@@ -62,13 +62,13 @@ class Signals:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     def answer_by(self, answer: Callable[[str], None] | None) -> None:
-        """Call `answer` with the name of each signal when it comes, and of one that has come already."""
+        """Call `answer` with the name of each signal as it comes, and at once if one has come already."""
         self._answer = answer
         if answer and self.name:
             answer(self.name)
 
     def die(self) -> None:
-        """End the process as the signal itself does, without a message."""
+        """End the process as the signal itself would, without a message."""
         self.release()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.Signals[str(self.name)])
@@ -77,7 +77,7 @@ class Signals:
         self.name = signal.Signals(number).name
         if number == signal.SIGINT and self._interrupted and time.monotonic() > self._interrupted + 1:
             self.die()
-        if number == signal.SIGINT and not self._interrupted:  # within a second: the same, forwarded
+        if number == signal.SIGINT and not self._interrupted:  # another within a second: the same, forwarded
             self._interrupted = time.monotonic()
         if self._answer and os.getpid() == self._process:  # not in a data loading worker
             self._answer(self.name)
@@ -87,7 +87,7 @@ SIGNALS = Signals()
 
 
 def lost_peers(error: BaseException | None) -> bool:
-    """Return whether the error says no more than that another process failed."""
+    """Return whether the error only says that another process failed."""
     return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
 
 
@@ -95,8 +95,8 @@ def lost_peers(error: BaseException | None) -> bool:
 def exit_codes(program: str = "train.py") -> Iterator[None]:
     """Turn a UserError into its message and exit code 2, a RunError into exit code 1; all else keeps its traceback.
 
-    Of a machine's processes the first one speaks, and another only where the mistake is its alone. A process that
-    merely lost its peers leaves the word to the one that failed.
+    On each machine the first process prints the message, and another one only if the mistake is its alone. A process
+    that merely lost its peers leaves the message to the one that failed.
     """
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     try:
@@ -107,7 +107,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             raise
     except UserError as error:
         if local_rank > 0:
-            if SIGNALS.name:  # the first process has spoken, and the launcher told this one to end
+            if SIGNALS.name:  # the first process has printed it, and the launcher told this one to end
                 SIGNALS.die()
             time.sleep(GRACE_SECONDS)
         for line in str(error).splitlines():
@@ -119,10 +119,10 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         if error.errno not in DISK_ERRORS:
             raise
         where = error.filename or "a file"
-        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: make room, and the same command goes on")
+        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: make room, then run the same command again")
     except RuntimeError as error:
         if lost_peers(error):
-            if SIGNALS.name:  # as the others were told
+            if SIGNALS.name:  # the others were told to stop as well
                 SIGNALS.die()
             time.sleep(GRACE_SECONDS)
             if "timed out" in str(error).lower():
@@ -134,7 +134,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
 def exit_with_launcher() -> None:
     """Send this process SIGTERM when its launcher is gone; without a launcher, do nothing.
 
-    Launchers die without ending their processes on SIGKILL and on SIGUSR1; accelerate's, for a single process, on any.
+    Launchers leave their processes running on SIGKILL and SIGUSR1; accelerate's, with one process, on any signal.
     """
     launcher = os.getppid()
 
@@ -148,8 +148,8 @@ def exit_with_launcher() -> None:
 
 
 def ignore_signals_in_worker(_worker: int) -> None:
-    """Keep a DataLoader worker alive when launcher or terminal signal the process group: the training process, which
-    saves before it ends, still needs it. It ends with that process."""
+    """Keep a DataLoader worker alive when the launcher or terminal signals the process group: the training process,
+    which saves before it ends, still needs it. It ends with that process."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # elsewhere torch notices, after 5 seconds

@@ -1,4 +1,4 @@
-"""How far a run has come: what the loop counts, and what each checkpoint keeps of it."""
+"""How far a run has got: what the loop counts, and what each checkpoint keeps of it."""
 
 import math
 import sys
@@ -22,9 +22,9 @@ class StepStats(NamedTuple):
 
     loss_sum: float
     num_targets: float
-    """What the loss counts: examples, tokens."""
+    """What the loss is a mean over: examples or tokens."""
     tokens: float
-    """Without padding; 0 where the task is not text."""
+    """Without padding; 0 if the task is not text."""
     padded_tokens: float
     """With padding."""
     stop_requests: float
@@ -34,7 +34,7 @@ class StepStats(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step has to say."""
+    """What one optimizer step reports."""
 
     stats: StepStats
     lr: float
@@ -49,7 +49,7 @@ class StepResult(NamedTuple):
 
 @dataclass
 class Progress:
-    """Saved as JSON, which gives each float back to the last bit.
+    """The counters of a run, saved as JSON, which keeps each float to the last bit.
 
     An interval begins after a step that is a multiple of log_every, and ends with the next one.
     """
@@ -57,7 +57,7 @@ class Progress:
     step: int = 0
     """Optimizer steps done, skipped ones included. With the seed, it says which examples come next."""
     skipped: int = 0
-    """Steps that were not taken, as a gradient was not finite."""
+    """Steps that were skipped because a gradient was not finite."""
     skipped_in_a_row: int = 0
     loss_scale: float = 2.0**16
     """What the loss is multiplied by in fp16; 1.0 in other precisions."""
@@ -74,7 +74,7 @@ class Progress:
     tokens: float = 0.0
     """Without padding, before this interval."""
     train_loss: float | None = None
-    """Of the last training record; None: no step in it had a finite one."""
+    """The loss in the last training record; None: no step in it had a finite one."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Results of each evaluation by name, by the step it came after."""
     best: float | None = None
@@ -113,7 +113,7 @@ class Progress:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Keep the time inside out of what is counted as training."""
+        """Exclude the time inside from what is counted as training."""
         self.tick()
         yield
         self.tick(is_training=False)
@@ -124,11 +124,11 @@ class Progress:
             self.interval = [total + n for total, n in zip(self.interval, result.stats[:4], strict=True)]
 
     def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> bool:
-        """Return whether to take the step: the norm over all parameters and processes decides, alike on all of them.
+        """Update the loss scale; return whether to take the step: a global norm decides, alike on all processes.
 
-        In fp16 the loss is multiplied by `loss_scale`, so that small gradients survive, and by less after each
-        overflow: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of
-        torch.amp.GradScaler, which looks for overflows optimizer by optimizer, not in the model as a whole.
+        In fp16 the loss is multiplied by `loss_scale`, halved after each overflow, so that small gradients survive:
+        Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of torch.amp.GradScaler,
+        which looks for overflows optimizer by optimizer, not in the model as a whole.
         """
         if math.isfinite(grad_norm):
             self.skipped_in_a_row = 0
@@ -141,17 +141,17 @@ class Progress:
         self.finite_in_a_row = 0
         if is_fp16 and self.loss_scale > SMALLEST_LOSS_SCALE:
             self.loss_scale /= 2
-            self.skipped_in_a_row = 0  # in fp16 an overflow is no sign of trouble, while a smaller scale can help
+            self.skipped_in_a_row = 0  # in fp16 an overflow is no sign of trouble as long as a smaller scale can help
         return False
 
     def explain_bad_steps(self, config: Config, is_fp16: bool, newest: Path | None) -> str:
-        """Return, for the user, why the run ends. `newest` is the last checkpoint."""
+        """Return a message that says why the run ends. `newest` is the last checkpoint."""
         advice = "use bf16" if is_fp16 else "lower optim.lr, set optim.max_grad_norm or look for bad values in the data"
         fault = f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped"
         return f"{fault}: {advice}; the last checkpoint is {newest or 'none'}"
 
     def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
-        """Return the means over the interval, of `num_examples` on all processes, and what was skipped so far."""
+        """Return means over the interval, of `num_examples` on all processes, and the steps skipped so far."""
         loss_sum, num_targets, tokens, padded_tokens = self.interval
         metrics = {
             "train/loss": loss_sum / num_targets if num_targets else None,
@@ -167,13 +167,13 @@ class Progress:
         return metrics
 
     def end_interval(self) -> None:
-        """Begin the next one."""
+        """Begin the next interval."""
         self.training_seconds += self.interval_seconds
         self.tokens += self.interval[2]
         self.interval, self.interval_seconds = [0.0] * 4, 0.0
 
     def count_evaluation(self, results: dict[str, float], settings: EarlyStopping) -> None:
-        """Keep the results of the evaluation after this step, and count it, with or without a gain."""
+        """Keep the results of the evaluation after this step, and whether they are an improvement."""
         self.evaluations[self.step] = results
         if settings.metric is None or settings.metric not in results:
             return
@@ -188,7 +188,7 @@ class Progress:
 
 
 def score(results: Mapping[str, float], metric: str, mode: Literal["min", "max"] | None) -> float:
-    """Return `metric` of an evaluation's results as a number of which more is better; NaN counts as the worst."""
+    """Return `metric` of an evaluation's results as a number, where higher is better; NaN counts as the worst."""
     value = results[metric]
     if math.isnan(value):
         return -sys.float_info.max

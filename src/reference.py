@@ -2,18 +2,18 @@
 
     torchrun --standalone --nproc-per-node=2 -m src.reference --config=configs/mnist.yaml [--key.sub=value]...
 
-Read it before train.py. It is also the second implementation that `train.py --check` holds the first against: there is
+Read it before train.py. It is also the second implementation that `train.py --check` compares the first with: there is
 no Accelerator in it, no DDP and no FSDP, no accumulation, mixed precision or checkpoints.
 
 Every process has the whole model and computes the gradients of its share of each batch. A few collectives, which every
 process has to call, in the same order, keep them one model:
 
-- `barrier`, twice: no process goes on before all have come there. The first one downloads the data for the others; and
+- `barrier`, twice: no process goes on before all have arrived. The first one downloads the data for the others; and
   at the end none leaves while another still needs it.
 - `broadcast`, once: process 0 sends its weights to the others. The seed made them the same already; this makes sure.
 - `all_reduce` of two numbers, each step: afterwards every process has their sums over all of them. One is the loss, to
   print it. The other is the number of its targets (examples, tokens) in the whole batch, which it is divided by: a mean
-  of each process's mean would weigh wrongly where their shares differ, as they do at the end of an epoch.
+  of each process's mean would weigh them wrongly where their shares differ, as they do at the end of an epoch.
 - `all_reduce` of each gradient, each step, after the backward pass: their sum over the processes, divided by that
   count, is the gradient of the whole batch. All processes then take the same step, and their weights stay the same.
 
@@ -50,8 +50,8 @@ from src.tasks.base import Examples, Task
 
 def own_share(config: Config, dataset: Examples, epoch: int, rank: int, world_size: int) -> Iterator[np.ndarray]:
     """Yield the indices of this process's examples in each step of an epoch, int64: every world_size-th of the global
-    batch, from its own rank on; at the epoch's end there can be none. torch's DistributedSampler deals alike, where
-    `set_epoch` tells it the epoch."""
+    batch, from its own rank on; at the epoch's end there can be none. torch's DistributedSampler deals in the same way,
+    if `set_epoch` tells it the epoch."""
     random = np.random.default_rng([config.seed, epoch])  # the same on all processes
     order = config.task.order(dataset, random, config.global_batch_size)
     for start in range(0, len(order), config.global_batch_size):
@@ -74,7 +74,7 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
 
 
 def average_gradients(model: nn.Module, num_targets: Tensor) -> None:
-    """Make of each process's gradients those of the mean loss over the whole batch's targets, of all processes."""
+    """Turn each process's gradients into those of the mean loss over the targets of the whole batch."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:  # this process had no example left
@@ -84,7 +84,7 @@ def average_gradients(model: nn.Module, num_targets: Tensor) -> None:
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """Sum it over all processes, in place."""
+    """Sum `tensor` over all processes, in place, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> None:
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
     optimizers = build_optimizers(config.optim, model)
-    set_seed((config.seed + rank) % 2**32)  # other dropout on each
+    set_seed((config.seed + rank) % 2**32)  # dropout of its own on each
 
     steps_per_epoch = -(-len(train_set) // config.global_batch_size)
     total_steps, schedule_steps = config.steps(steps_per_epoch)

@@ -1,4 +1,4 @@
-"""One run, as `build` in train.py has prepared it, and what the start-up summary says of it."""
+"""One run, as `build` in train.py has prepared it, and what the start-up summary says about it."""
 
 import math
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class Evaluation(NamedTuple):
     """What one evaluation found."""
 
     metrics: dict[str, float]
-    """By name, eval/…"""
+    """Values by name, eval/…"""
     tables: dict[str, list[dict[str, str]]]
-    """Of text, by name, eval/…; rows of equal keys."""
+    """Tables of text by name, eval/…; the rows of each have the same keys."""
 
 
 @dataclass
@@ -39,17 +39,17 @@ class Run:
     resume: ResumePoint
     """What it continues from."""
     resume_command: str
-    """By which the user continues it."""
+    """The command that continues it."""
     model: nn.Module
-    """As prepared: within DDP, or sharded."""
+    """As prepared: wrapped in DDP, or sharded."""
     optimizers: list[Optimizer]
     progress: Progress
     train_set: Examples
     eval_set: Examples
     metadata: dict[str, Any]
-    """What each checkpoint says of the run."""
+    """What each checkpoint records about the run."""
     facts: dict[str, Any]
-    """Of model and data, for summary.json and the start-up summary."""
+    """Facts about model and data, for summary.json and the start-up summary."""
 
     def __post_init__(self) -> None:
         if not self.is_fp16:
@@ -81,7 +81,7 @@ class Run:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The model's. Kept, as to walk through the modules takes longer than a small model's update."""
+        """The model's parameters, cached: walking through the modules takes longer than a small model's update."""
         return list(self.model.parameters())
 
     @cached_property
@@ -97,7 +97,7 @@ class Run:
         return Schedule(self.config.steps(self.steps_per_epoch)[1], self.steps_per_epoch)
 
     def is_evaluation_due(self) -> bool:
-        """Return whether this step is to be evaluated, and has not been."""
+        """Return whether an evaluation is due after this step and has not been made yet."""
         step, every = self.progress.step, self.config.eval_every or self.steps_per_epoch
         return (step % every == 0 or step == self.total_steps) and step > self.progress.last_evaluated
 
@@ -106,7 +106,7 @@ class Run:
         return self.progress.step in self.progress.evaluations
 
     def is_save_due(self) -> bool:
-        """Return whether this step is to be saved, were it not the last one."""
+        """Return whether a checkpoint is due after this step, even if it is not the last one."""
         is_candidate = self.config.checkpoint.num_best > 0 and self.is_evaluated()
         return self.progress.step % self.config.save_every == 0 or is_candidate
 
@@ -131,7 +131,7 @@ def new_model(config: Config, device_type: str, precision: str) -> tuple[nn.Modu
 
 
 def startup_summary(run: Run) -> dict[str, str]:
-    """Return what the start says of model, data and steps, by title."""
+    """Return the start-up summary's lines on model, data and steps, by title."""
     config, facts, world_size = run.config, run.facts, run.world_size
     trained = f", {facts['trained_parameters']:,} of them trained"
     return {
@@ -147,7 +147,7 @@ def startup_summary(run: Run) -> dict[str, str]:
 
 
 def in_one_line(figures: dict[str, float]) -> str:
-    """Counts and, as floats, shares, by name."""
+    """Return figures by name as one line of text; integers are counts, floats are shares."""
     return ", ".join(
         f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
         for name, value in figures.items()

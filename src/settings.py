@@ -1,4 +1,4 @@
-"""Typed settings from yaml files and `--key.sub=value` arguments: merged, validated, every mistake in its own line."""
+"""Typed settings from yaml files and `--key.sub=value` arguments: merged, validated, every mistake on its own line."""
 
 import difflib
 import os
@@ -19,9 +19,9 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML and pydantic read `1e3` as text; as a whole number it is welcome in an integer field too. `None`, which
-        YAML reads as a word, is refused where null is meant; so are yes and true, which pydantic takes for 1. No shell
-        expands the ~ in `--name=~/folder`."""
+        """Return what the user meant. YAML and pydantic read `1e3` as text, though an integer can be written so.
+        `None`, a word to YAML, is refused where null is meant; so are yes and true, which pydantic takes for 1. No
+        shell expands the ~ in `--name=~/folder`."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(annotation)]
         kinds.append(annotation)
@@ -37,7 +37,7 @@ class Settings(BaseModel):
 
 
 class Yaml(yaml.SafeLoader):
-    """Without the numbers that YAML 1.1 has in base 60 and 8: 1:30 was 90, and 010 was 8."""
+    """Loads YAML safely, without the base 60 and base 8 of YAML 1.1, in which 1:30 is 90 and 010 is 8."""
 
 
 INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -54,8 +54,8 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
     """Merge the files that `--config` names, in order, and then the other arguments.
 
     Returns:
-        The values by their dotted name, and, for messages, how the user wrote each.
-        What could not be read is appended to `mistakes`.
+        The values by dotted name and, for messages, how the user wrote each. What could not be read is appended to
+        `mistakes`.
     """
     files: list[str] = []
     options: dict[str, str] = {}
@@ -72,7 +72,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
         elif argument.startswith("--") and equals:
             options[name] = value
         else:
-            mistakes.append(f"{argument}: not understood, settings are written --name=value")
+            mistakes.append(f"{argument}: not understood; settings are written --name=value")
 
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
@@ -100,7 +100,7 @@ def validate(
         renamed: settings of earlier versions, and what they are called now.
 
     Returns:
-        The settings with every refused value replaced by its default, and the names of the refused.
+        The settings with every refused value replaced by its default, and the names of those refused.
     """
     known = dict(fields(model))
     groups = {name.rpartition(".")[0] for name in known} - {""}
@@ -109,8 +109,8 @@ def validate(
     for name in values:
         if name in groups:
             example = next(setting for setting in known if setting.startswith(f"{name}."))
-            if values[name] is not None or written[name].startswith("--"):  # in a yaml it may have been emptied
-                mistakes.append(f"{written[name]}: {name} is a group, write for example --{example}=…")
+            if values[name] is not None or written[name].startswith("--"):  # a yaml's group may just be empty
+                mistakes.append(f"{written[name]}: {name} is a group; write, for example, --{example}=…")
         elif not any(name == setting or name.startswith(f"{setting}.") for setting in known):
             hint = f", it is now {renamed[name]}" if name in renamed else nearest(name, list(known))
             mistakes.append(f"{written[name]}: unknown setting{hint}")
@@ -158,7 +158,7 @@ def describe(model: type[Settings]) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Return `, did you mean …?` with the closest of `names`, in whole or in its last part; empty: none is close."""
+    """Return `, did you mean …?` with the closest of `names`, whole or by its last part; empty if none is close."""
     last_parts = {re.split("[./]", candidate)[-1]: candidate for candidate in reversed(names)}
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     close = close or [last_parts[p] for p in difflib.get_close_matches(re.split("[./]", name)[-1], last_parts, n=1)]
@@ -169,7 +169,7 @@ def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
     path = Path(file)
     try:
         text = path.read_text(encoding="utf-8")
-        content = yaml.load(text, Loader=Yaml)  # it is a safe one
+        content = yaml.load(text, Loader=Yaml)  # a SafeLoader
         content = {} if content is None else content
         mistakes.extend(f"--config={file}: {repeated}" for repeated in repeated_keys(text))
     except FileNotFoundError:
@@ -183,15 +183,15 @@ def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
     else:
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
             return content
-        mistakes.append(f"--config={file}: must hold settings, one `name: value` a line")
+        mistakes.append(f"--config={file}: must hold settings, one `name: value` per line")
     return {}
 
 
 def repeated_keys(text: str) -> Iterator[str]:
-    """Yield what YAML text says twice, a line each; whoever loads it sees the last one alone.
+    """Yield a line for each key that YAML text repeats: a loader silently keeps only the last value.
 
     Raises:
-        yaml.YAMLError: it is none.
+        yaml.YAMLError: the text is not YAML.
     """
     lines: dict[str, list[int]] = {}
 
@@ -205,13 +205,13 @@ def repeated_keys(text: str) -> Iterator[str]:
     repeated = {name: numbers for name, numbers in lines.items() if len(numbers) > 1}
     for name, numbers in repeated.items():
         if not any(name.startswith(f"{group}.") for group in repeated):
-            yield f"{name} is there {len(numbers)} times, in line {' and '.join(map(str, numbers))}: keep one"
+            yield f"{name} appears {len(numbers)} times, in lines {' and '.join(map(str, numbers))}: keep one"
 
 
 def _parse(text: str) -> Any:
-    """Leave text as it is, for the field's type to read; only `null`, lists and mappings are YAML."""
+    """Parse `null`, lists and mappings as YAML; return all other text as it is, for the field's type to read."""
     try:
-        value = yaml.load(text, Loader=Yaml)  # it is a safe one
+        value = yaml.load(text, Loader=Yaml)  # a SafeLoader
     except yaml.YAMLError:
         return text
     return value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text
@@ -236,6 +236,6 @@ def _unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(branch, dict):  # `--seed.x=1` beside `--seed=1`
                 break
         else:
-            parts = branch.get(last)  # of a mapping that is then given as a whole
+            parts = branch.get(last)  # the same mapping's, set one by one before
             branch[last] = {**parts, **value} if isinstance(parts, dict) and isinstance(value, dict) else value
     return tree

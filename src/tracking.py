@@ -26,15 +26,15 @@ def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **
     """Return what records the run besides metrics.jsonl.
 
     Args:
-        say: tells the user, once, that one failed.
-        arguments: the W&B run's: dir, id, resume, job_type.
+        say: tells the user, once, that a logger failed.
+        arguments: of the W&B run: dir, id, resume, job_type.
     """
     arguments |= {"name": config.run_name, "config": config.model_dump(mode="json") | {"launch": launch.as_dict()}}
     return config.wandb.start(say, **arguments)
 
 
 class Tracker:
-    """Opens the run's record; as a context manager, ends a run that raises as crashed."""
+    """Keeps the run's record; as a context manager, marks a run that raises as crashed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -50,7 +50,7 @@ class Tracker:
         self._first = run.progress.step
         self._metrics = (self.folder / "metrics.jsonl").open("ab+")
         self._recorded = self._metrics.seek(min(recorded, self._recorded_bytes()))
-        # an evaluation after the last step that came too late for its checkpoint: kept, or replaced by a new one
+        # an evaluation that came too late for its step's checkpoint is kept, or replaced by a new one
         line = self._metrics.readline()
         if not (line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")):
             line = b""
@@ -58,14 +58,14 @@ class Tracker:
         parent = saved_settings(self.folder).get("resume") if is_continued else parent_checkpoint(config)
         settings = config.model_dump(mode="json") | {"resume": str(parent or config.resume)}
         if "{run_name}" not in config.output_dir:
-            del settings["output_dir"]  # fed back under another name, it would lead to this run
+            del settings["output_dir"]  # reused under another name, it would lead to this run's folder
         write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         for of_an_earlier_end in ("status.json", "summary.json"):
             (self.folder / of_an_earlier_end).unlink(missing_ok=True)
         identity = {"id": wandb_id, "resume": "allow" if wandb_id else None}
         self._loggers = start_loggers(config, run.launch, self.say, dir=self.folder, **identity)
         self._print_summary()
-        self._bar = tqdm(  # disable=None: there is one in a terminal only
+        self._bar = tqdm(  # disable=None: shown in a terminal only
             initial=self._first, total=run.total_steps, unit="step", dynamic_ncols=True, smoothing=0.05, disable=None
         )
 
@@ -92,7 +92,7 @@ class Tracker:
             self._bar.update()
 
     def log_training(self, result: StepResult) -> None:
-        """Record the means over the interval that this step ends, or that the run ends in."""
+        """Record the means over the interval that ends with this step or with the run."""
         run, progress = self._run, self._run.progress
         progress.tick()
         step, every = progress.step, run.config.log_every
@@ -100,7 +100,7 @@ class Tracker:
         metrics: dict[str, Any] = {"epoch": step / run.steps_per_epoch, "train/lr": result.lr}
         metrics |= {"train/grad_norm": result.grad_norm, **progress.training_metrics(num_examples, run.is_fp16)}
         progress.train_loss = metrics["train/loss"]
-        if run.is_log_due():  # else a longer run than this one would not stop counting here
+        if run.is_log_due():  # not at the run's end: a longer run's interval would go on
             progress.end_interval()
         if not run.is_main:
             return
@@ -117,7 +117,7 @@ class Tracker:
             self._bar.set_postfix_str(text, refresh=False)
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
-        """Record an evaluation after the step that was taken last."""
+        """Record an evaluation made after the latest step."""
         run, step = self._run, self._run.progress.step
         if not run.is_main:
             return
@@ -128,7 +128,7 @@ class Tracker:
                 self.say("  " + _printable(" | ".join(row.values())))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, so that the record goes on from there."""
+        """Return what a checkpoint keeps so that the record can continue from there."""
         if not self._run.is_main:
             return {}
         os.fsync(self._metrics.fileno())
@@ -136,7 +136,7 @@ class Tracker:
         return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
 
     def write_stopped(self, reason: str, checkpoint: Path | None) -> None:
-        """Write status.json: the run was told to end, and how to go on."""
+        """Write status.json: that the run was told to stop, and how to continue it."""
         if not self._run.is_main:
             return
         self._bar.close()
@@ -189,7 +189,7 @@ class Tracker:
         """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it to the loggers."""
         record = {"step": self._run.progress.step, **metrics}
         try:
-            if record["step"] == self._first:  # in place of what there was of it
+            if record["step"] == self._first:  # replace what is there of it
                 self._metrics.truncate(self._recorded)
             self._metrics.write(json.dumps(record | tables).encode() + b"\n")
             self._metrics.flush()
@@ -209,7 +209,7 @@ class Tracker:
         if not self._run.is_main:
             return
         self._bar.close()
-        with contextlib.suppress(OSError):  # what it could not write has been told
+        with contextlib.suppress(OSError):  # what could not be written has been reported
             self._metrics.close()
         for logger in self._loggers:
             logger.finish(exit_code=1 if kind or not self._summary else 0)
@@ -218,7 +218,7 @@ class Tracker:
 
 
 def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:
-    """End a process that was told to before the first step: there is nothing to save."""
+    """End a process that was told to stop before the first step: there is nothing to save."""
     _write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, command)
     os._exit(0)  # whatever it is in the middle of
 
@@ -228,7 +228,7 @@ def _write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None
     status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
     write_json(folder / "status.json", status)
     when = f"after step {step}" if step else "before the first step"
-    print(f"stopped {when} by {reason}; to go on: {command}", flush=True)
+    print(f"stopped {when} by {reason}; to continue: {command}", flush=True)
 
 
 def _printable(text: str, width: int = 110) -> str:

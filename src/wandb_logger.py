@@ -16,41 +16,41 @@ import psutil
 import wandb
 
 FINISH_SECONDS = 120.0
-"""For which the end of a run waits for what is still to be uploaded; `wandb sync` uploads the rest."""
+"""How long the end of a run waits for pending uploads; `wandb sync` uploads the rest."""
 HANG_SECONDS = 60.0
-"""After which W&B's service, which only has to take a record from this machine, counts as hung."""
+"""How long W&B's service, which only has to accept a record from this machine, may take before it counts as hung."""
 PROBE_BYTES = 2**16
-"""Written, to see that there is room: the service loses records on a full disk, and does not say so."""
+"""Written to make sure that there is room: on a full disk the service silently loses records."""
 
 
 class WandbLogger:
-    """Hands what it is told on to W&B in a thread of its own, one after the other; after a failure, to nobody."""
+    """Passes records on to W&B in a thread of its own, one after the other; after a failure, drops them."""
 
     title = "W&B"
 
     def __init__(self, say: Callable[[str], None], **arguments: Any) -> None:
-        """Start the run; go offline where it can't go online.
+        """Start the run; go offline if it can't go online.
 
         Args:
             say: tells the user, once, that it failed.
             arguments: of wandb.init, whose `mode` may be "auto" too; `dir` is the run's output folder.
         """
         self.failure: str | None = None
-        """Why it is not recorded, or not to its end."""
+        """Why the run is not recorded, or not to its end; None if it is."""
         self.run: Any = None
-        """The W&B run, to read from alone; None where there is none."""
+        """The W&B run, only to be read from; None if there is none."""
         self._say = say
         self._is_said = False
         self._queue: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
         self.where = ""
-        """In a few words, where it is recorded."""
-        # that its service is gone is told once, here, and not by asyncio with each record
+        """Where the run is recorded, in a few words."""
+        # it is reported once, here, that the service is gone, and not by asyncio for each record
         logging.getLogger("asyncio").addFilter(lambda record: record.msg != "socket.send() raised exception.")
         try:
             self.run, self.where = _start(**arguments)
-        except Exception as error:  # of W&B, of the file system: none of them is a reason not to train
+        except Exception as error:  # from W&B or the file system: no reason not to train
             self._fail(error)
             self.where, self._is_said = f"not recorded: {self.failure}", True
         self._thread.start()
@@ -59,11 +59,11 @@ class WandbLogger:
 
     @property
     def id(self) -> str | None:
-        """By which a later session continues the run."""
+        """The id by which a later session continues the run; None if there is none."""
         return self.run.id if self.run else None
 
     def tell(self, do: Callable[[Any], object]) -> None:
-        """Call `do` with the W&B run, soon."""
+        """Have the thread call `do` with the W&B run."""
         if self._busy_since is not None and time.monotonic() - self._busy_since > HANG_SECONDS:
             self._fail(TimeoutError(f"its service has not answered for {HANG_SECONDS:.0f} seconds"))
         self._say_failure()
@@ -71,7 +71,7 @@ class WandbLogger:
             self._queue.put(do)
 
     def log(self, record: dict[str, Any], tables: dict[str, list[dict[str, Any]]]) -> None:
-        """Record numbers, and tables as rows of equal keys."""
+        """Record numbers, and tables whose rows have the same keys."""
         self.tell(lambda run: run.log(record | {name: _table(rows) for name, rows in tables.items()}))
 
     def summarize(self, summary: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class WandbLogger:
         self.tell(lambda run: run.mark_preempting())
 
     def finish(self, exit_code: int) -> None:
-        """Wait until all is written and, online, uploaded."""
+        """End the run, and wait until all is written and, online, uploaded."""
         self.tell(lambda run: run.finish(exit_code=exit_code))
         self._queue.put(None)
         self._thread.join(FINISH_SECONDS + HANG_SECONDS)
@@ -90,7 +90,7 @@ class WandbLogger:
         self._say_failure()
 
     def closing_line(self) -> str | None:
-        """Return where the run is to be seen, or how to upload it."""
+        """Return where to see the run, or how to upload it; None if it failed."""
         if self.run is None or self.failure:
             return None
         if self.run.offline:
@@ -144,13 +144,13 @@ def _start(mode: Any, project: str | None = None, **arguments: Any) -> tuple[Any
 
 
 def _require_room(folder: str | Path) -> None:
-    """Raises: OSError: nothing more can be written there."""
+    """Raise an OSError if nothing more can be written there."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(PROBE_BYTES))
 
 
 def _abandon() -> None:
-    """End W&B's service, however it is: the end of this process would wait for one that hangs."""
+    """Kill W&B's service, whatever its state: this process could not end while one hangs."""
     for child in psutil.Process().children():
         if child.name().startswith("wandb-core"):
             for process in (*child.children(recursive=True), child):

@@ -1,4 +1,4 @@
-"""The settings of Weights & Biases, apart from its logger, which imports for half a second."""
+"""The settings of Weights & Biases, apart from its logger, whose import takes half a second."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -20,7 +20,7 @@ class Wandb(Settings):
     """Labels to find the run by."""
 
     def start(self, say: Callable[[str], None], **arguments: Any) -> list[Any]:
-        """Return the started logger, which is imported now; none where W&B is disabled."""
+        """Import and start the logger, and return it in a list; an empty list if W&B is disabled."""
         if self.mode == "disabled":
             return []
         return [import_module("src.wandb_logger").WandbLogger(say, **self.model_dump(), **arguments)]

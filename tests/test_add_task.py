@@ -103,7 +103,7 @@ def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: La
     run = launch("ddp", *arguments, "--early_stopping.metric=eval/acuracy", project=project, processes=2)
     assert run.messages == [
         "train.py: early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
-        "(eval/loss, eval/examples, eval/accuracy); with another one, the same command goes on from step 13"
+        "(eval/loss, eval/examples, eval/accuracy); with another one, the same command continues from step 13"
     ]
     better = "--early_stopping.metric=eval/loss"
     again = launch("cpu", *arguments, better, project=project, folder=run.folder).succeeded()

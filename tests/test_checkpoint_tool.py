@@ -72,7 +72,7 @@ def test_export_is_what_the_run_exported(tool: Tool, run: Run, tmp_path: Path) -
     for name in ("model.safetensors", "README.md"):
         assert (folder / name).read_bytes() == (run.folder / "model" / name).read_bytes()
     again = tool("export", run.folder)
-    assert (again.exit_code, again.stderr) == (2, f"checkpoint: {folder}: is there already, name another folder\n")
+    assert (again.exit_code, again.stderr) == (2, f"checkpoint: {folder}: exists already; name another folder\n")
     tool("export", run.folder / "checkpoints" / "step_00000024", tmp_path / "model").succeeded()
     older = weights(Run(0, "", "", tmp_path))
     assert all(not older[name].equal(weight) for name, weight in weights(run).items())
@@ -107,7 +107,7 @@ def test_spoilt_files_are_one_line(tool: Tool, run: Run, tmp_path: Path) -> None
     ("arguments", "says"),
     [
         (["lst", "x"], "lst: must be one of list, verify, export, diff"),
-        (["list"], "list: of which checkpoint or run?"),
+        (["list"], "list: name a checkpoint or a run's output folder"),
         (["list", "nowhere"], "nowhere: neither a checkpoint nor a folder with any"),
         (["diff", "nowhere"], "diff: takes two checkpoints"),
     ],

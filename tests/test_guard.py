@@ -13,7 +13,7 @@ from tests.launching import BIN, PROJECT, Launch, Run, run_command
 
 FSDP = yaml.safe_load((PROJECT / "accelerate_configs" / "fsdp.yaml").read_text())
 DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
-CUDA_GRAPHS = "cuda_graphs=true is for one process on one NVIDIA GPU: take single_gpu.yaml, or leave it out"
+CUDA_GRAPHS = "cuda_graphs=true is for one process on one NVIDIA GPU: use single_gpu.yaml, or leave it out"
 ONE_GPU = "import torch.accelerator as a; a.is_available = lambda: True; a.device_count = lambda: 1"
 WITHOUT_FSDP = """
 import os, accelerate, src.distributed
@@ -47,17 +47,17 @@ def refused(run: Run, is_real: bool = False) -> str:
         ("cpu", ["--cuda_graphs=true"], {}, CUDA_GRAPHS),
         ("ddp", ["--cuda_graphs=true"], {}, CUDA_GRAPHS),
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
-        ("cpu", [], {"processes": 2}, "2 processes were asked for, but */accelerate_configs/cpu.yaml starts 1: take "
+        ("cpu", [], {"processes": 2}, "2 processes were asked for, but */accelerate_configs/cpu.yaml starts 1: use "
          "a yaml for several, such as accelerate_configs/ddp.yaml"),
         ("fsdp", [], {"processes": 1, "launcher_arguments": ("--cpu",)}, "*fsdp.yaml asks for FSDP, but the command "
-         "line switched it off: take another yaml"),
+         "line switched it off: use another yaml"),
         ("ddp", [], {"before": ONE_GPU}, "2 processes on this machine, but it has 1 GPU(s): add --num_processes=1"),
         ("ddp", [], {"before": APART}, "2 processes were started, but each sees 1: refusing to train separate models"),
         ("fsdp", [], {"before": WITHOUT_FSDP}, "the yaml asks for FSDP, but Accelerate chose *"),
         ("fsdp", [], {"before": f"{BLOCKS}[]"}, "FSDP wrapped nothing but the root: name the repeating blocks of "
          "MnistCnn in its _no_split_modules*"),
-        ("fsdp", [], {"before": f"{BLOCKS}['Conv2D']"}, "_no_split_modules names Conv2D, which MnistCnn has not, did "
-         "you mean Conv2d?*"),
+        ("fsdp", [], {"before": f"{BLOCKS}['Conv2D']"}, "_no_split_modules names Conv2D, which MnistCnn does not have, "
+         "did you mean Conv2d?*"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -86,8 +86,8 @@ def fsdp(**changes: object) -> dict[str, Any]:
         (fsdp(fsdp_activation_checkpointing=True), "", "fsdp_activation_checkpointing computes wrong gradients with "
          "dropout*"),
         # tried without: it trains by the second one alone
-        (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: fsdp_config is there 2 times, in line *"),
-        (DDP | {"use_cpu": True}, "", "{file}: use_cpu has no effect on several processes: take it out"),
+        (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: fsdp_config appears 2 times, in lines *"),
+        (DDP | {"use_cpu": True}, "", "{file}: use_cpu has no effect with several processes: take it out"),
         (DDP | {"fsdp_config": {"ddp_comm_hook": "bf16"}}, "", "{file}: ddp_comm_hook is a setting of train.py now: "
          "take it out, and add --ddp_comm_hook=bf16 to the command"),
     ],

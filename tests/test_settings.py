@@ -67,13 +67,13 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         ("--config=a.yaml|--config=b.yaml|--optm.lr=1|--lr=1|--seed=-1|--task=mnist|--task.dropout=9|--optim.name=adam|"
          "--global_batch_size=0|verbose|--log_every|--output_dir=/proc/version/x",
          {"a": "epoch: 3\noptim:\n  lr: fast"}, [
-            "verbose: not understood, settings are written --name=value",
-            "--log_every: not understood, settings are written --name=value",
+            "verbose: not understood; settings are written --name=value",
+            "--log_every: not understood; settings are written --name=value",
             "--config=b.yaml: no such file, did you mean a.yaml?",
             "a.yaml: epoch: 3: unknown setting, did you mean epochs?",
             "--optm.lr=1: unknown setting, did you mean optim.lr?",
             "--lr=1: unknown setting, did you mean optim.lr?",
-            "--task=mnist: task is a group, write for example --task.name=…",
+            "--task=mnist: task is a group; write, for example, --task.name=…",
             "--seed=-1: must be greater than or equal to 0",
             "--global_batch_size=0: must be greater than 0",
             "--task.dropout=9: must be less than 2",
@@ -87,11 +87,11 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
          {"a": "a: [1", "b": "\x00", "c": "- 1", "d": "1: 2"}, [
             "--config=a.yaml: not yaml, see line 1",
             "--config=b.yaml: not yaml",
-            "--config=c.yaml: must hold settings, one `name: value` a line",
-            "--config=d.yaml: must hold settings, one `name: value` a line",
+            "--config=c.yaml: must hold settings, one `name: value` per line",
+            "--config=d.yaml: must hold settings, one `name: value` per line",
             "--config=.: cannot be read, Is a directory",
         ]),
-        ("--optim={lr: 1}", {}, ["--optim={lr: 1}: optim is a group, write for example --optim.name=…"]),
+        ("--optim={lr: 1}", {}, ["--optim={lr: 1}: optim is a group; write, for example, --optim.name=…"]),
         ("--config=a.yaml", {"a": "max_hours: 1:30\nepochs: yes\nseed: false\noptim: {lr: on}\ncompile: yes"}, [
             "a.yaml: seed: False: must be a number",
             "a.yaml: epochs: True: must be a number",
@@ -143,9 +143,9 @@ def test_what_is_no_text_or_said_twice_is_refused_wherever_yaml_is_read() -> Non
     Path("c.yaml").write_bytes(b"\xff\xfe\x00")
     arguments = "--config=a.yaml", "--config=b.yaml", "--task.name=causal_lm"
     assert mistakes(*arguments, "--task.architecture={a: 1, b: {c: 1, c: 2}}")[:3] == [
-        "--config=a.yaml: optim is there 2 times, in line 2 and 4: keep one",
-        "--config=b.yaml: optim.name is there 2 times, in line 2 and 3: keep one",
-        "--task.architecture={a: 1, b: {c: 1, c: 2}}: b.c is there 2 times, in line 1 and 1: keep one",
+        "--config=a.yaml: optim appears 2 times, in lines 2 and 4: keep one",
+        "--config=b.yaml: optim.name appears 2 times, in lines 2 and 3: keep one",
+        "--task.architecture={a: 1, b: {c: 1, c: 2}}: b.c appears 2 times, in lines 1 and 1: keep one",
     ]
     assert mistakes("--config=c.yaml") == ["--config=c.yaml: cannot be read, it is not text"]
     Path("d.yaml").write_text("seed: 3\noptim:\n  # lr: 1")  # a group of which all lines are commented out
@@ -257,7 +257,7 @@ def test_a_run_does_not_start_over_where_its_checkpoints_went_away(proof: str) -
         (folder / "metrics.jsonl").unlink()
         (folder / "status.json").write_text('{"status": "preempted", "checkpoint": "runs/mnist/checkpoints/step_5"}')
     assert mistakes("--save_every=8") == [
-        "output_dir=runs/mnist: its run has saved checkpoints, and none is there: bring runs/mnist/checkpoints back; "
+        "output_dir=runs/mnist: its run saved checkpoints, but none are there: restore runs/mnist/checkpoints; "
         "or choose another --run_name or --output_dir, or move that folder away"
     ]
 

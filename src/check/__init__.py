@@ -1,6 +1,6 @@
 """`train.py --check`: proves on the user's own machine that the run is right, with the run's own parts.
 
-Its data path, its step, its evaluation and its checkpoints are held against src/reference.py, which does the same by
+Its data path, its step, its evaluation and its checkpoints are compared with src/reference.py, which does the same by
 hand; docs/check.md says what the ten checks find. Each process needs memory for an unwrapped copy of the model, its
 gradients and its optimizer's state.
 """
@@ -39,10 +39,10 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
 
 
 def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
-    """Examine the run, no step taken yet, with train.py's own functions; print the table, and write check.json and a
+    """Examine the run before its first step, with train.py's own functions; print the table, and write check.json and a
     W&B run. Return whether all is well. Collective."""
     started = time.perf_counter()
-    is_main = os.environ.get("RANK", "0") == "0"  # also where each believes to be alone
+    is_main = os.environ.get("RANK", "0") == "0"  # even if each believes it is alone
     if is_main:
         print(f"{run.config.run_name}: examining {run.launch.strategy} x {run.world_size}", flush=True)
     allows_tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False  # 10 bits hide small faults
@@ -55,7 +55,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
             torch.backends.cudnn.allow_tf32 = allows_tf32
         try:
             everywhere = gather(list(check(subject)))
-        except Exception as error:  # in the parts of the run that are examined, too
+        except Exception as error:  # also of the parts of the run that are examined
             if not lost_peers(error):
                 traceback.print_exc()
             if is_main:
@@ -70,7 +70,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
 
 
 def _worst(rows: tuple[Row, ...]) -> Row:
-    """Return the row of the first process on which it failed, which it says unless all do; else the first one's."""
+    """Return the row of the first process that failed, naming those that did unless all did; else the first one's."""
     failed = [rank for rank, row in enumerate(rows) if row["result"] == "fail"]
     row = rows[failed[0] if failed else 0]
     on = f", on process {', '.join(map(str, failed))}" if 0 < len(failed) < len(rows) else ""

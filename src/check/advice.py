@@ -44,10 +44,10 @@ ADVICE = {
     "Updates": {
         "in the": "these parameters never change, or change twice: a parameter group is missing or overlaps another",
         "decay": "a parameter is in the wrong group: biases, norms and other vectors must not decay, and Muon is for "
-        "matrices but those of embeddings and the last layer",
+        "matrices except those of embeddings and the last layer",
         "rate": "the schedule is ahead of the steps, or of another length: a prepared scheduler steps once per "
         "process; set the rate from the step, over as many steps as the optimizer takes",
-        "parameters": "the optimizer made something else of the gradients than its copy on one process: parameters "
+        "parameters": "the optimizer did something else with the gradients than its copy on one process: parameters "
         "that it doesn't have, another learning rate or weight decay, gradients changed after they were clipped",
         "replicas": "the processes train different models by now: they started apart, or a gradient is not reduced",
         "buffers": "a buffer follows each process's own examples, and is not synchronised: evaluation and checkpoints "
@@ -65,7 +65,7 @@ ADVICE = {
         "compute it from all of them, gathered in order",
     },
     "Checkpoint": {
-        "saved": "the folder can't be written as it must be",
+        "saved": "a checkpoint can't be written to the output folder",
         "losses": "the checkpoint forgets something: the optimizer's state (the second loss differs, not the first), "
         "the random numbers or the position in the data",
         "weights": "as above",
@@ -76,8 +76,8 @@ ADVICE = {
         "": "small updates are lost in half precision: load the weights in fp32; mixed precision computes in half",
     },
     "Cost": {
-        "sent": "not what the strategy has to send: gradients reduced after each micro-batch, or not at all, another "
-        "strategy than it seems, or a model that communicates by itself",
+        "sent": "not what the strategy has to send: gradients reduced after each micro-batch, or not at all, a "
+        "strategy other than it seems, or a model that communicates by itself",
     },
 }
 

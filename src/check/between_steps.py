@@ -1,5 +1,5 @@
 """Checks 7 and 8, Evaluation and Checkpoint: the run's own evaluation gives what one process finds over the same
-examples; saved and restored, the run goes on to the last bit."""
+examples; saved and restored, the run continues identically, to the last bit."""
 
 import math
 import shutil
@@ -22,11 +22,11 @@ from src.reference import evaluate
 from src.run import Run
 
 MOST_EXAMPLES = 9_999
-"""Examples that every process looks at, all of them."""
+"""Most examples to evaluate, as every process goes through all of them."""
 METRIC_IN_HALF, FEW = 2e-2, 3
-"""What a metric may differ by in half precision, and how many examples near the boundary may change sides."""
+"""How much a metric may differ in half precision, and how many examples near the boundary may change sides."""
 STEPS = 2
-"""To take after the checkpoint: the optimizer's state shows in the second one's loss."""
+"""Steps to take after the checkpoint: the optimizer's state shows in the second one's loss."""
 
 
 def check_evaluation(subject: Subject) -> Iterator[Row]:
@@ -73,7 +73,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
     config = run.config.model_copy(update=settings)
     saved = subject.at(STEPS, config=config, metadata=run.metadata | {"config": config.model_dump(mode="json")})
     if run.is_main:
-        shutil.rmtree(folder, ignore_errors=True)  # of an examination that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # left by an examination that was killed
         folder.mkdir(parents=True)
     run.accelerator.wait_for_everyone()
     on_gpu = run.device.type != "cpu"

@@ -22,19 +22,19 @@ from src.reference import backward
 from src.run import Run
 
 LOSSES = ("loss", "log_softmax", "cross_entropy")
-"""In the names of operators: what losses are made of."""
+"""Parts of the names of operators that losses are made of."""
 PRODUCTS = ("mm", "addmm", "bmm", "convolution")
-"""Names of operators: where most of the computing is."""
+"""Names of the operators that do most of the computing."""
 HALF = {"bfloat16", "float16"}
 ROUNDS = 3
 """Steps to take the median time of."""
 SHARE, SLACK = 0.01, 1000.0
-"""What the bytes may be off by, as a share, and for the loop's own counts."""
+"""What the bytes may be off by, as a share, and in bytes, for the loop's own counts."""
 
 
 class Recorder(TorchDispatchMode):
-    """Sees each operator and collective of a step up to its update, also those of the backward pass, DDP's and FSDP's:
-    what the optimizer sends is its own affair (Muon does)."""
+    """Records each operator and collective of a step up to its update, including those of the backward pass, DDP and
+    FSDP. What the optimizer sends (Muon does) is its own affair."""
 
     def __init__(self, subject: Subject) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
         self._model, self._world_size = subject.unwrapped, subject.run.world_size
 
     def finish(self, *_: Any) -> None:
-        """Look at the gradients, and at nothing from here on."""
+        """Record the gradients' dtypes, and nothing from here on."""
         self.gradients = {name: _dtype(p.grad) for name, p in self._model.named_parameters() if p.grad is not None}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,7 +55,7 @@ class Recorder(TorchDispatchMode):
         if self.gradients or "wait" in name or "barrier" in name:
             return result
         if "c10d" in space:
-            # the whole tensor is what is gathered, or what is scattered: the larger one of what goes in and comes out
+            # what is gathered or scattered is the whole tensor: the larger of what goes in and what comes out
             sides = [[t for t in tree_leaves(side) if isinstance(t, Tensor)] for side in (args[0], args[1:2], result)]
             size, is_all_reduce = max(map(_bytes, sides)), "allreduce" in name.replace("_", "")
             if is_all_reduce or "reduce_scatter" in name:
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
 
 
 def check_cost(subject: Subject) -> Iterator[Row]:
-    """Take the first step of the epoch."""
+    """Examine the first step of the epoch, then time steps."""
     row, run, micro_batches = partial(finding, "Cost"), subject.run, next(subject.micro_batches(0))
     recorder = Recorder(subject)
     hook = run.optimizers[0].register_step_pre_hook(recorder.finish)
@@ -83,7 +83,7 @@ def check_cost(subject: Subject) -> Iterator[Row]:
     expected = f"{least / 1e6:,.3f}" + (f" to {most / 1e6:,.3f}" if most > least else "")
     yield row("sent per step and process", f"{sent / 1e6:,.3f} MB", f"{expected} MB, {formula}", is_within)
     steps, copy = subject.micro_batches(0), Autocast(subject.reference, subject.autocast_dtype)
-    next(steps)  # the first one's augmentation of an epoch is no cost of a step
+    next(steps)  # the first one augments the epoch, which is no part of a step's cost
 
     def compute() -> None:
         backward(run.task, copy, [batch.data for batch in micro_batches])
@@ -165,7 +165,7 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
 
 
 def _median_ms(run: Run, work: Callable[[], object]) -> float:
-    """Return what a call takes, in ms: the median of some, of the slowest process. Collective."""
+    """Return the time that a call takes, in ms: the median of a few, on the slowest process. Collective."""
     seconds = []
     for _ in range(ROUNDS):
         run.accelerator.wait_for_everyone()

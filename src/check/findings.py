@@ -1,4 +1,4 @@
-"""What the checks found: errors held against their bounds, and the table of them."""
+"""What the checks found: errors compared with their bounds, and the table of them."""
 
 import math
 import textwrap
@@ -13,26 +13,26 @@ from torch import Tensor
 from src.check.advice import likely_cause
 
 EXACT = 1e-4
-"""Largest relative error in fp32. The order of a sum makes 1e-7 to 1e-5; a fault of distribution 1e-2 to 1."""
+"""Largest relative error in fp32. The order of a sum makes 1e-7 to 1e-5; a distribution fault, 1e-2 to 1."""
 MOST = 0.5
-"""In half precision too: a sum that was not divided by two processes is 1 off."""
+"""The same in half precision, at most: a sum that was not divided by two processes is off by 1."""
 FLOOR = 1e-2
-"""Times the root mean square of all gradients: to what lies below, the rounding of larger ones leaks over."""
+"""Share of the root mean square of all gradients: the rounding of larger ones leaks into those below it."""
 Row = dict[str, str]
 WIDTHS = {"check": 12, "what": 29, "measured": 42, "bound": 23, "result": 6}
 """Characters of the table's columns."""
 
 
 def finding(check: str, what: str, measured: str, bound: str = "", is_passed: bool = True, cause: str = "") -> Row:
-    """Return a row of the table, as check.json and W&B have it: without a bound a note, which nothing can fail. What a
-    failure means is what src/check/advice.py says of `what`, unless its cause is given."""
+    """Return a row of the table, of check.json and of W&B; without a bound it is a note, which cannot fail. What a
+    failure means is what src/check/advice.py says about `what`, unless its cause is given."""
     result = ("pass" if is_passed else "fail") if bound else "note"
     means = (cause or likely_cause(check, what)) if result == "fail" else ""
     return {"check": check, "what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
 def finding_alike(check: str, what: str, value: str, bound: str = "the same", is_good: bool = True) -> Row:
-    """Return a row that passes where all processes have the same value, and it is a good one. Collective."""
+    """Return a row that passes if all processes have the same value, and it is a good one. Collective."""
     values = gather(value)
     others = [rank for rank, other in enumerate(values) if other != values[0]]
     measured = f"{values[0]} on all processes"
@@ -50,8 +50,8 @@ class WorstError:
         """As a share of its bound; itself; its name; the bound."""
 
     def add(self, errors: Mapping[str, float], noise: Mapping[str, float] | None = None, factor: float = 1.0) -> None:
-        """Take in errors by name, each with the noise that half precision makes of it (by name, and of `all`; None or
-        empty in fp32), of which it may be `factor` times as large."""
+        """Add errors by name. Each may be up to `factor` times the noise of half precision, which is given by name and
+        for `all`; None or empty in fp32."""
         for name, error in errors.items():
             allowed = min(MOST, factor * max(noise.get(name, 0), noise["all"])) if noise else 0.0
             bound = max(self.least, allowed)
@@ -74,12 +74,12 @@ def gather(value: Any) -> list[Any]:
 
 def norm(tensors: Iterable[Tensor]) -> float:
     """Return the L2 norm over all of them."""
-    on_cpu = (tensor.cpu() if tensor.device.type == "mps" else tensor for tensor in tensors)  # it has no float64
+    on_cpu = (tensor.cpu() if tensor.device.type == "mps" else tensor for tensor in tensors)  # MPS has no float64
     return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in on_cpu))
 
 
 def relative_error(found: float, expected: float) -> float:
-    """Return the relative error; the absolute one where 0 was expected."""
+    """Return the relative error; the absolute one if 0 was expected."""
     return abs(found - expected) / (abs(expected) or 1.0)
 
 
@@ -95,7 +95,7 @@ def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def table(rows: list[Row]) -> Iterator[str]:
-    """Yield its lines. The meaning of a failure stands below its row."""
+    """Yield the table's lines. What a failure means stands below its row."""
     yield from _lines({name: name for name in WIDTHS})
     yield "  ".join("-" * width for width in WIDTHS.values())
     previous = ""

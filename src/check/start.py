@@ -30,7 +30,7 @@ from src.run import Run
 
 
 def check_launch(subject: Subject) -> Iterator[Row]:
-    """Look at processes and model, not at what the launcher or Accelerate say of them."""
+    """Look at processes and model, not at what the launcher or Accelerate says about them."""
     row, run, on_cpu = partial(finding, "Launch"), subject.run, subject.run.device.type == "cpu"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     joined = int(run.accelerator.reduce(torch.ones((), device=run.device), "sum"))
@@ -71,7 +71,7 @@ def largest_shard(parameter: Tensor, world_size: int) -> int:
 
 
 def blocks_to_wrap(subject: Subject) -> list[str]:
-    """Return the names of the modules that FSDP is to wrap one by one; none where it goes by their size."""
+    """Return the names of the modules that FSDP is to wrap one by one; none if it goes by their size."""
     if os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP") != "TRANSFORMER_BASED_WRAP":
         return []
     from_yaml = subject.run.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
@@ -80,7 +80,7 @@ def blocks_to_wrap(subject: Subject) -> list[str]:
 
 
 def reading_indices(run: Run) -> Run:
-    """Return the run with its own order of the data, but with examples that are their own indices: what is read says
+    """Return the run with its own order of the data, but with examples that are their own indices: what is read shows
     which were asked for."""
 
     def order(_: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
@@ -92,7 +92,7 @@ def reading_indices(run: Run) -> Run:
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
-    """Follow the run's own path to the data, from sampler to batches, processes that load data among it."""
+    """Follow the run's own path to the data, from sampler to batches, including processes that load data."""
     row, run, steps = partial(finding, "Data"), subject.run, subject.steps_per_epoch
     sizes = f"{len(run.train_set):,} and {len(run.eval_set):,} examples"
     datasets = finding_alike("Data", "datasets", f"{sizes}, checksum {_sample_checksum(run)}", "the same on all")
@@ -135,7 +135,7 @@ def _shares(run: Run, epoch: int) -> Iterator[np.ndarray]:
 
 
 def _each_once(what: str, read: list[list[int]], num_examples: int) -> Row:
-    """Hold the indices that this process read, by step, and all others', against each example once. Collective."""
+    """Check that all processes together read each example once; `read` is this one's indices by step. Collective."""
     found = [index for steps in gather(read) for step in steps for index in step]
     counts = np.bincount(np.array(found, dtype=np.int64), minlength=num_examples)
     absent, again = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
@@ -160,14 +160,14 @@ def _are_as_drawn(run: Run, step: int, epoch: int) -> bool:
 
 
 def _sample_checksum(run: Run) -> str:
-    """Return that of some examples of both datasets."""
+    """Return the checksum of some examples of both datasets."""
     set_seed(run.config.seed)
     augmented = run.task.augmented(run.train_set, [run.config.seed, 0, 1])
     return _checksum([fetch(run.task, dataset, _some(dataset, 8)) for dataset in (augmented, run.eval_set)])
 
 
 def _some(dataset: Any, most: int) -> list[int]:
-    """Return the indices of some examples, all over the dataset."""
+    """Return the indices of some examples, spread over the dataset."""
     return np.unique(np.linspace(0, len(dataset) - 1, most).astype(np.int64)).tolist()
 
 
@@ -176,7 +176,7 @@ def _checksum(batches: list[Any]) -> str:
 
 
 def _packing(subject: Subject) -> Iterator[Row]:
-    """Hold some examples into which several documents are packed against each of these by itself."""
+    """Compare some examples that pack several documents with each of these by itself."""
     run, task, errors = subject.run, subject.run.task, WorstError()
     packed = [(sample, task.documents(sample)) for sample in samples(run.train_set, _some(run.train_set, 64))]
     packed = sorted([pair for pair in packed if len(pair[1]) > 1], key=lambda pair: len(pair[1]))[:2]
@@ -195,14 +195,14 @@ def _packing(subject: Subject) -> Iterator[Row]:
 
 @torch.no_grad()
 def _mean_loss(subject: Subject, batches: list[list[Any]]) -> float:
-    """Return the reference's loss, a mean over what it counts in these samples."""
+    """Return the reference's loss, a mean over the targets in these samples."""
     task, device = subject.run.task, subject.run.device
     sums = [task.loss(subject.reference, send_to_device(task.collate(batch), device)) for batch in batches]
     return float(sum(loss for loss, _ in sums)) / max(1.0, float(sum(count for _, count in sums)))
 
 
 def check_start(subject: Subject) -> Iterator[Row]:
-    """Look before the first step. Of what is sharded each process compares its shard: the wrong one is named."""
+    """Look before the first step. Each process compares its shard of what is sharded, so that a wrong one is named."""
     found, expected = named_tensors(subject.unwrapped), named_tensors(subject.reference)
     yield finding_alike("Same start", "build_model, seeded alike", f"checksum {checksum(list(expected.values()))}")
     differing = sorted(found.keys() ^ expected.keys())

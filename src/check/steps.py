@@ -1,4 +1,4 @@
-"""Checks 4 to 6, Gradients, Updates and Accumulation: steps of the run, each held against one by hand."""
+"""Checks 4 to 6, Gradients, Updates and Accumulation: steps of the run, each compared with one by hand."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,26 +15,26 @@ from src.optim import Schedule, lr_at, set_lr
 from src.reference import all_reduce, average_gradients, backward
 
 REORDERED = 1e-3
-"""Largest relative error in fp32 where the forward pass rounds otherwise too, in a batch of another size or compiled: a
+"""Largest relative error in fp32 if the forward pass rounds differently too, in a batch of another size or compiled: a
 ReLU that flips, or another maximum in a pool, is worth 1e-4."""
 COMPRESSED = 2.0**-7
-"""The same where DDP rounds gradients to half precision on their way to the other processes."""
+"""The same if DDP rounds gradients to half precision on their way to the other processes."""
 HALF_LOSS = 1e-2
-"""The same of a loss in half precision."""
+"""The same for a loss in half precision."""
 NOISE_FACTORS = {"same": 2.0, "other": 4.0, "FSDP": 16.0}
-"""How many times an error in half precision may be what autocast to bf16 makes of one unwrapped model: held against it
-under the same autocast; under another, or in other micro-batches; under FSDP, which computes all in half precision."""
+"""How many times the error that autocast to bf16 makes in one unwrapped model an error in half precision may be: under
+the same autocast; under another, or in other micro-batches; under FSDP, which computes all in half precision."""
 UPDATE = 1e-3
 """Largest error of an update, as a share of it: a small one is 1e-4 of its weight, whose rounding is 1e-7."""
 MUON_UPDATE = 0.5
-"""Muon iterates in bf16: the order of a sum, which sharding changes, makes a matrix's update another by up to 0.16."""
+"""Muon iterates in bf16: the order of a sum, which sharding changes, changes a matrix's update by up to 0.16."""
 LEARNING_RATE = 1e-9
 """Largest relative error of a learning rate: early in a warm-up, that of the next step is hardly different."""
 
 
 def check_steps(subject: Subject) -> Iterator[Row]:
     """Take the first two steps of an epoch and its last, ragged one. Before each, the reference takes over the run's
-    weights; it has gradients of its own, but then updates with the run's: each fault shows in one of the two."""
+    weights; it computes its own gradients, but then updates with the run's: each fault shows in one of the two."""
     run, config, reference = subject.run, subject.run.config, subject.reference
     schedule = Schedule(config.steps(subject.steps_per_epoch)[1], subject.steps_per_epoch)  # as the run's should be
     first = subject.micro_batches(0)
@@ -54,7 +54,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         expected, expected_loss, noise = _by_hand(subject, micro_batches)
         expected_norm = norm(expected.values())
         max_norm = None
-        if config.optim.max_grad_norm is not None:  # one step is below its limit, which must leave it as it is
+        if config.optim.max_grad_norm is not None:  # one step's norm is below the limit, which must leave it as it is
             max_norm = expected_norm * (2.0 if number == 1 else 0.5)
             for gradient in expected.values():
                 gradient *= min(1.0, max_norm / (expected_norm + 1e-6))
@@ -86,8 +86,8 @@ def check_steps(subject: Subject) -> Iterator[Row]:
 
 
 def _by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[dict[str, Tensor], float, dict[str, float]]:
-    """Return a step's gradients, by name, and loss, under autocast where the run does the same to the same operators,
-    else in fp32; and the relative errors that bf16 makes of the gradients, empty in fp32. Collective."""
+    """Return a step's gradients, by name, and loss, under autocast if the run applies the same to the same operators,
+    else in fp32; and the relative errors that bf16 makes in the gradients, empty in fp32. Collective."""
     exact, exact_loss = _gradients_by_hand(subject, micro_batches, None)
     if not subject.is_half:
         return exact, exact_loss, {}
@@ -102,7 +102,7 @@ def _gradients_by_hand(
     task, model = subject.run.task, Autocast(subject.reference, dtype)
     subject.seed()
     loss_sum, num_targets = backward(task, model, [batch.data for batch in micro_batches if batch.weight])
-    for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): as many forward passes everywhere
+    for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): all need as many forward passes
         if not batch.weight:
             (task.loss(model, batch.to(subject.run.device))[0] * 0).backward()
     loss_sum, num_targets = all_reduce(loss_sum), all_reduce(num_targets)
@@ -113,7 +113,7 @@ def _gradients_by_hand(
 
 
 def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
-    """Return what becomes of random numbers that the model draws."""
+    """Return, as text, how the random numbers that the model draws are dealt with."""
     losses = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -129,8 +129,8 @@ def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
 
 
 def _update_errors(subject: Subject, gradients: Mapping[str, Tensor], lr: float) -> dict[str, float]:
-    """Update the reference with the run's gradients. Return by name how far the run's weights are from its, as a share
-    of how far those have moved."""
+    """Update the reference with the run's gradients. Return by name how far the run's weights are from the reference's,
+    as a share of how far those have moved."""
     reference, errors = dict(subject.reference.named_parameters()), {}
     before = {name: parameter.detach().clone() for name, parameter in reference.items()}
     for name, parameter in reference.items():
@@ -147,7 +147,7 @@ def _update_errors(subject: Subject, gradients: Mapping[str, Tensor], lr: float)
 
 
 def _membership(subject: Subject) -> Iterator[Row]:
-    """Hold the parameter groups against the rule of src/optim.py, written a second time."""
+    """Compare the parameter groups with the rule of src/optim.py, written a second time."""
     optim, layers = subject.run.config.optim, list(subject.unwrapped.modules())
     groups = defaultdict(list)  # by parameter
     for optimizer in subject.run.optimizers:
@@ -191,7 +191,7 @@ def check_accumulation(subject: Subject) -> Iterator[Row]:
     run = subject.run
     share, own = run.config.global_batch_size // run.world_size, run.config.micro_batch(run.world_size)
     divisors = [size for size in range(1, share + 1) if share % size == 0]
-    at = divisors.index(own)  # the next two smaller ones, else the next larger one, for which memory may not be there
+    at = divisors.index(own)  # the next two smaller ones, else the next larger one, which may not fit into memory
     sizes = divisors[:at][::-1][:2] or divisors[at + 1 : at + 2]
     if not sizes:
         yield finding("Accumulation", "other micro-batches", f"none: a process has {own} example per batch")

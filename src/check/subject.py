@@ -1,4 +1,4 @@
-"""What is examined: the run, and the copy of its model that it is held against."""
+"""What is examined: the run, and the copy of its model that it is compared with."""
 
 import contextlib
 import hashlib
@@ -24,13 +24,13 @@ Evaluate = Callable[[Run, StopSignal], Evaluation | None]
 
 
 class Subject:
-    """The run, no step taken yet, and the reference: on each process an unwrapped copy of its model with optimizers of
-    its own."""
+    """The run before its first step, and the reference: on each process an unwrapped copy of its model with optimizers
+    of its own."""
 
     def __init__(self, run: Run, train_step: TrainStep, evaluate: Evaluate) -> None:
         self.run, self.train_step, self.evaluate = run, train_step, evaluate
         self.rng_checksum = checksum([torch.get_rng_state()])
-        """Of the generator as train.py left it: equal where the same numbers are drawn next."""
+        """Checksum of the generator as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
         self.is_fsdp = run.accelerator.is_fsdp2
         self.is_half = run.launch.precision != "fp32"
@@ -47,7 +47,7 @@ class Subject:
         return extract_model_from_parallel(self.run.model)
 
     def at(self, step: int, **changes: Any) -> Run:
-        """Return the run as it is after `step` steps, with other `changes` of its fields."""
+        """Return the run as it is after `step` steps, with `changes` to its other fields."""
         return replace(self.run, progress=Progress(step=step, loss_scale=self._loss_scale), **changes)
 
     def micro_batches(self, first: int, size: int | None = None) -> Iterator[list[MicroBatch]]:
@@ -56,11 +56,11 @@ class Subject:
         return training_steps(replace(self.run, config=self.run.config.model_copy(update=changes)), first, 10**12)
 
     def step(self, run: Run, micro_batches: list[MicroBatch]) -> StepResult:
-        """Take the run's own step; in fp16 again, with a smaller loss scale and random numbers from `seed`, where it
-        overflows."""
+        """Take the run's own step; in fp16, if it overflows, take it again with a smaller loss scale and random numbers
+        from `seed`."""
         optimized = {id(p) for o in run.optimizers for group in o.param_groups for p in group["params"]}
         for parameter in run.model.parameters():
-            if id(parameter) not in optimized:  # nobody clears its gradient: that is told in Updates, once
+            if id(parameter) not in optimized:  # nobody clears its gradient: Updates reports that, once
                 parameter.grad = None
         while True:
             result = self.train_step(run, micro_batches, self.stop)
@@ -89,13 +89,13 @@ class Subject:
         ours = named_tensors(self.reference)
         for name, tensor in named_tensors(self.unwrapped).items():
             found = whole(tensor, self.run.device)
-            if name in ours:  # what is not there is told in Same start
+            if name in ours:  # Same start reports what is not there
                 ours[name].data = found.clone()
 
     @contextlib.contextmanager
     def perturbed(self) -> Iterator[None]:
-        """Put noise of twice their size on the reference's trained weights, and the first process's into the run's
-        model: to a fresh model all examples are much alike, so that their losses could be averaged in any way.
+        """Add noise of twice their size to the reference's trained weights, and copy the first process's into the run's
+        model: to a fresh model all examples are much alike, so that any way to average their losses would pass.
         Collective."""
         pairs = list(zip(self.reference.parameters(), self.unwrapped.parameters(), strict=True))
         kept = [(to_local(p), to_local(p).detach().clone()) for pair in pairs for p in pair]
@@ -112,7 +112,7 @@ class Subject:
 
 
 class Autocast(nn.Module):
-    """A model whose forward pass alone is under autocast, as Accelerate has it; None: without."""
+    """A model whose forward pass alone is under autocast, as Accelerate has it; without if `dtype` is None."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Autocast(nn.Module):
 
 @contextlib.contextmanager
 def capture_update(run: Run) -> Iterator[dict[str, Tensor]]:
-    """Yield what the run inside, when it is about to update its weights, fills with the gradients that it does so with:
+    """Yield a dict that the run inside fills, when it is about to update its weights, with the gradients that it uses:
     by name, whole, scaled and clipped."""
     gradients: dict[str, Tensor] = {}
 
@@ -141,12 +141,12 @@ def capture_update(run: Run) -> Iterator[dict[str, Tensor]]:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters, tied ones once, and buffers, by name."""
+    """Return the parameters, tied ones once, and the buffers, by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return it, sharded where `like` is."""
+    """Return `tensor`, sharded in the way that `like` is."""
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -154,16 +154,16 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return all of it on `device`. Collective where it is sharded."""
+    """Return the whole tensor on `device`. Collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to(device)
-    local = tensor.to_local().to(device)  # offloaded shards are on the CPU, and NCCL is not
+    local = tensor.to_local().to(device)  # offloaded shards are on the CPU, where NCCL cannot gather
     mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
     return DTensor.from_local(local, mesh, tensor.placements, shape=shape, stride=stride).full_tensor()
 
 
 def checksum(tensors: list[Tensor]) -> str:
-    """Return what is equal where all values are, to the last bit."""
+    """Return a checksum that is equal if all values are, to the last bit."""
     digest = hashlib.sha256()
     for tensor in tensors:  # a copy, as FSDP can't free the memory of what has been a numpy array
         copied = to_local(tensor).detach().to("cpu", copy=True)

@@ -1,9 +1,9 @@
 """Look after checkpoints: python -m src.checkpoint list|verify|export|diff PATH...
 
 list PATH...            what is there: step, size, what saved it, how it was evaluated
-verify PATH...          whether each is whole: sizes and checksums; exit code 1 where one is not
+verify PATH...          whether each is whole: sizes and checksums; exit code 1 if one is not
 export PATH [FOLDER]    the model as a run exports it, on one CPU; FOLDER: model_step_... beside `checkpoints`
-diff PATH PATH          settings, progress and tensors that differ; exit code 1 where there are any
+diff PATH PATH          settings, progress and tensors that differ; exit code 1 if any do
 
 PATH is a checkpoint (step_...), or a run's output folder: all of its checkpoints, for `export` the newest.
 """
@@ -28,11 +28,11 @@ from src.process import UserError, exit_codes
 from src.settings import flatten
 
 OF_ITS_OWN = ("seconds", "output_dir", "run_name", "wandb_id", "metrics_bytes")
-"""What differs between two runs that are the same."""
+"""What differs even between two runs that are the same."""
 
 
 def list_(paths: list[str]) -> int:
-    """Print a line each. Sizes are compared with the manifest, contents not."""
+    """Print a line for each. Sizes are compared with the manifest, contents are not."""
     for path in _checkpoints(paths):
         if wrong := next(problems(path, contents=False), None):
             print(f"{path}  DAMAGED: {wrong}")
@@ -47,7 +47,7 @@ def list_(paths: list[str]) -> int:
 
 
 def verify(paths: list[str]) -> int:
-    """Read all of each checkpoint."""
+    """Read all of each checkpoint and print whether it is whole; return 1 if any is not."""
     is_damaged = False
     for path in _checkpoints(paths):
         wrong = "; ".join(problems(path))
@@ -58,11 +58,11 @@ def verify(paths: list[str]) -> int:
 
 
 def export(paths: list[str]) -> int:
-    """Write the model, having checked the checkpoint. Memory: the model, whose tensors are read into place."""
+    """Check the checkpoint and write its model. Takes the memory of one model: the tensors are read in place."""
     path = _whole(paths[0], contents=True)
     folder = Path(paths[1]) if paths[1:] else path.parent.parent / f"model_{path.name}"
     if folder.exists():
-        raise UserError(f"{folder}: is there already, name another folder")
+        raise UserError(f"{folder}: exists already; name another folder")
     state = read_state(path)
     config = config_from(state.config)
     config.task.load_data_state(state.data_state)
@@ -123,7 +123,7 @@ COMMANDS = {"list": list_, "verify": verify, "export": export, "diff": diff}
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code; raise a UserError where what was asked for makes no sense, or is not this user's."""
+    """Run a command; return its exit code. Raise a UserError if it makes no sense, or may not read its files."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
     if command not in COMMANDS:
         raise UserError(f"{command}: must be one of {', '.join(COMMANDS)}")
     if not paths:
-        raise UserError(f"{command}: of which checkpoint or run?")
+        raise UserError(f"{command}: name a checkpoint or a run's output folder")
     try:
         return COMMANDS[command](paths)
     except PermissionError as error:

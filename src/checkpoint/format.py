@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: what it says about its run, how it is published, whether it is whole, which are kept."""
+"""A checkpoint on disk: what it says about its run, how it is published, whether it is whole, which are kept."""
 
 import hashlib
 import itertools
@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
-"""How the names of folders begin that are being written or deleted; a crash leaves them."""
+"""Prefix of the names of folders that are being written or deleted; a crash leaves them behind."""
 
 
 @dataclass(kw_only=True)
@@ -32,11 +32,11 @@ class RunState:
     config: dict[str, Any]
     data_state: dict[str, Any]
     examples: int
-    """To train on."""
+    """Number of examples to train on."""
     data: list[str]
     """Fingerprints of the examples to train on and to evaluate on."""
     frozen_norm: float
-    """L2, over the parameters that are not trained."""
+    """L2 norm over the parameters that are not trained."""
     strategy: str
     precision: str
     num_processes: int
@@ -56,34 +56,34 @@ class ResumePoint:
     notes: list[str] = field(default_factory=list)
     """What the user should know about the choice, a line each."""
     is_finished: bool = False
-    """There is nothing left to do."""
+    """Whether there is nothing left to do."""
 
     @property
     def progress(self) -> Progress:
-        """For the run to go on counting."""
+        """The counters that the run goes on with."""
         return self.state.progress if self.state else Progress()
 
     @property
     def summary(self) -> str:
-        """In a line; empty where there is no checkpoint."""
+        """What the run continues from, in one line; empty if there is no checkpoint."""
         if not (state := self.state):
             return ""
         where = f"from {self.checkpoint}, saved under {state.strategy} x {state.num_processes}"
         return f"after step {state.progress.step:,}, {where}"
 
     def is_own(self, config: Config) -> bool:
-        """Return whether it is of the run in this output folder, not of another that this one branches off from."""
+        """Return whether the checkpoint is of the run in this output folder, not of one that it branches off from."""
         own = config.folder / "checkpoints"  # which may be a link to another disk
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == own.resolve()
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that the folder's name says."""
+    """Return the step that the folder's name gives."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Return its state.json; raise a UserError where that is of another version of the format."""
+    """Return its state.json; raise a UserError if that has another version of the format."""
     content = json.loads((checkpoint / STATE).read_text())
     version = content.get("format_version", "none")
     known = {f.name for f in fields(RunState)} | {f"progress.{f.name}" for f in fields(Progress)}
@@ -98,8 +98,8 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def evaluation_of(checkpoint: Path) -> dict[str, float]:
-    """Return the results of the evaluation after its step, by name; empty: there was none. One that came after the
-    checkpoint had been saved is in the next one, and so in the newest beside it."""
+    """Return the results of the evaluation after its step, by name; empty if there was none. One made after the
+    checkpoint was saved is in the next checkpoint, and so in the newest beside it."""
     progress = read_state(checkpoint).progress
     if progress.step not in progress.evaluations:
         whole = (path for path in list_checkpoints(checkpoint.parent) if not any(problems(path, contents=False)))
@@ -108,7 +108,7 @@ def evaluation_of(checkpoint: Path) -> dict[str, float]:
 
 
 def file_facts(file: Path) -> dict[str, Any]:
-    """Return its entry in the manifest: size in bytes and SHA-256."""
+    """Return the file's entry in the manifest: size in bytes and SHA-256."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(2**20):
@@ -117,12 +117,12 @@ def file_facts(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write as `write_text` does."""
+    """Write `content` as JSON, as `write_text` does."""
     write_text(file, json.dumps(content, indent=2) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write the file whole or not at all, whenever the process or the machine stops."""
+    """Write the file whole or not at all, no matter when the process or the machine stops."""
     incomplete = file.with_name(f"{INCOMPLETE}{file.name}")
     with incomplete.open("w") as stream:
         stream.write(text)
@@ -132,8 +132,8 @@ def write_text(file: Path, text: str) -> None:
 
 
 def publish(incomplete: Path, files: dict[str, Any], checkpoint: Path) -> None:
-    """Give a folder that is complete but for its manifest, with these entries, the name that makes it a checkpoint;
-    raise an OSError where that exists."""
+    """Write the manifest, with these entries, into a folder that lacks nothing else, and rename that to `checkpoint`;
+    raise an OSError if that exists."""
     write_json(incomplete / MANIFEST, {"files": files})
     _sync(incomplete)
     os.rename(incomplete, checkpoint)  # refuses to replace a folder with something in it
@@ -141,7 +141,7 @@ def publish(incomplete: Path, files: dict[str, Any], checkpoint: Path) -> None:
 
 
 def quarantine(checkpoint: Path) -> None:
-    """Rename a damaged one, so that it neither counts as one to keep nor is in the way of the next at its step."""
+    """Rename a damaged checkpoint, so that it neither counts as one to keep nor blocks the next one of its step."""
     names = (checkpoint.with_name(f"damaged_{number}_{checkpoint.name}") for number in itertools.count(1))
     checkpoint.rename(next(path for path in names if not path.exists()))
 
@@ -157,26 +157,26 @@ def rotate(checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[
     whole = [path for path in list_checkpoints(checkpoints) if not any(problems(path, contents=False))]
     kept = whole[: settings.keep_last] + best_first(whole, settings, evaluations)[: settings.num_best]
     for path in [path for path in whole if path not in kept]:
-        if path.is_symlink():  # someone moved it to another disk: it is theirs
+        if path.is_symlink():  # someone moved the folder to another disk: it is theirs
             path.unlink()
-        else:  # at once by its name, then file by file: a crash in between leaves nothing that looks like a checkpoint
+        else:  # renamed first, then file by file: a crash in between leaves nothing that looks like a checkpoint
             shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
 
 
 def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> list[Path]:
-    """Return those of a step that was evaluated, sorted by checkpoint.metric; equal ones stay in their order."""
+    """Return those whose step was evaluated, sorted by checkpoint.metric, the best first; ties stay in their order."""
     results = {path: evaluations.get(step_of(path), {}) for path in checkpoints}
     scores = {path: score(r, settings.metric, settings.mode) for path, r in results.items() if settings.metric in r}
     return sorted(scores, key=lambda path: scores[path], reverse=True)
 
 
 def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """Yield what is wrong with it, in a few words each; nothing: it is whole. A missing rng_*.json is no problem. Raise
-    a UserError where it may be whole, but is not this user's to read.
+    """Yield what is wrong with it, in a few words each; nothing if it is whole. A missing rng_*.json is no problem.
+    Raise a UserError if it may be whole, but this user may not read it.
 
     Args:
         contents: whether to compare checksums too, which reads all of it.
-        share: (r, n): to look at every n-th file only, from the r-th on.
+        share: (r, n): look only at every n-th file, from the r-th on.
     """
     try:
         name = MANIFEST
@@ -202,7 +202,7 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
             elif contents and file_facts(file)["sha256"] != checksum:
                 yield f"{name} has changed since it was saved"
     except PermissionError as error:
-        raise UserError(f"{error.filename} cannot be read, {error.strerror}: have it made readable for you") from error
+        raise UserError(f"{error.filename} cannot be read, {error.strerror}: ask for permission to read it") from error
     except OSError as error:
         yield f"{error.filename} cannot be read, {error.strerror}"
 

@@ -15,11 +15,11 @@ import yaml
 
 from src.settings import fields, nearest
 
-if TYPE_CHECKING:  # a circle: the settings are complete only when this folder has been judged
+if TYPE_CHECKING:  # not at run time: src.config imports this file
     from src.config import Config
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
-"""What a run writes into its output folder, besides status.json, which one that was stopped at its start leaves too."""
+"""What a run writes into its output folder, besides status.json, which even a run stopped at its start leaves."""
 ELSEWHERE = "choose another --run_name or --output_dir"
 RESUME_SAFE_SETTINGS = (
     "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
@@ -27,19 +27,19 @@ RESUME_SAFE_SETTINGS = (
     "ddp_comm_hook", "push_to_hub", "wandb", "checkpoint", "early_stopping", "task.data_dir", "task.sample_prompts",
     "task.sample_tokens", "task.sample_temperature", "task.lora.merge",
 )  # fmt: skip
-"""Settings, and groups of them, that leave the weights which a run arrives at as they are, but for rounding."""
+"""Settings, and groups of them, that do not change the weights a run arrives at, except for rounding."""
 LENGTH_SETTINGS = {"max_steps", "epochs"}
 """Settings that say how long a run is."""
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints in a folder, whole or damaged since, the newest first."""
+    """Return the checkpoints in a folder, whole or damaged, the newest first."""
     found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
     return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
-    """Return those of the run in an output folder; empty where there are none."""
+    """Return the settings of the run in an output folder; empty if there are none."""
     try:
         saved = yaml.safe_load((folder / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -48,14 +48,14 @@ def saved_settings(folder: Path) -> dict[str, Any]:
 
 
 def parent_checkpoint(config: "Config") -> Path | None:
-    """Return the checkpoint that the run branches off from: by `resume`, or by what its folder says of its start."""
+    """Return the checkpoint that the run branches off from: by `resume`, or by what its folder says about its start."""
     resume = config.resume if config.resume not in ("auto", "never") else saved_settings(config.folder).get("resume")
     return Path(str(resume)) if resume not in ("auto", "never", None) else None
 
 
 def changed_settings(config: "Config", saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return which settings make it another run than the one that was saved, as (then, now) by name; max_steps and
-    epochs, which say how long it is, among them."""
+    """Return the settings that make this a different run from the saved one, as (then, now) by name, including
+    max_steps and epochs, which say how long it is."""
     now, changed = config.model_dump(mode="json"), {}
     for name, _ in fields(type(config)):
         try:
@@ -68,7 +68,7 @@ def changed_settings(config: "Config", saved: dict[str, Any]) -> dict[str, tuple
 
 
 def folder_errors(config: "Config") -> Iterator[str]:
-    """Yield why the run, or its check, must not write into its folder as it is now, a line each."""
+    """Yield why the run, or its check, must not write into its folder as it is now, one line each."""
     folder = config.folder
     try:
         if any(len(os.fsencode(part)) > 255 for part in folder.parts):
@@ -87,12 +87,12 @@ def _run_errors(config: "Config") -> Iterator[str]:
     held = [name for name in RUN_FILES if _is_held(folder / name)]
     checkpoints, saved = list_checkpoints(folder / "checkpoints"), saved_settings(folder)
     holds, elsewhere = f"output_dir={folder}: holds", f"{ELSEWHERE}, or move that folder away"
-    lost = f"output_dir={folder}: its run has saved checkpoints, and none is there: bring {folder / 'checkpoints'} back"
+    lost = f"output_dir={folder}: its run saved checkpoints, but none are there: restore {folder / 'checkpoints'}"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
         is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
         if is_branch and checkpoints:
-            pass  # it goes on from its own
+            pass  # it continues from its own
         elif is_branch and _had_checkpoints(folder, saved):
             yield f"{lost}; or {elsewhere}"
         elif not (source / "manifest.json").is_file():
@@ -119,8 +119,8 @@ def _is_held(path: Path) -> bool:
 
 
 def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Return whether the run in a folder has certainly saved one: it was stopped at one, or its record goes past two
-    saves, of which the second waited for the first."""
+    """Return whether the run in a folder has certainly saved a checkpoint: it stopped at one, or its record goes past
+    two saves, the second of which waited for the first."""
     spoilt = (OSError, ValueError, LookupError, TypeError)
     with contextlib.suppress(*spoilt):
         if json.loads((folder / "status.json").read_text())["checkpoint"]:
@@ -132,7 +132,7 @@ def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
 
 
 def _write_errors(folder: Path) -> Iterator[str]:
-    """Yield where nothing can be written."""
+    """Yield a line for each place that cannot be written to."""
     own = [folder, *(folder / name for name in RUN_FILES), *folder.glob("checkpoints/step_*")]
     for path in (*folder.absolute().parents, *own):
         if path.is_symlink() and not path.exists():

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and putting the run back to where it was."""
+"""Which checkpoint a run continues from, and restoring the run to where it was."""
 
 import atexit
 import contextlib
@@ -38,17 +38,17 @@ OF_THE_END = (
     "epochs", "max_steps", "early_stopping", "push_to_hub", "task.lora.merge", "checkpoint.export_best",
     "checkpoint.metric", "checkpoint.mode",
 )  # fmt: skip
-"""Settings, or groups, of which a change makes a finished run go on, or export its model anew."""
+"""Settings, or groups of them, that make a finished run go on or export its model anew if they change."""
 PATIENCE_SECONDS = 40
-"""What a launcher gives its processes to end, and a little more."""
-ALL_THE_SAME = "or continue all the same with --checkpoint.accept_changes=true"
+"""How long a launcher gives its processes to end, and a little more."""
+ALL_THE_SAME = "or continue anyway with --checkpoint.accept_changes=true"
 
 
 def checkpoint_metadata(
     config: Config, launch: Launch, num_examples: int, fingerprints: list[str], model: nn.Module
 ) -> dict[str, Any]:
-    """Return the fields of RunState that stay the same in the course of a run. The fingerprints, of the data to train
-    and to evaluate on, are the main process's; `model` is not prepared yet."""
+    """Return the fields of RunState that stay the same throughout a run. The fingerprints, of the data to train and to
+    evaluate on, are the main process's; `model` is not prepared yet."""
     return {
         "config": config.model_dump(mode="json"),
         "data_state": config.task.data_state(),
@@ -63,16 +63,16 @@ def checkpoint_metadata(
 
 
 def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
-    """Return the newest valid checkpoint of the output folder, or else the one that it is to branch off from; raise a
-    UserError where none is valid, or continuing from it would make another run of it. All processes look together."""
+    """Return the newest valid checkpoint of the output folder, or else the one to branch off from; raise a UserError if
+    none is valid, or if the settings now make it a different run. Collective."""
     if config.check:
         return ResumePoint()
     own = config.folder / "checkpoints"
     if accelerator.is_main_process:
         _lock(config.folder)
         if own.is_symlink() and own.exists():
-            _lock(own)  # two runs must not write into one
-        if errors := list(folder_errors(config)):  # the one that held the lock may have changed what is there
+            _lock(own)  # two runs must not share it
+        if errors := list(folder_errors(config)):  # whoever held the lock may have changed what is there
             raise UserError("\n".join(errors))
         format.remove_incomplete(own)
     if config.resume == "never":
@@ -86,7 +86,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if checkpoint is None:
         is_begun = (config.folder / "metrics.jsonl").exists()
         return ResumePoint(notes=[f"starting over: {config.folder} has no checkpoint yet"] if is_begun else [])
-    # as the main process sees them: file systems tell machines news at different times
+    # as the main process sees them: a change to a file system reaches machines at different times
     state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
     notes = [f"passed over and set aside: {path}, {why}" for path, why in damaged.items()]
     point = ResumePoint(checkpoint, state, [*notes, *_note_changes(config, checkpoint, state)])
@@ -103,14 +103,14 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
 
 
 def load_checkpoint(run: Run) -> None:
-    """Put weights, optimizer state and random numbers back into a run of which no step was taken yet; raise a UserError
-    where the checkpoint is of another model, or of other data. Collective."""
+    """Restore weights, optimizer state and random numbers of a run that has not taken a step yet; raise a UserError if
+    the checkpoint is of another model, or of other data. Collective."""
     checkpoint, saved, now, step = run.resume.checkpoint, run.resume.state, run.metadata, run.progress.step
     assert checkpoint
     assert saved
     if step > run.total_steps:
         asked = f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
-        raise UserError(f"{checkpoint} has {step} steps already, and {asked}")
+        raise UserError(f"{checkpoint} has {step} steps already, but {asked}")
     if run.is_fp16 and saved.precision != "fp16":
         run.progress.loss_scale = Progress().loss_scale
     require_same_frozen(checkpoint, saved.frozen_norm, now["frozen_norm"])
@@ -122,7 +122,7 @@ def load_checkpoint(run: Run) -> None:
     load_tensors(checkpoint, run.model, run.optimizers)
     set_seed((run.config.seed + step + run.rank) % 2**32)
     if saved.num_processes != run.world_size:
-        return  # each process's dropout is its own: there is no continuing it on another number of them
+        return  # each process has its own dropout, which cannot continue on another number of them
     if absent := absent_random_file(checkpoint, run.world_size):
         run.resume.notes.append(f"WARNING: {absent}")
     else:
@@ -130,8 +130,8 @@ def load_checkpoint(run: Run) -> None:
 
 
 def load_best(run: Run, say: Callable[[str], None]) -> dict[str, float] | None:
-    """Put the weights of the best checkpoint into the model, say so, and return its evaluation; None where no
-    checkpoint was evaluated, or could be saved. Collective."""
+    """Load the weights of the best checkpoint into the model, say so, and return its evaluation; None if there is no
+    valid checkpoint that was evaluated. Collective."""
     own, evaluations = list_checkpoints(run.config.folder / "checkpoints"), run.progress.evaluations
     best, damaged = first_valid(run.accelerator, format.best_first(own, run.config.checkpoint, evaluations))
     for path, why in damaged.items():
@@ -145,8 +145,8 @@ def load_best(run: Run, say: Callable[[str], None]) -> dict[str, float] | None:
 
 
 def first_valid(accelerator: Accelerator, candidates: list[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """Return the first that is whole of those that the main process sees, and what is wrong with the ones before.
-    Collective: each process reads its share of the files."""
+    """Return the first whole one of the main process's candidates, and what is wrong with those before it. Collective:
+    each process reads its share of the files."""
     damaged: dict[Path, str] = {}
     share = accelerator.process_index, accelerator.num_processes
     for checkpoint in gather_object([candidates])[0]:
@@ -157,8 +157,8 @@ def first_valid(accelerator: Accelerator, candidates: list[Path]) -> tuple[Path 
 
 
 def _lock(folder: Path) -> None:
-    """Wait until no other process of this machine writes into this run, and raise a UserError where one still does
-    after PATIENCE_SECONDS. The lock is held until this process ends."""
+    """Wait until no other process on this machine writes this run; raise a UserError if one still does after
+    PATIENCE_SECONDS. The lock is held until this process ends."""
     if not folder.exists():
         atexit.register(_delete_if_empty, folder)
     for second in range(PATIENCE_SECONDS):
@@ -167,28 +167,28 @@ def _lock(folder: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if SIGNALS.name:  # status.json is the other one's
+            if SIGNALS.name:  # status.json is the other process's
                 SIGNALS.die()
             if second == 0:
-                print(f"{folder}: another process still writes this run, waiting for it to end", flush=True)
-        except OSError:  # not on this file system
+                print(f"{folder}: another process is still writing this run; waiting for it to end", flush=True)
+        except OSError:  # this file system has no locks
             return
         else:
             if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
-                return  # else the other one, refused, deleted the folder that was locked
+                return  # else the other process was refused and deleted the folder that was locked
         os.close(descriptor)
         time.sleep(1)
-    raise UserError(f"output_dir={folder}: another process writes this run; stop it, or choose another --run_name")
+    raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
 
 
 def _delete_if_empty(folder: Path) -> None:
-    """Remove what a run that is refused would leave behind."""
+    """Remove the empty folder that a refused run would leave behind."""
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def _has_ended(config: Config) -> bool:
-    """Return whether the run has come to the end that is asked for now, and its model is there."""
+    """Return whether the run has reached the end that is asked for now, and its model is there."""
     then, now = (dict(flatten(values)) for values in (saved_settings(config.folder), config.model_dump(mode="json")))
     prefixes = tuple(f"{name}." for name in OF_THE_END)
     is_there = (config.folder / "summary.json").exists() and (config.folder / "model").exists()
@@ -196,12 +196,12 @@ def _has_ended(config: Config) -> bool:
 
 
 def _differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return those of (then, now) by name, in a line; empty: there is none."""
+    """Return the pairs of (then, now) that differ, by name, in one line; empty if none do."""
     return ", ".join(f"{name} {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in pairs.items() if a != b)
 
 
 def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> None:
-    """Raise a UserError where metrics.jsonl, which the run would go on writing, is not the one that it wrote."""
+    """Raise a UserError if metrics.jsonl, which the run would append to, is not the one that it wrote."""
     record, saved = config.folder / "metrics.jsonl", state.metrics_bytes
     content = record.read_bytes() if record.exists() else b""
     if saved and content[saved - 1 : saved] != b"\n" and not config.checkpoint.accept_changes:
@@ -211,7 +211,7 @@ def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> 
 
 
 def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a UserError where the data are not those that the checkpoint was trained on. `then` and `now` are of
+    """Raise a UserError if the data are not those that the checkpoint was trained on. `then` and `now` come from
     `checkpoint_metadata`."""
     known, facts = ({"examples to train on": of["examples"], **of["data_state"]} for of in (then, now))
     changes = _differences({name: (known.get(name, value), value) for name, value in facts.items()})
@@ -224,8 +224,8 @@ def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[s
 
 
 def _note_changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
-    """Return a line that names them, or none; raise a UserError where some would make another run of it, and nobody
-    asked for that."""
+    """Return a line that names the changed settings, or none; raise a UserError if some make it a different run, unless
+    that was accepted."""
     changed = changed_settings(config, state.config)
     saved = config.model_copy(update={name: state.config[name] for name in (*LENGTH_SETTINGS, "global_batch_size")})
     before, after = (of.steps(-(-state.examples // of.global_batch_size))[1] for of in (saved, config))

@@ -10,12 +10,12 @@ import torch
 
 
 def random_file(rank: int) -> str:
-    """Return its name, counted from 1 as DCP counts its shards."""
+    """Return the name of a process's file, counted from 1 as DCP counts its shards."""
     return f"rng_{rank + 1:05d}.json"
 
 
 def absent_random_file(checkpoint: Path, num_processes: int) -> str:
-    """Return what is missing, and what that means; empty: nothing is."""
+    """Return what is missing and what that means; empty if nothing is."""
     absent = [file for rank in range(num_processes) if not (file := checkpoint / random_file(rank)).exists()]
     return f"{absent[0]} is missing: dropout goes on with other random numbers" if absent else ""
 
@@ -31,7 +31,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(file: Path, device: torch.device) -> None:
-    """Take over what `random_state` returned."""
+    """Restore what `random_state` returned, from its JSON file."""
     state = json.loads(file.read_text())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from src.process import UserError
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in a single process, it is meant
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended in a single process
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return, as `model.<name>`, parameters, tied ones once, and persistent buffers; under FSDP this process's shards.
-    Not the frozen parameters: `build_model` makes them as they were, and next to adapters they are large."""
+    """Return parameters, tied ones once, and persistent buffers as `model.<name>`; under FSDP this process's shards.
+    Leave out frozen parameters: `build_model` makes them as they were, and they dwarf adapters."""
     by_identity: dict[int, tuple[str, Tensor]] = {}
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
     for name, tensor in unwrapped.state_dict(keep_vars=True).items():
@@ -31,7 +31,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return those of the model, and `optimizer.<name>.<state>`."""
+    """Return the model's tensors and the optimizers' state, as `optimizer.<name>.<state>`."""
     tensors = model_tensors(model)
     names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
     for optimizer in optimizers:
@@ -43,8 +43,8 @@ def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, 
 
 
 def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return what process `rank` saves: its shards, and of what all processes have, such as the whole model under DDP,
-    every world_size-th tensor by size. Buffers, which may differ, are the first process's: DDP goes on with those."""
+    """Return what process `rank` saves: its shards and, of what all processes hold, such as the whole model under DDP,
+    every world_size-th tensor by size. Buffers, which may differ, are the first process's, as DDP uses those."""
     replicated = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
     buffers = {n for n in replicated if n.startswith("model.") and not isinstance(tensors[n], nn.Parameter)}
     dealt = sorted(set(replicated) - buffers, key=lambda name: (-tensors[name].numel(), name))
@@ -54,7 +54,7 @@ def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> d
 
 def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
     """Read the weights, and the state of `optimizers`, in place, whatever strategy and number of processes wrote them;
-    raise a UserError where the checkpoint is of another model. Collective where there are processes."""
+    raise a UserError if the checkpoint is of another model. Collective if there are several processes."""
     saved, own = saved_tensors(checkpoint), model_tensors(model)
     there = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
     here = {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -69,35 +69,35 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
         if optimizers and name.replace("model.", "optimizer.", 1) in stateful:
             parameter.grad = torch.zeros_like(parameter)
     for optimizer in optimizers:
-        optimizer.step()  # makes the state, which is then read as the weights are, over what this did to them
+        optimizer.step()  # creates the state, which is then overwritten by what is read, as are the weights
         optimizer.zero_grad()
     tensors = run_tensors(model, optimizers)
     read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved})
 
 
 def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` with what the checkpoint has under their names. Collective where there are processes."""
+    """Fill `tensors` with what the checkpoint has under their names. Collective if there are several processes."""
     alone = not torch.distributed.is_initialized()
     dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=alone)
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in it by name, from its files' heads."""
+    """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in it by name, from its files' headers."""
     found = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
     return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
 
 
 def frozen_norm(model: nn.Module) -> float:
-    """Return the L2 norm over all frozen parameters, which no checkpoint has and which are known again by it; 0 where
-    there are none. Before FSDP."""
+    """Return the L2 norm over all frozen parameters, which identifies them, as no checkpoint holds them; 0 if there are
+    none. Call it before FSDP shards them."""
     norms = [p.detach().norm(dtype=torch.float32) for p in model.parameters() if not p.requires_grad]
     return torch.stack(norms).double().norm().item() if norms else 0.0
 
 
 def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> None:
-    """Raise a UserError where the frozen parameters are not those that the checkpoint's were trained beside."""
+    """Raise a UserError if the frozen parameters are not those that the checkpoint was trained with."""
     if not math.isclose(saved_norm, norm, rel_tol=1e-6):
         raise UserError(
-            f"{checkpoint} was trained beside other frozen weights: their norm was {saved_norm:.8g} and is {norm:.8g}; "
-            f"task.model has changed since, give the one of then (task.revision)"
+            f"{checkpoint} was trained with other frozen weights: their norm was {saved_norm:.8g} and is {norm:.8g}; "
+            f"task.model has changed since: name its old version by task.revision"
         )

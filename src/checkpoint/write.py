@@ -29,14 +29,14 @@ class CheckpointWriter:
     """Publishes checkpoints of a run, one after the other. All processes make the same calls."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        """`say` tells the user, on the main process."""
+        """Prepare to write checkpoints of `run`; `say` tells the user, on the main process."""
         self.newest = run.resume.checkpoint
-        """None: there is none yet."""
+        """The last checkpoint; None if there is none yet."""
         self.pause_seconds = 0.0
-        """For how long all saves together kept the loop from training."""
+        """How long all saves together have kept the loop from training."""
         self._run, self._say = run, say
         self._group: Any = None
-        if torch.distributed.is_initialized():  # of its own: the background thread must not mix with the loop
+        if torch.distributed.is_initialized():  # of its own: the background thread's must not mix with the loop's
             timeout = timedelta(minutes=run.config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         on_cuda = run.device.type == "cuda"
@@ -47,8 +47,8 @@ class CheckpointWriter:
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
 
     def save(self, tracker_state: dict[str, Any]) -> None:
-        """Start to write a checkpoint of the run as it is now; wait for the one before, and for the copy. The main
-        process's `tracker_state` gives metrics_bytes and wandb_id of RunState."""
+        """Start writing a checkpoint of the run as it is now; wait for the previous one and for the copy. The main
+        process's `tracker_state` holds metrics_bytes and wandb_id of RunState."""
         started = time.perf_counter()
         self.poll(wait=True)
         run = self._run
@@ -67,15 +67,15 @@ class CheckpointWriter:
         self.pause_seconds += pause
 
     def poll(self, wait: bool = False) -> None:
-        """Say what became of the checkpoint that is being written, if it is done. A failure ends the run only where
-        the exchange between the processes is broken: it would fail again and again."""
+        """Report on the checkpoint that is being written, if it is done. A failure ends the run only if the
+        exchange between the processes is broken: it would fail again and again."""
         if self._pending is None or not (wait or self._pending[1].done()):
             return
         writer, future, pause = self._pending
         self._pending = None
         try:
             future.result()
-        except CheckpointException as error:  # a process could not write, and all have heard of it
+        except CheckpointException as error:  # a process could not write, and all have been told
             if self._run.is_main:
                 shutil.rmtree(writer.folder, ignore_errors=True)
             cause = next(iter(error.failures.values()))[0]
@@ -99,7 +99,7 @@ class StorageWriter(HuggingFaceStorageWriter):
         self.checkpoint, self.state = checkpoint, state
         self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}")
         super().__init__(str(self.folder), save_distributed=True)
-        self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no stream of a GPU is needed
+        self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no GPU stream is needed
         self._run, self._random = run, random_state(run.device)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -125,5 +125,5 @@ class StorageWriter(HuggingFaceStorageWriter):
         publish(self.folder, files, self.checkpoint)
         try:
             rotate(self.checkpoint.parent, self._run.config.checkpoint, self.state.progress.evaluations)
-        except Exception as error:  # whatever it is, the new one is published
+        except Exception as error:  # in any case, the new one is published
             warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=1)

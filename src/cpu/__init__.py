@@ -8,7 +8,7 @@ from src.cpu.malloc import keep_freed_memory
 
 
 def tune_for_cpu(model: nn.Module, precision: str) -> list[str]:
-    """Speed up this process and `model`, in place: its layers change their class, and keep names and weights.
+    """Speed up this process and `model`, in place: its layers change their class, but keep their names and weights.
 
     Args:
         precision: fp32, bf16, fp16 or fp8.
@@ -27,7 +27,7 @@ def tune_for_cpu(model: nn.Module, precision: str) -> list[str]:
 
 
 def _change_class(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> bool:
-    """Return whether any layer is of class `old` itself. As fully_shard does it: no hook or tied weight is lost."""
+    """Turn layers of class `old` itself into `new`, as fully_shard does, which loses no hook or tie; return if any."""
     layers = [module for module in model.modules() if type(module) is old]
     for layer in layers:
         layer.__class__ = new

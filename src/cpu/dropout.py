@@ -5,12 +5,12 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """As nn.Dropout, which draws a float for each unit and can take longer than the layers around it. Here a unit
-    gets 8 random bits where the probability is a multiple of 1/256, and else 32: torch's floats have 24.
+    """Works as nn.Dropout, which draws a float for each unit and can take longer than the layers around it. Here a unit
+    gets 8 random bits if the probability is a multiple of 1/256, else 32; torch's floats have 24.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape, fp32 or half precision."""
+        """Return `x`, of any shape, fp32 or half precision, with units dropped."""
         if not self.training or self.p == 0:
             return x
         if torch.compiler.is_compiling() or self.p == 1:
@@ -19,7 +19,7 @@ class Dropout(nn.Dropout):
 
 
 def _mask(x: Tensor, p: float) -> Tensor:
-    """Return 1 with probability 1 - p, else 0. In x's dtype and layout: a product of two layouts takes several times as
+    """Return 1 with probability 1 - p, else 0, in x's dtype and layout: a product of two layouts takes several times as
     long, and a bool would be cast once more in the backward pass.
     """
     bits, dtype, lowest = (8, torch.uint8, 0) if (p * 256).is_integer() else (32, torch.int32, -(2**31))

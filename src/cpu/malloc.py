@@ -8,11 +8,11 @@ TOP_PAD = 64 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Keep glibc from giving large blocks back to the kernel: each activation is then made of new pages, which the
-    kernel fills with zeros first. That was a third of a step of the MNIST CNN. PyTorch does likewise on GPUs.
+    """Keep glibc from giving large blocks back to the kernel: otherwise each activation is made of new pages, which the
+    kernel zeroes first. That was a third of a step of the MNIST CNN. PyTorch does the same on GPUs.
 
     Returns:
-        Whether it could be set: it is glibc's.
+        Whether it could be set: only glibc has it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: TOP_PAD}

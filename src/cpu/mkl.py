@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 FEWEST = 2**22
-"""Multiplications of a layer; where there are fewer, what Python adds takes longer than is gained."""
+"""Multiplications of a layer; with fewer, the time that Python adds exceeds the gain."""
 LONGEST = 512
-"""Tokens. Attention as products keeps each pair's probability for the backward pass: at this length 6 MiB for a
-sequence and 12 heads, in each layer."""
+"""Longest sequence, in tokens. Attention as products keeps each pair's probability for the backward pass: at this
+length 6 MiB for a sequence and 12 heads, in each layer."""
 
 
 def is_slow() -> bool:
@@ -24,11 +24,11 @@ def is_slow() -> bool:
 
 
 def avoid_in_attention(model: nn.Module) -> bool:
-    """Have attention in bf16 computed as products, where the model's sequences are short: torch's fused kernel, which
-    asks MKL, takes twice (512 tokens) to five times (32) as long. Scores are then rounded to bf16.
+    """Compute attention in bf16 as products if the model's sequences are short: torch's fused kernel, which calls MKL,
+    takes twice (512 tokens) to five times (32) as long. Scores are then rounded to bf16.
 
     Returns:
-        Whether it did: a setting of this process.
+        Whether it did; it is a setting of the whole process.
     """
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if positions is None or positions > LONGEST:
@@ -39,7 +39,7 @@ def avoid_in_attention(model: nn.Module) -> bool:
 
 
 class Linear(nn.Linear):
-    """As nn.Linear, in fp32, in half the time where it is large."""
+    """Works as nn.Linear in fp32, in half the time if the layer is large."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if inputs.ndim < 2 or inputs.numel() * self.out_features < FEWEST:
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
 
 @torch.library.custom_op("cpu::mm", mutates_args=())  # torch's compiler would take `right` for a constant
 def _mm(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left @ right.T + bias, fp32, by the only operator for ordinary tensors that asks oneDNN."""
+    """Return left @ right.T + bias, fp32, by the only operator for ordinary tensors that calls oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 

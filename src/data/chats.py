@@ -23,8 +23,8 @@ PROBE = "x7Qz"
 
 
 def normalize_chat(chat: Any) -> Chat:
-    """Return the messages of OpenAI's or ShareGPT's kind as templates take them, content as text, without nulls.
-    Raise a ValueError that says what is wrong where one is something else."""
+    """Return messages in OpenAI's or ShareGPT's format as templates take them, content as text, without nulls. Raise a
+    ValueError that says what is wrong if one is anything else."""
     if not isinstance(chat, list):
         raise ValueError("is not a list of messages")
     if not chat:
@@ -48,7 +48,7 @@ def _normalize_message(message: Any, where: str) -> dict[str, Any]:
     if "function_call" in message:
         raise ValueError(f"{where} with a function_call: write it as tool_calls")
     if message.get("weight", 1) not in (0, 1):
-        raise ValueError(f"{where} of weight {message['weight']}, which can be 0, not to be learnt, or 1")
+        raise ValueError(f"{where} of weight {message['weight']}, which must be 0 (not to be learnt) or 1")
     if message.get("tool_calls"):
         message["tool_calls"] = [_normalize_call(call, where) for call in message["tool_calls"]]
     elif message.get("content") is None:
@@ -64,7 +64,7 @@ def _normalize_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _normalize_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as a mapping: some data have them as JSON, which templates would quote."""
+    """Return a tool call with its arguments as a mapping: some data hold them as JSON, which templates would quote."""
     function = call.get("function", call) if isinstance(call, dict) else {}
     if not isinstance(function.get("name"), str):
         raise ValueError(f"{where} with a tool call that has no function name")
@@ -78,14 +78,14 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables give each row of a column all keys that any row has; templates ask whether a key is there."""
+    """Return it without nulls: tables give all rows the keys that any row has; templates ask if a key is there."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def normalize_tools(tools: Any) -> Tools | None:
-    """Return the descriptions of a chat's tools as templates take them, from a list or its JSON; else a ValueError."""
+    """Return a chat's tools, a list or its JSON, as templates take them; raise a ValueError if it is neither."""
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     except ValueError as error:
@@ -98,9 +98,9 @@ def normalize_tools(tools: Any) -> Tools | None:
 def render_chat(
     chat: Chat, tools: Tools | None, tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
 ) -> tuple[str, Spans | None, Spans]:
-    """Return a chat as its template writes it, what of that is to be learnt (the assistant's turns; None: all), and
-    what of it the chat says, without what the template puts around it. Raise a UserError where the template fails,
-    leaves out tools or calls of them, or writes a turn so that it cannot be found."""
+    """Return a chat as its template writes it, which parts of that are to be learnt (the assistant's turns; None: all),
+    and which are the chat's own words, not the template's. Raise a UserError if the template fails, leaves out tools or
+    tool calls, or writes a turn so that it cannot be found."""
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     calls = [call for message in chat for call in message.get("tool_calls", ())]
@@ -114,17 +114,17 @@ def render_chat(
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
-    with explained(f"the tokenizer's chat template refuses {_quote(chat)}: "):  # it is a program: it raises anything
+    with explained(f"the tokenizer's chat template refuses {_quote(chat)}: "):  # it is a program: it can raise anything
         options: Any = {"tokenize": False, "add_generation_prompt": prompts_answer}
         return str(tokenizer.apply_chat_template(chat, tools=tools, **options))
 
 
 def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str) -> tuple[Spans, Spans]:
-    """Find what the assistant wrote: what follows the generation prompt, up to and with the mark that ends the turn;
-    and what of that the chat says. Messages of weight 0 are left out, as OpenAI defines it.
+    """Return the parts that the assistant wrote, from the generation prompt up to and including the mark that ends the
+    turn, and the chat's own words in them. Messages of weight 0 are left out, as OpenAI defines it.
 
     Some templates (Qwen3, DeepSeek-R1) leave out the thoughts of a turn, or the empty place for them, once the chat
-    goes on: what is left of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
+    goes on: the rest of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
     """
     turns, texts = [], []
     for i, message in enumerate(chat):
@@ -138,7 +138,7 @@ def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str
             other = "a" if message["content"].strip()[:1] != "a" else "b"
             before = render([{"role": "assistant", "content": other}, *chat[1:]])
         start = _common_prefix(before, text)
-        if i and start < len(before):  # it asks for a thought: an answer without may begin as that does
+        if i and start < len(before):  # it asks for a thought: an answer without one may begin in the same way
             longer = render([*probe_chat, chat[i - 1]])
             start = min(start, _common_prefix(before, probe), _common_prefix(before, longer))
         is_found = not i or start == len(before) or text.startswith(render(chat[:i]).removesuffix(eos))
@@ -148,7 +148,7 @@ def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str
         left_out = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
         if left_out is None or not is_found:
             raise UserError(
-                f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so that the assistant's in "
+                f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so the assistant's in "
                 f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
             )
         head, _, tail = tail.partition(PROBE)
@@ -160,7 +160,7 @@ def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str
 
 
 def _content_spans(chat: Chat, text: str) -> Spans:
-    """Find the messages in the text that a template made of them, but for those that it changed."""
+    """Return where the messages are in the text that a template made of them, except those that it changed."""
     spans, end = [], 0
     for content in (message["content"].strip() for message in chat):
         if (start := text.find(content, end)) >= 0:

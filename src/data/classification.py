@@ -15,14 +15,13 @@ MEGA_BATCH = 50
 
 
 def label_names(parts: list[Dataset], column: str) -> list[list[str]]:
-    """Return the labels of each part's rows as text, without white space around it; where the dataset has numbers with
-    names for them, the names. A whole number is one however it is written, as pandas makes 1.0 of 1 where another row
-    has none, unless there are others, such as 1.5."""
+    """Return the labels of each part's rows as text, without white space around it; names if the dataset has names for
+    its numbers. If all are whole numbers, 1.0 is written as 1: pandas turns 1 into 1.0 if another row has none."""
     found = []
     for rows in parts:
         feature = rows.features[column]
         names = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
-        # a number without a name, such as -1 for unknown, stays one
+        # a number without a name, such as -1 for unknown, stays a number
         found.append([names.get(label) or str(label).strip() for label in rows[column][:]])
     if all(re.fullmatch(r"-?[0-9]+(\.0+)?", name) for name in set().union(*found)):
         return [[name.partition(".")[0] for name in names] for names in found]
@@ -30,7 +29,7 @@ def label_names(parts: list[Dataset], column: str) -> list[list[str]]:
 
 
 def sorted_labels(labels: list[str]) -> list[str]:
-    """Return each label once: numbers by their size, names by the alphabet."""
+    """Return each label once, sorted: numbers by value, names alphabetically."""
     are_numbers = all(re.fullmatch("-?[0-9]+", label) for label in set(labels))
     return sorted(set(labels), key=int if are_numbers else None)
 
@@ -38,8 +37,8 @@ def sorted_labels(labels: list[str]) -> list[str]:
 def tokenize_texts(
     rows: Dataset, labels: list[int], tokenizer: PreTrainedTokenizerFast, sequence_length: int, desc: str
 ) -> Dataset:
-    """Return a table of the model's inputs, made of all columns (a second time, from the cache), with `label`, `length`
-    in tokens, and whether the text was `truncated`."""
+    """Return a table of the model's inputs, made from all columns (on a second call, from the cache), with `label`,
+    `length` in tokens, and whether the text was `truncated`."""
     tokenize = partial(_tokenize, columns=rows.column_names, tokenizer=tokenizer, sequence_length=sequence_length)
     return cached_map(rows, tokenize, f"tokenizing {desc}").add_column("label", labels)
 
@@ -57,8 +56,8 @@ def _tokenize(
 
 
 def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
-    """Return indices, each once, in an order in which a batch has texts of similar lengths and the batches come at
-    random; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
+    """Return indices, each once, in an order in which a batch has texts of similar lengths and the batches are
+    shuffled; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
     order = random.permutation(len(lengths))
     size = MEGA_BATCH * batch_size
     parts = [order[i : i + size] for i in range(0, len(order), size)]

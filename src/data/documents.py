@@ -1,4 +1,4 @@
-"""From rows of text to chunks of tokens: what a causal language model reads, and what of it it has to predict.
+"""From rows of text to chunks of tokens: what a causal language model reads, and which tokens it has to predict.
 
 A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where it is not to
 be learnt. Raw text that is longer makes several chunks; prompts and chats are cut off.
@@ -23,8 +23,8 @@ INTS, INT = List(Value("int32")), Value("int32")
 CHUNK_FEATURES = Features(
     {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "bytes": INT, "truncated": Value("bool")}
 )
-"""Columns of a table of chunks: `targets` is how many labels are to be learnt, `bytes` what they are in UTF-8, without
-end marks and what else a tokenizer or a chat template adds to the text."""
+"""Columns of a table of chunks: `targets` is how many labels are to be learnt, `bytes` their size in UTF-8, without end
+marks and whatever else a tokenizer or a chat template adds to the text."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class Chunker:
-    """Makes chunks of rows. With `train_on_prompts`, there are labels for prompts and all turns too, not only for
-    completions and the assistant's turns."""
+    """Makes chunks from rows. With `train_on_prompts`, prompts and all turns have labels too, not only completions and
+    the assistant's turns."""
 
     row_format: RowFormat
     tokenizer: PreTrainedTokenizerFast
@@ -55,22 +55,22 @@ class Chunker:
     train_on_prompts: bool
 
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
-        """Return a table with the columns of CHUNK_FEATURES; a second time, also in another process, from the cache.
-        Raise a UserError where a chat template does not do (see `render_chat`)."""
+        """Return a table with the columns of CHUNK_FEATURES; the second time, even in another process, from the cache.
+        Raise a UserError if a chat template does not work (see `render_chat`)."""
         rows = rows.select_columns([*self.row_format.columns])
         return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Return the columns of CHUNK_FEATURES for a batch of rows."""
         rows = [self._render(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
-        # templates write their own
+        # templates write their own special tokens
         begin, end = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)
         encoded = _encode([text for text, *_ in rows], self.tokenizer, begin, end)
         chunks = [c for row, tokens in zip(rows, encoded, strict=True) for c in self._cut(*row, tokens, len(end))]
         return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
 
     def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None, Spans | None]:
-        """Return a row as one text; which parts of it are to be learnt, and which are counted as bytes (None: all)."""
+        """Return a row as one text, which parts of it are to be learnt, and which are counted as bytes (None: all)."""
         columns = self.row_format
         if columns.text:
             return row[columns.text], None, None
@@ -84,11 +84,11 @@ class Chunker:
     def _cut(
         self, text: str, targets: Spans | None, contents: Spans | None, tokens: np.ndarray, num_end: int
     ) -> Iterator[dict[str, Any]]:
-        """Yield a row's chunks: of raw text all, else the first one. The tokens are as `_encode` returns them; the last
-        `num_end` are always learnt."""
+        """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
+        the last `num_end` are always learnt."""
         ids, starts, ends = tokens
         so_far = np.maximum.accumulate(ends)
-        # some tokenizers report tokens of white space as empty: they are what is between their neighbours
+        # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
         starts = np.where(starts == ends, np.concatenate([[0], so_far])[:-1], starts)
         loss_mask = np.full(len(ids), targets is None)
         for first, last in targets or []:
@@ -117,12 +117,12 @@ class Chunker:
 
 
 def cut_texts(batch: dict[str, list[str]], column: str, part: slice) -> dict[str, list[str]]:
-    """Return that part of each text of a batch."""
+    """Return this part of each text in a batch."""
     return {column: [text[part] for text in batch[column]]}
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Return what a document begins and ends with: the eos token at the end, even where the tokenizer puts none."""
+    """Return what a document begins and ends with: the eos token at the end, even if the tokenizer adds none."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     ids, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
     first, last = is_special.index(0), len(ids) - is_special[::-1].index(0)

@@ -17,11 +17,11 @@ PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst")
 SAVED_TO_DISK = ("dataset_info.json", "dataset_dict.json")
 """One of them is in each folder that datasets' save_to_disk wrote."""
 EVALUATION = ("validation", "valid", "val", "dev", "eval", "evaluation", "test")
-"""Names of an evaluation split; the first that there is counts."""
+"""Names of an evaluation split; the first one present is used."""
 
 
 def path_error(path: Path) -> str | None:
-    """Return why a file or folder cannot be a dataset, found without reading it; None: it may be one."""
+    """Return why a file or folder cannot be a dataset, found without reading it; None if it may be one."""
     known = ", ".join(LOADERS)
     if not path.is_dir():
         return None if path.suffix.lower() in LOADERS else f"{path.suffix or 'no suffix'} is none of {known}"
@@ -57,8 +57,8 @@ def files_by_split(path: Path) -> dict[str, list[Path]]:
 
 def read_files(files: list[Path], column_names: list[str]) -> Dataset:
     """Return the rows of files of one kind. Every column of a .csv or .tsv is text as it stands there: "null" and "NA"
-    are words; where it has no header, `column_names` are its columns. Raise a UserError where a file cannot be read,
-    has no row, or not the columns that it should have."""
+    are words; `column_names` are its columns if it has no header. Raise a UserError if a file cannot be read, has no
+    row, or lacks a column that it should have."""
     if empty := [file for file in files if file.stat().st_size == 0]:
         raise UserError(f"task.dataset={empty[0]}: the file is empty")
     suffix, names = files[0].suffix.lower(), [glob.escape(str(file)) for file in files]
@@ -72,7 +72,7 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
         options = {"features": text, "na_filter": False, "encoding": "utf-8-sig", **DIALECTS[suffix]}
         options |= {"column_names": columns} if column_names else {}
     elif column_names:
-        raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is none")
+        raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is neither")
     try:
         return load_dataset(LOADERS[suffix], data_files=names, split="train", **options)
     except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
@@ -86,8 +86,8 @@ def cause(error: Exception) -> str:
 
 
 def _columns(file: Path, column_names: list[str], sep: str, quoting: Any = csv.QUOTE_MINIMAL) -> list[str]:
-    """Return a table's columns. Raise a UserError where they are not `column_names`, or its first row is longer."""
-    csv.field_size_limit(2**31 - 1)  # as pandas, which has none
+    """Return a table's columns. Raise a UserError if they do not fit `column_names` or the first row."""
+    csv.field_size_limit(2**31 - 1)  # as in pandas, which has no limit
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:
             rows = (row for row in csv.reader(stream, delimiter=sep, quoting=quoting) if row)  # pandas skips them too
@@ -104,8 +104,8 @@ def _columns(file: Path, column_names: list[str], sep: str, quoting: Any = csv.Q
         says = f"its only column would be {header[0]!r}: separate fields by {expected}, not by {other[0]!r}"
         raise UserError(f"task.dataset={file}: {says}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"task.dataset={file}: the column {twice[0]} is there twice")
+        raise UserError(f"task.dataset={file}: the column {twice[0]} appears twice")
     if len(row) > len(names):  # pandas would take the first field for the row's name
-        says = f"row 1 has {len(row)} fields, and the header {len(names)}: mend such rows; quote texts with {sep!r}"
+        says = f"row 1 has {len(row)} fields, and the header {len(names)}: fix such rows; quote texts with {sep!r}"
         raise UserError(f"task.dataset={file}: {says}")
     return names

@@ -27,9 +27,9 @@ class MicroBatch:
     """What one process passes through the model at once."""
 
     data: Any
-    """What the task's `collate` returned; on the CPU, but for Task.to_device."""
+    """What the task's `collate` returned; on the CPU, unless Task.to_device moved it."""
     num_examples: int
-    """0: it is a dummy."""
+    """0 if it is a dummy."""
 
     def to(self, device: torch.device) -> Any:
         """Return the data on the device."""
@@ -55,7 +55,7 @@ class ShardedBatchSampler:
     world_size: int
 
     def steps(self) -> Iterator[list[np.ndarray]]:
-        """Yield this process's indices for each step, an array per micro-batch: as many on all processes."""
+        """Yield this process's indices for each step, an array per micro-batch: the same number on all processes."""
         chunk = self.micro_batch_size * self.world_size
         for start in range(0, len(self.order), self.global_batch_size):
             batch = self.order[start : start + self.global_batch_size]
@@ -68,15 +68,15 @@ class ShardedBatchSampler:
 
 
 def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[list[MicroBatch]]:
-    """Yield this process's micro-batches of each optimizer step after `first` steps, up to and with `last` (None: the
-    run's last one). Nothing is replayed."""
+    """Yield this process's micro-batches of each optimizer step after `first` steps, up to and including `last` (None:
+    the run's last one). Nothing is replayed."""
     config, dataset, step = run.config, run.train_set, first
     last = run.total_steps if last is None else last
     while step < last:
         epoch, done_in_epoch = divmod(step, run.steps_per_epoch)
         order = config.task.order(dataset, np.random.default_rng([config.seed, epoch]), config.global_batch_size)
         order = order[done_in_epoch * config.global_batch_size :]
-        augmented = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: other randomness than the order's
+        augmented = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: not the random numbers of the order
         for micro_batches in islice(_load(run, augmented, order, config.global_batch_size, epoch), last - step):
             step += 1
             yield micro_batches
@@ -125,7 +125,7 @@ def _load(
     if config.num_workers == 0:  # a DataLoader would take as long as a small model's step
         batches = (fetch(config.task, dataset, indices) for indices in sampler)
     else:
-        # for what examples draw themselves: each process and epoch its own
+        # for what examples draw themselves: its own for each process and epoch
         seed = int(np.random.default_rng([config.seed, epoch, run.rank]).integers(2**63))
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]  # torch's Dataset need not have a length
@@ -142,11 +142,11 @@ def _load(
 
 
 def _name_dead_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield its batches. torch tells of a worker's death, unless it died while it handed over a batch: then raise a
-    RuntimeError that does."""
+    """Yield the loader's batches. torch reports a worker's death unless it died while handing over a batch: then raise
+    a RuntimeError that does."""
     try:
         yield from loader
     except (ConnectionError, EOFError) as error:
-        if "DataLoader worker" in str(error):  # a data set's own
+        if "DataLoader worker" in str(error):  # the dataset's own
             raise
-        raise RuntimeError("a DataLoader worker died: was it killed for want of memory?") from error
+        raise RuntimeError("a DataLoader worker died: was it killed for lack of memory?") from error

@@ -26,7 +26,7 @@ class Digits:
     labels: Tensor
     transforms: Tensor | None = None
     """Where in an image each of its pixels comes from, as torch's affine_grid takes it, shape (examples, 2, 3). Images
-    are moved when they are asked for: each process moves its own, while it trains."""
+    are moved when they are fetched: each process moves its own, while it trains."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -45,7 +45,7 @@ class Digits:
         return hashlib.sha256(self.images.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
     def to(self, device: torch.device) -> "Digits":
-        """Return it in the memory of `device`: 47 MB for MNIST's training set."""
+        """Return the digits in the memory of `device`: 47 MB for MNIST's training set."""
         return Digits(self.images.to(device), self.labels.to(device))
 
     def moved(self, rotation: float, shift: int, seed: list[int]) -> "Digits":
@@ -77,7 +77,7 @@ def bundled_digits() -> tuple[Digits, Digits]:
     Source: https://archive.ics.uci.edu/dataset/80 (8 x 8 pixels, 17 shades).
     """
     file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
-    rows = np.loadtxt(str(file), delimiter=",")  # load_digits has a second of imports
+    rows = np.loadtxt(str(file), delimiter=",")  # load_digits takes a second to import
     images, labels = rows[:, :-1], rows[:, -1]
     order = np.random.default_rng(0).permutation(len(labels))
     small = torch.from_numpy(images[order]).view(-1, 1, 8, 8) * (255 / 16)
@@ -95,7 +95,7 @@ def _download(data_dir: str) -> None:
         says = str(error).strip().splitlines()[-1]
         raise UserError(
             f"MNIST is not in task.data_dir={data_dir} and could not be downloaded ({says}): set --task.data_dir=DIR "
-            f"to a folder with the four files {', '.join(IDX_FILES)}, or take --task.source=digits"
+            f"to a folder with the four files {', '.join(IDX_FILES)}, or use --task.source=digits"
         ) from error
 
 

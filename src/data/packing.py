@@ -29,7 +29,7 @@ class Sequences:
         return [[next(chunks) for _ in group] for group in groups]
 
     def describe(self, sequence_length: int) -> dict[str, float]:
-        """Return counts; `padding` is the share of the tokens where each sequence is padded to `sequence_length`."""
+        """Return counts, and the share of `padding` if each sequence is padded to `sequence_length`."""
         columns = self.chunks.with_format("numpy").select_columns(["length", "targets", "truncated"])[:]
         tokens = int(columns["length"].sum(dtype=np.int64))
         return {
@@ -57,8 +57,8 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
     lengths = chunks.with_format("numpy")["length"][:]
     order = np.argsort(-lengths, kind="stable")
     sequences: list[list[int]] = []
-    by_room: list[list[list[int]]] = [[] for _ in range(sequence_length + 1)]  # sequences with so much room left
-    rooms: list[int] = []  # in ascending order, those that a sequence has
+    by_room: list[list[list[int]]] = [[] for _ in range(sequence_length + 1)]  # sequences by the room left in them
+    rooms: list[int] = []  # those that a sequence has, in ascending order
     for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         i = bisect_left(rooms, length)
         if i == len(rooms):

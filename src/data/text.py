@@ -24,7 +24,7 @@ from src.settings import Settings
 ColumnKind = Literal["text", "label", "chat", "tools"]
 """What a column's values are: text; a name or a whole number; messages; the tools that these may call."""
 CODE = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
-"""Of what makes the cached tables: a change of it makes them again."""
+"""The source of what makes the cached tables: when it changes, they are made again."""
 PART_NAMES = {"train": "the data to train on", "eval": "the data to evaluate on"}
 
 
@@ -35,7 +35,7 @@ class TextSource(Settings):
     """A dataset on the Hub, a file (.txt, .jsonl, .json, .csv, .tsv, .parquet), or a folder of such files whose names
     say their split: train, and validation, dev or test. A .txt file is one document; in a .tsv, quotes are text."""
     dataset_config: str | None = None
-    """Which of a Hub dataset's configurations (subsets)."""
+    """Configuration (subset) of a dataset on the Hub."""
     column_names: list[str] = []
     """Names of the columns of a .csv or .tsv file without a header."""
     train_split: str = "train"
@@ -43,13 +43,13 @@ class TextSource(Settings):
     eval_split: str | None = None
     """Split to evaluate on; null: validation, dev or test where there is one, else a part of train_split."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of train_split that is kept for evaluation where there is no split for it."""
+    """Share of train_split that is kept for evaluation if there is no split for it."""
     eval_from: Literal["random", "last"] = "random"
-    """Which share: rows drawn with split_seed, or the last ones. A single document is always cut, near its end."""
+    """Which share: rows drawn with split_seed, or the last ones. A single document is always cut near its end."""
     split_seed: NonNegativeInt = 0
-    """Of the draw; not the run's seed, so that runs with other seeds evaluate on the same rows."""
+    """Seed of that draw; not the run's seed, so that runs with other seeds evaluate on the same rows."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows whose text or label is missing or of another type: end with their numbers, or leave out."""
+    """What to do with rows whose text or label is missing or of another type: name them and stop, or leave them out."""
     _skipped_rows: dict[str, int] = PrivateAttr(default_factory=lambda: {"train": 0, "eval": 0})
 
     def source_errors(self) -> Iterator[str]:
@@ -93,7 +93,7 @@ class TextSource(Settings):
             says = f"no such file or folder here, and not available on the Hub ({cause(error)}); offline, download it"
             command = f"`hf download --repo-type dataset {self.dataset}`"
             raise UserError(
-                f"task.dataset={self.dataset}: {says} before with {command} and set HF_HUB_OFFLINE=1"
+                f"task.dataset={self.dataset}: {says} first with {command} and set HF_HUB_OFFLINE=1"
             ) from error
         except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
             is_config = "BuilderConfig" in str(error)
@@ -104,7 +104,7 @@ class TextSource(Settings):
         self, train: Dataset, evaluation: Dataset | None, columns: dict[str, ColumnKind]
     ) -> tuple[Dataset, Dataset]:
         """Return the rows to train on and to evaluate on whose `columns` hold what they should, none of them empty.
-        Raise a UserError where there are others that may not be skipped, or too few are left."""
+        Raise a UserError if there are others that may not be skipped, or too few are left."""
         train = self._validate_rows(train, "train", columns)
         return self.split(train) if evaluation is None else (train, self._validate_rows(evaluation, "eval", columns))
 
@@ -126,15 +126,15 @@ class TextSource(Settings):
             named = ", ".join(str(row + 1) for row in [first, *more[:4]]) + (", …" if len(bad) > 5 else "")
             raise UserError(
                 f"{dataset}: {len(bad)} of {len(rows)} rows in {where} have no usable {' or '.join(columns)} "
-                f"(row {named}; the first is 1): in row {first + 1} {bad[first]}; mend them, or leave them out with "
+                f"(row {named}; the first is 1): in row {first + 1} {bad[first]}; fix them, or leave them out with "
                 f"--task.bad_rows=skip"
             )
         self._skipped_rows[part] = len(bad)
         return rows.select([row for row in range(len(rows)) if row not in bad]) if bad else rows
 
     def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
-        """Return `rows` in two: the larger part to train on, the smaller to evaluate on. Raise a UserError where there
-        are too few rows."""
+        """Return `rows` split in two: one part to train on, one to evaluate on. Raise a UserError if there are too few
+        rows."""
         size = round(len(rows) * self.eval_fraction)
         if not 0 < size < len(rows):
             says = f"{len(rows)} rows are too few to keep {self.eval_fraction:g} of them for evaluation"
@@ -148,7 +148,7 @@ class TextSource(Settings):
 
 
 def cached_map(rows: Dataset, function: Callable[..., dict[str, list[Any]]], desc: str, **options: Any) -> Dataset:
-    """Return what `function` makes of batches of all columns; a second time, also in another process, from the cache,
+    """Return what `function` makes of batches of all columns; the second time, even in another process, from the cache,
     as long as the rows, the function with its arguments (a partial's, or its object's fields) and CODE are the same."""
     key = Hasher.hash([rows._fingerprint, function, CODE])
     names = rows.column_names

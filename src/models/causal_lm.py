@@ -1,4 +1,4 @@
-"""Decoders of transformers: with new weights from the name of an architecture, and their loss, lean on memory."""
+"""Decoders of transformers: with new weights from the name of an architecture, and their loss, in little memory."""
 
 from typing import Any, Literal
 
@@ -20,9 +20,9 @@ CHUNK, CHUNK_ON_GPU = 2**24, 2**27
 
 class LanguageModel(nn.Module):
     """Computes losses from the logits of a few tokens at a time: with a vocabulary of 100,000, nothing takes as much
-    memory as all of them. Says whether the model `is_causal` and `keeps_documents_apart`.
+    memory as all of them. Finds out whether the model `is_causal` and `keeps_documents_apart`.
 
-    `lm` is of AutoModelForCausalLM, fp32, on the CPU; or a PeftModel of one.
+    `lm` comes from AutoModelForCausalLM, fp32, on the CPU; or is a PeftModel of such a model.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
         self.eval()
-        with explained(f"{type(self.hf).__name__} fails on eight tokens: "):  # its config builds, but does not run
+        with explained(f"{type(self.hf).__name__} fails on eight tokens: "):  # its config can be built, but not run
             self._probe()
         self.train()
 
@@ -54,7 +54,7 @@ class LanguageModel(nn.Module):
         Args:
             input_ids: shape (batch, length), int64; padding at the end, where nothing that counts sees it.
             position_ids: of the same shape; where they start anew, another document begins.
-            index: of what has a target, in the flattened batch; shape (targets,), int64.
+            index: positions with a target, in the flattened batch; shape (targets,), int64.
             targets: the tokens to predict there; of the same shape.
         """
         states = self._states(input_ids, position_ids).flatten(0, 1).index_select(0, index)
@@ -64,7 +64,7 @@ class LanguageModel(nn.Module):
         head = self.hf.get_output_embeddings()
         is_linear = type(head) is nn.Linear and self._softcap is None and self._scale == 1
         is_fp32 = states.dtype == torch.float32 and not torch.is_autocast_enabled(states.device.type)
-        if is_linear and is_fp32 and hasattr(F, "linear_cross_entropy"):  # in half precision it sums in that, too
+        if is_linear and is_fp32 and hasattr(F, "linear_cross_entropy"):  # it would also sum in half precision
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=len(chunks[0][0]))
             return F.linear_cross_entropy(
                 states, head.weight, targets, linear_bias=head.bias, reduction="sum", options=options
@@ -85,11 +85,11 @@ class LanguageModel(nn.Module):
         return zeros.index_add(0, rows, torch.cat(losses)), zeros.index_add(0, rows, torch.cat(correct))
 
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
-        """Return `input_ids` with what transformers' generate continues them by."""
+        """Return `input_ids` with their continuation by transformers' generate."""
         return self.hf.generate(input_ids, **options)
 
     def _states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return what the output layer sees; where the logits are more than `_logits` makes of that, the logits."""
+        """Return what the output layer sees; if `_logits` cannot make the logits from that, the logits."""
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         return self.hf.base_model(**inputs).last_hidden_state if self._has_known_head else self.hf(**inputs).logits
 
@@ -123,7 +123,7 @@ class LanguageModel(nn.Module):
         self._freeze_unused(self._states(tokens[:, :4], positions[:, :4]))
 
     def _freeze_unused(self, states: Tensor) -> None:
-        """Freeze the parts that `states` does not come through, such as a vision tower: DDP would wait for their
+        """Freeze the parts that `states` does not depend on, such as a vision tower: DDP would wait for their
         gradients."""
         nodes, seen = [states.grad_fn], set()
         while nodes:
@@ -145,8 +145,8 @@ def new_config(
     architecture: dict[str, Any], tokenizer: PreTrainedTokenizerFast, sequence_length: int
 ) -> PreTrainedConfig:
     """Return a config of `architecture`: model_type and any of its config's fields. Vocabulary, special tokens and
-    positions fit the tokenizer and the sequences where it does not name them. Raise a UserError if there is no such
-    architecture, or it has no such fields, or refuses their values."""
+    positions fit the tokenizer and the sequences unless it names them. Raise a UserError if there is no such
+    architecture, it has no such fields, or it refuses their values."""
     fields = dict(architecture)
     kind = fields.pop("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:

@@ -17,19 +17,19 @@ class Lora(Settings):
     r: PositiveInt | None = None
     """Rank of the adapters; null: no adapters, all weights are trained."""
     alpha: PositiveInt = 16
-    """Scale of what they add to a layer's output: alpha / r."""
+    """Scale of what the adapters add to a layer's output: alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout rate of their input."""
+    """Dropout rate of the adapters' input."""
     target_modules: list[str] = []
-    """Names of the layers that get them, such as q_proj; empty: all linear layers but the output."""
+    """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
     merge: bool = False
-    """Also export the model with the adapters added to its weights, into model/merged. A classifier always is."""
+    """Also export the model with the adapters added to its weights, into model/merged. A classifier's always are."""
 
     def add_adapters(
         self, model: PreTrainedModel, task_type: Literal["CAUSAL_LM", "SEQ_CLS"], revision: str | None
     ) -> PeftModel:
         """Return `model`, of this revision on the Hub, with new adapters; its own weights are frozen, except for a
-        classifier's head. Raise a UserError where it has no such layers, or they cannot be adapted."""
+        classifier's head. Raise a UserError if it has no such layers, or they cannot be adapted."""
         assert self.r
         layers = [name for name, _ in model.named_modules()]
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]

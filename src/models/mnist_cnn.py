@@ -11,7 +11,7 @@ class MnistCnn(nn.Module):
     _no_split_modules = ["Conv2d", "Linear"]
 
     def __init__(self, dropout: float = 1.0) -> None:
-        """`dropout` scales both dropout rates."""
+        """Make the layers; `dropout` scales both dropout rates."""
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
@@ -21,7 +21,7 @@ class MnistCnn(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images of shape (batch, 28, 28), uint8, to logits of shape (batch, 10)."""
+        """Return logits of shape (batch, 10) for images of shape (batch, 28, 28), uint8."""
         # MNIST's mean and standard deviation, as everyone uses them
         x = ((images.unsqueeze(1).float() / 255) - 0.1307) / 0.3081
         if torch.is_autocast_enabled(x.device.type):  # half-precision convolutions are faster so; fp32 ones are not

@@ -32,14 +32,14 @@ class ModelSource(Settings):
     def model_errors(self) -> Iterator[str]:
         """Yield what is wrong with the settings, one line each, found without loading anything."""
         if not self.lora.r and self.lora != Lora():
-            yield "task.lora.r is not set, without which the other settings of task.lora do nothing"
+            yield "task.lora.r is not set: without it the other settings of task.lora do nothing"
         if not self.model:
             return
         path = Path(self.model)
         if (path / "adapter_config.json").is_file():
-            yield f"task.model={path}: has adapters only; take the merged model (task.lora.merge=true exports it)"
+            yield f"task.model={path}: has adapters only; use the merged model (task.lora.merge=true exports it)"
         elif path.is_dir() and not (path / "config.json").is_file():
-            yield f"task.model={path}: the folder has no config.json, so it is no model of transformers"
+            yield f"task.model={path}: the folder has no config.json, so it is not a transformers model"
         elif not path.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
             yield f"task.model={path}: no such folder"
 
@@ -50,8 +50,8 @@ class ModelSource(Settings):
         return self.with_dropout(config)
 
     def with_dropout(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return `config` with all its dropout rates set, where the settings ask for it. Not the layerdrop of some:
-        processes would skip different layers."""
+        """Return `config` with all its dropout rates set, if the settings ask for it. Leave layerdrop alone: processes
+        would skip different layers."""
         for name, value in vars(config).items() if self.dropout is not None else ():
             if isinstance(value, PreTrainedConfig):
                 self.with_dropout(value)
@@ -61,8 +61,8 @@ class ModelSource(Settings):
 
     def load_model(self, auto_class: Any, config: PreTrainedConfig, new_head: bool = False) -> PreTrainedModel:
         """Return the model with its weights, fp32. With `new_head`, the layers after the base model, and a pooler, are
-        initialised where the checkpoint has none, or of another shape. Raise a UserError if it cannot be found, is
-        damaged, or another kind of model."""
+        initialised if the checkpoint has none, or some of another shape. Raise a UserError if it cannot be found, is
+        damaged, or is another kind of model."""
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
         with _loading("model", self.model):
@@ -90,9 +90,9 @@ class ModelSource(Settings):
         with _loading(setting, source):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         if not tokenizer.is_fast:
-            hint = "take a model with a tokenizer of the tokenizers library (tokenizer.json)"
+            hint = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
             raise UserError(f"{source}: {type(tokenizer).__name__} does not say where its tokens are in a text; {hint}")
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes if there are no files at all
             raise UserError(f"task.{setting}={source}: it has no tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
@@ -104,23 +104,23 @@ class ModelSource(Settings):
 
 @contextmanager
 def _loading(setting: str, name: str | None) -> Iterator[None]:
-    """Turn what goes wrong in loading what `task.<setting>` names into a UserError of one line."""
+    """Turn any failure to load what `task.<setting>` names into a UserError of one line."""
     try:
         yield
     except Exception as error:  # transformers, safetensors, torch and the Hub's client raise many kinds
         says = " ".join(str(error).split()).split(". ")[0][:300]
         if "trust_remote_code" in str(error):
-            reason = "wants to run code of its own, which is not allowed here; take one that transformers has"
+            reason = "wants to run code of its own, which is not allowed here; use one that transformers has"
         elif Path(str(name)).is_dir():
             reason = f"cannot be loaded, {says or type(error).__name__}"
         else:
-            hint = f"offline, download it before with `hf download {name}` and set HF_HUB_OFFLINE=1"
+            hint = f"offline, download it first with `hf download {name}` and set HF_HUB_OFFLINE=1"
             reason = f"no such folder here, and not available on the Hub ({says}); {hint}"
         raise UserError(f"task.{setting}={name}: {reason}") from error
 
 
 def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return how many tokens the model sees at most; 10^30 where nothing limits them."""
+    """Return how many tokens the model sees at most; 10^30 if nothing limits them."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     return min(positions, tokenizer.model_max_length) if positions > 0 else tokenizer.model_max_length
 
@@ -143,7 +143,7 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tens
 
 
 def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tensor], folder: Path) -> None:
-    """Load `weights` into `model`, add its adapters to its own weights, and write what becomes of it."""
+    """Load `weights` into `model`, add its adapters to its own weights, and write the result."""
     model.load_state_dict(weights)
     merged = model.merge_and_unload()
     save(merged, tokenizer, merged.state_dict(), folder)

@@ -21,6 +21,6 @@ def load_task(name: str) -> type[Task]:
 
 
 def load_metric(name: str) -> Any:
-    """Return a new metric of src/tasks/metrics.py. To import `evaluate` takes seconds, which the first evaluation waits
-    for, and no start."""
+    """Return a new metric of src/tasks/metrics.py. Importing `evaluate` takes seconds, for which the first evaluation
+    waits, not the start."""
     return getattr(import_module("src.tasks.metrics"), name)()

@@ -27,10 +27,10 @@ class Task(Settings, ABC):
     name: str
     """The task to train."""
     metric_names: ClassVar[tuple[str, ...] | None] = None
-    """Names that `metrics` returns, to check settings that name one at the start; None: not known before."""
+    """Names that `metrics` returns, so that settings that name one are checked at the start; None: not known then."""
 
     def validation_errors(self) -> Iterator[str]:
-        """Yield what no single field can tell, a line each, before anything is loaded: settings that contradict each
+        """Yield what no single field can tell, one line each, before anything is loaded: settings that contradict each
         other, missing files."""
         yield from ()
 
@@ -49,11 +49,11 @@ class Task(Settings, ABC):
         return {}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
-        """Take over what `data_state` returned, in place of `build_datasets`."""
+        """Restore what `data_state` returned, in place of `build_datasets`."""
 
     def fingerprint(self, dataset: Any) -> str:
-        """Return what tells a dataset from one with other examples, or another order, for a run does not go on with
-        other data than it began with; empty: nothing does."""
+        """Return what tells a dataset from one with other examples, or another order, since a run must not continue
+        with data other than it began with; empty if nothing does."""
         return ""
 
     def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
@@ -71,8 +71,8 @@ class Task(Settings, ABC):
         return train
 
     def to_device(self, dataset: Any, device: torch.device) -> Examples:
-        """Return the dataset in the device's memory, where it fits there easily: no batch is then copied. Not called
-        where workers load the data."""
+        """Return the dataset in the device's memory, if it fits there easily: no batch is then copied. Not called if
+        workers load the data."""
         return dataset
 
     def collate(self, samples: list[Any]) -> Any:
@@ -80,11 +80,11 @@ class Task(Settings, ABC):
         return default_collate(samples)
 
     def documents(self, sample: Any) -> list[Any]:
-        """Return an example that packs documents which must not see each other as several, one for each."""
+        """Split an example that packs documents, which must not see each other, into one example for each."""
         return [sample]
 
     def count_tokens(self, batch: Any) -> tuple[int, int]:
-        """Return the tokens in a batch of `collate`, without padding and with it; (0, 0) where it is not text."""
+        """Return the tokens in a batch of `collate`, without padding and with it; (0, 0) if it is not text."""
         return 0, 0
 
     @abstractmethod
@@ -106,14 +106,14 @@ class Task(Settings, ABC):
         return {}
 
     def report(self, model: Any, device: torch.device) -> dict[str, list[dict[str, str]]]:
-        """Return tables of text to record at each evaluation, by name: rows of equal keys. Every process calls the
-        model, on `device`, equally often."""
+        """Return tables of text to record at each evaluation, by name: rows with the same keys. Every process must call
+        the model, on `device`, equally often."""
         return {}
 
     def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-        """Write what others load. `model` is as `build_model` returned it, or FSDP left it; `weights` are its whole
+        """Write what others load. `model` is as `build_model` returned it, or as FSDP left it; `weights` are its whole
         state dict, on the CPU."""
-        save_torch_state_dict(weights, folder)  # model.safetensors, in several parts where it is large
+        save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
 
     def card(self) -> dict[str, Any]:
         """Return metadata for the model card: fields of huggingface_hub.ModelCardData, such as license or tags."""

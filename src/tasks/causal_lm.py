@@ -27,36 +27,36 @@ from src.settings import Yaml, flatten
 from src.tasks.base import Task
 
 NO_ROUTER_LOSS = (
-    "the auxiliary loss of a mixture of experts is not added here: it is one of the whole batch's routing, and would "
-    "be another on each number of processes"
+    "the auxiliary loss of a mixture of experts is not added here: it depends on the whole batch's routing, and would "
+    "differ with the number of processes"
 )
 
 
 def _typed(value: Any) -> Any:
-    """Return values from the command line, which are text, as YAML reads them; 1e-5, which it takes for text, too."""
+    """Return values from the command line, which are text, as YAML reads them; and 1e-5, text to YAML, as a number."""
     if isinstance(value, dict):
         return {name: _typed(inner) for name, inner in value.items()}
     with contextlib.suppress(yaml.YAMLError):
-        value = yaml.load(value, Loader=Yaml) if isinstance(value, str) else value  # it is a safe one
+        value = yaml.load(value, Loader=Yaml) if isinstance(value, str) else value  # a SafeLoader
     with contextlib.suppress(ValueError):
         value = float(value) if isinstance(value, str) else value
     return value
 
 
 class CausalLM(TextSource, ModelSource, Task):
-    """What comes next?"""
+    """Predicts the next token of text, prompts or chats."""
 
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
     architecture: Annotated[dict[str, Any], BeforeValidator(_typed)] = {}
-    """Trains from scratch, in place of task.model: model_type as transformers names it (llama, gpt2, qwen3, …), and
-    any field of its config."""
+    """What to train from scratch, in place of task.model: model_type as transformers names it (llama, gpt2, qwen3, …),
+    and any field of its config."""
     tokenizer: str | None = None
-    """A model whose tokenizer is used, or `bytes`; null: task.model's own, or bytes where trained from scratch."""
+    """A model whose tokenizer is used, or `bytes`; null: task.model's own, or bytes if trained from scratch."""
     chat_template: str | None = None
     """A Jinja file with a chat template; null: the tokenizer's own."""
     text_column: str | None = None
-    """Column of raw text. Which columns are there decides where none of these four is set."""
+    """Column of raw text. If none of these four is set, the columns that are there decide."""
     prompt_column: str | None = None
     """Column of prompts, together with completion_column."""
     completion_column: str | None = None
@@ -71,11 +71,11 @@ class CausalLM(TextSource, ModelSource, Task):
     packing: bool = True
     """Put several short documents into one sequence. They don't see each other."""
     sample_prompts: list[str] = []
-    """Continued at each evaluation, for the record."""
+    """Prompts to continue at each evaluation, for the record."""
     sample_tokens: PositiveInt = 64
-    """Tokens to continue them by."""
+    """Most tokens to generate for each prompt."""
     sample_temperature: NonNegativeFloat = 0.8
-    """0: the likeliest token each time."""
+    """Temperature to sample at; 0: the likeliest token each time."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
 
@@ -90,7 +90,7 @@ class CausalLM(TextSource, ModelSource, Task):
             if value and re.search("output_router_logits|(aux|z)_loss|moe_loss", name):
                 yield f"task.architecture.{name}={value}: {NO_ROUTER_LOSS}; leave it out to train without"
         if self.lora.r and not self.model:
-            yield "task.lora adapts a model that there is: set task.model, not task.architecture"
+            yield "task.lora adapts an existing model: set task.model, not task.architecture"
         if (self.prompt_column is None) != (self.completion_column is None):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
@@ -241,7 +241,7 @@ class CausalLM(TextSource, ModelSource, Task):
         limit = max_length(self._config, tokenizer)
         input_ids = torch.tensor([tokens[-(limit - 1) :]], device=device)
         sampling = {"temperature": self.sample_temperature, "top_k": 0} if self.sample_temperature else {}
-        with torch.random.fork_rng(), torch.no_grad():  # training draws what it would without
+        with torch.random.fork_rng(), torch.no_grad():  # training draws what it would without this
             torch.manual_seed(0)
             output = model(
                 "generate",

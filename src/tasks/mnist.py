@@ -14,14 +14,14 @@ from src.tasks.base import Task
 
 
 class Mnist(Task):
-    """Which digit is it?"""
+    """Tells which digit an image shows."""
 
     name: Literal["mnist"] = "mnist"
     """The task to train."""
     source: Literal["mnist", "digits"] = "mnist"
     """mnist: 60,000 + 10,000 images, downloaded once; digits: 1,438 + 359 that come with scikit-learn."""
     data_dir: str = "data"
-    """Folder with the four IDX files of MNIST, here or in MNIST/raw; they are downloaded where missing."""
+    """Folder with the four IDX files of MNIST, here or in MNIST/raw; they are downloaded if missing."""
     shift: Annotated[NonNegativeInt, Field(le=8)] = 2
     """Largest shift of a training image along each axis, in pixels, drawn anew in each epoch."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 10.0
@@ -29,7 +29,7 @@ class Mnist(Task):
     dropout: Annotated[float, Field(ge=0, lt=2)] = 0.2
     """Scales the model's two dropout rates, 0.25 and 0.5; 0 switches them off."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the training target that all ten digits have in common; the evaluation's loss is without."""
+    """Share of the training target that all ten digits share equally; the evaluation's loss has none."""
 
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
 

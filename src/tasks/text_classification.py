@@ -1,4 +1,4 @@
-"""Which label has a text, or a pair? With any encoder of transformers: `--task.name=text_classification`."""
+"""Labels for texts, or pairs of them, with any encoder of transformers: `--task.name=text_classification`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,24 +22,24 @@ from src.tasks import load_metric
 from src.tasks.base import Task
 
 SHOWN = 20
-"""Labels that the start of a run counts, the most frequent ones."""
+"""Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
 
 
 class TextClassification(TextSource, ModelSource, Task):
-    """Which label has it?"""
+    """Tells which label a text, or a pair of texts, has."""
 
     name: Literal["text_classification"] = "text_classification"
     """The task to train."""
     text_column: str = "text"
     """Column of texts."""
     text_pair_column: str | None = None
-    """Column of second texts, where it is pairs that have a label."""
+    """Column of second texts, if pairs are labelled."""
     label_column: str = "label"
-    """Column of labels, names or numbers. Those of the training data are the ones there are."""
+    """Column of labels, names or numbers. Only those in the training data exist."""
     sequence_length: PositiveInt = 256
     """Tokens that the model sees at most. Longer texts are cut off."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the training target that all labels have in common; the evaluation's loss is without."""
+    """Share of the training target that all labels share equally; the evaluation's loss has none."""
     pad_token: str | None = None
     """A token to pad with where the tokenizer has none of its own."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")

@@ -108,5 +108,5 @@ def test_one_that_may_not_be_read_is_not_set_aside(run: Path, monkeypatch: pytes
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(ValueError, match="cannot be read, Permission denied: have it made readable for you"):
+    with pytest.raises(ValueError, match="cannot be read, Permission denied: ask for permission to read it"):
         list(format.problems(checkpoint))

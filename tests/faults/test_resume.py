@@ -170,7 +170,7 @@ def test_fewer_steps_are_the_same_curve_cut_off(launch: Launch, whole: Whole, tm
     assert shorter.summary["step"] == 26
     refused = launch("cpu", *SHORT, "--max_steps=25", folder=folder)
     assert refused.messages == [
-        f"train.py: {folder}/checkpoints/step_00000026 has 26 steps already, and epochs=10 and max_steps=25 make 25"
+        f"train.py: {folder}/checkpoints/step_00000026 has 26 steps already, but epochs=10 and max_steps=25 make 25"
     ]
 
 
@@ -264,5 +264,5 @@ def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_
     """Tried with a lock that can be shared."""
     monkeypatch.setattr(resume, "PATIENCE_SECONDS", 1)
     resume._lock(tmp_path)
-    with pytest.raises(ValueError, match="another process writes this run"):
+    with pytest.raises(ValueError, match="another process is writing this run"):
         resume._lock(tmp_path)

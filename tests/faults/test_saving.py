@@ -57,7 +57,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch
     run = launched_with_small_files(launch, "cpu", *SHORT, folder=tmp_path / "run", kilobytes=4)
     assert run.exit_code == 1
     record = run.folder / "metrics.jsonl"
-    says = "File too large: make room, and the same command goes on"
+    says = "File too large: make room, then run the same command again"
     assert run.messages == [f"train.py: {record} cannot be written, {says}"]
     assert 'train.py", line' not in run.stderr
 

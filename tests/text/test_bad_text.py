@@ -103,7 +103,7 @@ TABLE: Files = {"a.csv": "one,even\ntwo,odd\n" * 9}
 NUMBERS: Files = {"a.jsonl": [{"text": i} for i in range(20)]}
 KINDS = ".txt, .jsonl, .json, .csv, .tsv, .parquet"
 UNPACK = "is not read: unpack it, or move it into the folder, or away***"
-ONE_FIELD_MORE = "row 1 has 3 fields, and the header 2: mend such rows; ***"
+ONE_FIELD_MORE = "row 1 has 3 fields, and the header 2: fix such rows; ***"
 DATA: list[tuple[Files, tuple[str, ...], str]] = [
     *(({f"a{kind}": ""}, NEW, "the file is empty") for kind in KINDS.split(", ")),
     (TRAIN | {"data/test.jsonl": ""}, NEW, "task.dataset=data/test.jsonl: the file is empty"),
@@ -154,9 +154,9 @@ DATA: list[tuple[Files, tuple[str, ...], str]] = [
     ),
     (TABLE, (*NEW, "column_names=[text]"), "task.column_names has 1 names, but a.csv has 2 columns"),
     (TABLE, (*NEW, "column_names=[text, label, x]"), "task.column_names has 3 names, but a.csv has 2 columns"),
-    (TABLE, (*NEW, "column_names=[text, text]"), "the column text is there twice"),
+    (TABLE, (*NEW, "column_names=[text, text]"), "the column text appears twice"),
     (TABLE, (*NEW, "column_names=[one, even]"), "task.column_names: a.csv has that header itself; leave them out"),
-    ({"a.csv": "text,text\none,two\n" * 9}, NEW, "the column text is there twice"),
+    ({"a.csv": "text,text\none,two\n" * 9}, NEW, "the column text appears twice"),
     # Such as Excel writes them in much of Europe. Tried without: one column is learnt, numbers and all.
     ({"a.csv": "id;text\n0;one\n" * 9}, NEW, "its only column would be 'id;text': ***"),
     ({"a.csv": "id\ttext\n0\tone\n" * 9}, NEW, "its only column would be 'id\\ttext': ***"),
@@ -216,7 +216,7 @@ REFUSES = "task.architecture: llama refuses it, ***"
 OLMOE = tiny.LLAMA | {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 8}
 ENCODER = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SETTINGS: list[tuple[tuple[str, ...], str]] = [
-    ((*NEW, "column_names=[a]"), "task.column_names is for .csv and .tsv files, and a.jsonl is none"),
+    ((*NEW, "column_names=[a]"), "task.column_names is for .csv and .tsv files, and a.jsonl is neither"),
     ((*NEW, "dataset_config=en"), "task.dataset_config=en: a.jsonl is not on the Hub, and has none"),
     ((*NEW, "text_column=txt"), NO_COLUMN.format("txt")),
     ((*NEW, "messages_column=chat"), NO_COLUMN.format("chat")),
@@ -243,7 +243,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     # Models and architectures.
     (CLASSIFIER, "task.model is not set: name a model on the Hub or a local folder"),
     ((*CLASSIFIER, "model=./nowhere/at/all"), "task.model=nowhere/at/all: no such folder"),
-    ((*CLASSIFIER, "model=."), "task.model=.: the folder has no config.json, so it is no model of transformers"),
+    ((*CLASSIFIER, "model=."), "task.model=.: the folder has no config.json, so it is not a transformers model"),
     ((*LM, *architecture(model_type="lama")), f"task.architecture.model_type=lama: {UNKNOWN}, did you mean llama?"),
     ((*LM, *architecture(model_type="t5")), f"task.architecture.model_type=t5: {UNKNOWN}"),
     ((*LM, *architecture(model_type="None of these")), f"task.architecture.model_type=None of these: {UNKNOWN}"),
@@ -275,7 +275,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*LORA, "lora.target_modules=[q_prj]"), "task.lora.target_modules: *** q_prj***"),
     ((*LORA, "lora.target_modules=[q_proj, q_prj]"), "task.lora.target_modules: *** q_prj***"),
     ((*LORA, "lora.target_modules=[input_layernorm]"), "task.lora.target_modules: Target module LlamaRMSNorm***"),
-    ((*NEW, "lora.r=2"), "task.lora adapts a model that there is: set task.model, not task.architecture"),
+    ((*NEW, "lora.r=2"), "task.lora adapts an existing model: set task.model, not task.architecture"),
     ((*LLAMA, "lora.merge=true"), "***task.lora.r***"),
     ((*LLAMA, "lora.target_modules=[q_proj]"), "***task.lora.r***"),
     ((*LLAMA, "lora.alpha=32"), "***task.lora.r***"),
@@ -298,7 +298,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ),
     ([{"from": "narrator", "value": "hi"}], "has a message 1 from 'narrator', which is none of human, user, gpt, "),
     ([{"from": "human"}], "has a message 1 without content (its role is user)"),
-    ([USER, ASSISTANT | {"weight": 2}], "has a message 2 of weight 2, which can be 0, not to be learnt, or 1"),
+    ([USER, ASSISTANT | {"weight": 2}], "has a message 2 of weight 2, which must be 0 (not to be learnt) or 1"),
     ([USER, ASSISTANT | {"function_call": {"name": "f"}}], "has a message 2 with a function_call: write it as to"),
     ([{"role": "assistant", "tool_calls": CALLS[:1]}], "has a message 1 with a tool call that has no function"),
     ([{"role": "assistant", "tool_calls": CALLS[1:]}], "has a message 1 with a tool call whose arguments are not JSON"),
@@ -351,7 +351,7 @@ DAMAGED_LLAMA: list[tuple[Files, str]] = [
 @pytest.mark.parametrize(("files", "arguments", "expected"), [
     *DATA,
     *(
-        ({"a.parquet": labelled(column).to_parquet()}, BERT, f"{NO_USABLE_LABEL}in row 1 label is {says}; mend them***")
+        ({"a.parquet": labelled(column).to_parquet()}, BERT, f"{NO_USABLE_LABEL}in row 1 label is {says}; fix them***")
         for column, says in NO_LABELS
     ),
     *(({}, arguments, says) for arguments, says in SETTINGS),
@@ -410,7 +410,7 @@ def test_bad_values_are_counted_and_named_by_row_or_skipped(column: str, value: 
     arguments = (*kind, write({"a.jsonl": rows}))
     assert refused(*arguments) == [
         f"task.dataset=a.jsonl: 2 of 20 rows in the data to train on have no usable {columns} (row 3, 7; the first is "
-        f"1): in row 3 {column} is {is_what}; mend them, or leave them out with --task.bad_rows=skip"
+        f"1): in row 3 {column} is {is_what}; fix them, or leave them out with --task.bad_rows=skip"
     ]
     task, train, evaluation, _ = built(*arguments, SKIP)
     assert len(train) + len(evaluation) == 18
@@ -530,14 +530,14 @@ def test_code_that_comes_with_a_model_is_never_run(is_known: bool) -> None:
         assert type(model).__module__ == "transformers.models.bert.modeling_bert"
     else:
         assert refused(*BERT, data) == [
-            "task.model=bert: wants to run code of its own, which is not allowed here; take one that transformers has"
+            "task.model=bert: wants to run code of its own, which is not allowed here; use one that transformers has"
         ]
     assert not Path("it_ran").exists()
 
 
 NOT_ADDED = (
-    "the auxiliary loss of a mixture of experts is not added here: it is one of the whole batch's routing, and would "
-    "be another on each number of processes"
+    "the auxiliary loss of a mixture of experts is not added here: it depends on the whole batch's routing, and would "
+    "differ with the number of processes"
 )
 
 

@@ -54,7 +54,7 @@ def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, tm
     tiny.llama(tmp_path / "other", seed=1)
     shutil.copy(tmp_path / "other" / "model.safetensors", model)
     other = launch("cpu", *arguments, "--max_steps=40", folder=tmp_path / "run")
-    assert "was trained beside other frozen weights" in other.messages[0]
+    assert "was trained with other frozen weights" in other.messages[0]
 
 
 def test_other_data_are_another_run(models: Path, tmp_path: Path) -> None:
