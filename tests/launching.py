@@ -34,6 +34,11 @@ SECONDS = 300
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"needs the real MNIST in {MNIST}")
 
 
+def slow(*values: Any) -> Any:
+    """A case that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @dataclass(frozen=True)
 class Run:
     """A finished run of train.py."""

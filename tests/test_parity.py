@@ -4,22 +4,16 @@ The learning rate is small here, as it is in the first steps of a real run. At i
 rounding makes of the order of a sum doubles every few steps, in plain PyTorch too (README, "What is promised").
 """
 
-from typing import Any
-
 import pytest
 from safetensors.torch import load_file
 
-from tests.launching import MNIST, Launch, Run, Whole, needs_mnist
+from tests.launching import MNIST, Launch, Run, Whole, needs_mnist, slow
 
 # 1,438 digits make 22 windows of 64 and one of 30, of which four processes with micro-batches of 4 get 4, 4 and at
 # last an empty one: 50 steps pass two such ends of an epoch. (The shift stays on: it must not depend on processes.)
 CURVE = ("--max_steps=50", "--log_every=1", "--task.dropout=0")
 DIGITS = (*CURVE, "--optim.lr=1e-4", "--optim.max_grad_norm=1")
 REAL = (*CURVE, f"--task.data_dir={MNIST}", "--task.source=mnist")
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def norms(run: Run) -> list[float]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from src.data.mnist import bundled_digits
 from src.models.mnist_cnn import MnistCnn
-from tests.launching import BIN, PROJECT, Launch, Run, run_command
+from tests.launching import BIN, PROJECT, Launch, Run, run_command, slow
 
 GPU_YAMLS = ["single_gpu", "ddp", "ddp_bf16_hook", "fsdp", "fsdp_grad_op", "fsdp_offload", "fsdp_fp8"]
 
@@ -124,7 +124,7 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, ya
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "lr", "within"), [("muon", 5e-4, 1e-4), ("adadelta", 0.1, 1e-5), ("sgd", 0.005, 1e-5)]
+    ("optimizer", "lr", "within"), [("muon", 5e-4, 1e-4), slow("adadelta", 0.1, 1e-5), slow("sgd", 0.005, 1e-5)]
 )
 def test_every_optimizer_takes_the_same_steps_offloaded(
     launch: Launch, optimizer: str, lr: float, within: float

@@ -3,13 +3,12 @@
 import hashlib
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.faults.runs import SHORT
-from tests.launching import BIN, MNIST, PROJECT, Launch, Run, run_command
+from tests.launching import BIN, MNIST, PROJECT, Launch, Run, run_command, slow
 
 CHECKS = [
     "Launch", "Data", "Same start", "Gradients", "Updates", "Accumulation", "Evaluation", "Checkpoint", "Precision",
@@ -17,6 +16,8 @@ CHECKS = [
 ]  # fmt: skip
 SMALL = "--global_batch_size=16"
 """In place of 64: each of the steps takes a quarter of the time."""
+OWN_FOLDER = "pathlib.Path(_private.MEDIA_TMP.name).mkdir(exist_ok=True)"
+"""The first warm rank that ends deletes wandb's folder for tables."""
 DATA = MNIST.parent
 SHIPPED = ("digits", "mnist", "mnist_reference", "shakespeare", "sst2")
 
@@ -41,9 +42,9 @@ def assert_all_is_well(run: Run) -> None:
     [
         ("cpu", 1, ()),
         ("ddp", 2, ("--micro_batch_size=4", "--num_workers=1", "--max_hours=0.001")),
-        ("ddp_bf16_hook", 2, ("--ddp_comm_hook=bf16",)),
+        slow("ddp_bf16_hook", 2, ("--ddp_comm_hook=bf16",)),
         ("fsdp", 4, ("--optim.name=sgd", "--optim.max_grad_norm=1")),
-        ("fsdp_offload", 2, ("--optim.name=muon",)),
+        slow("fsdp_offload", 2, ("--optim.name=muon",)),
     ],
 )
 def test_the_digits_are_well(launch: Launch, yaml: str, processes: int, arguments: tuple[str, ...]) -> None:
@@ -78,10 +79,10 @@ def test_a_run_is_examined_as_often_as_one_likes_and_goes_on_afterwards(launch: 
     assert [record["step"] for record in longer.records if "train/loss" in record] == list(range(1, 31))
 
 
-def test_wandb_has_the_table_and_the_verdict(tmp_path: Path) -> None:
-    """Not on warm ranks: the first one that ends takes wandb's folder for tables with it."""
-    arguments = ["--check", "--task.source=digits", SMALL, "--wandb.mode=offline", f"--output_dir={tmp_path}/run"]
-    run_command([sys.executable, "train.py", *arguments], tmp_path, WANDB_DIR=str(tmp_path)).succeeded()
+def test_wandb_has_the_table_and_the_verdict(launch: Launch, tmp_path: Path) -> None:
+    own = f"import pathlib; from wandb.sdk.data_types import _private; {OWN_FOLDER}"
+    run = launch("cpu", "--check", SMALL, wandb="offline", before=own, WANDB_DIR=str(tmp_path)).succeeded()
+    assert (run.folder / "check.json").is_file()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     shown = run_command([str(BIN / "wandb"), "leet", "inspect", "--json", str(file)], tmp_path).stdout
     assert '"check"' in shown

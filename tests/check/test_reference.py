@@ -23,7 +23,7 @@ def shortened_mnist(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param("mnist", marks=needs_mnist),
+        pytest.param("mnist", marks=[needs_mnist, pytest.mark.slow]),
         "digits",  # two ends of an epoch among them
     ],
 )

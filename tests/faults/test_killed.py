@@ -20,7 +20,7 @@ from src.data.loading import MicroBatch, training_steps
 from src.process import Signals, UserError, exit_codes
 from src.tasks.base import Examples
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints
-from tests.launching import Launch, Started, Whole
+from tests.launching import Launch, Started, Whole, slow
 
 KILLS = 25
 OFTEN = ("--global_batch_size=16", "--max_steps=500", "--log_every=1", "--save_every=4", "--eval_every=50")
@@ -67,7 +67,7 @@ def unfinished(folder: Path) -> set[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("yaml", "real"), [("ddp", True), ("fsdp", False)])
+@pytest.mark.parametrize(("yaml", "real"), [slow("ddp", True), ("fsdp", False)])
 def test_one_killed_process_ends_the_run(launch: Launch, whole: Whole, tmp_path: Path, yaml: str, real: bool) -> None:
     """And it goes on to the last bit. Tried without PR_SET_PDEATHSIG: the loaders hold the launcher for 5 seconds
     more; without truncating the record: steps come twice."""

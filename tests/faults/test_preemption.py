@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back
-from tests.launching import Launch, Run, Started, Whole, launched
+from tests.launching import Launch, Run, Started, Whole, launched, slow
 
 LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", "--num_workers=1")
 """Too long to end by itself in a test, never saved but when told to, and with a process that loads data."""
@@ -26,10 +26,6 @@ def assert_preempted(run: Run, at_least: int = 5) -> dict[str, Any]:
     assert "WARNING" not in run.stdout
     assert not (run.folder / "summary.json").exists()
     return status
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

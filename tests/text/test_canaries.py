@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launching import PROJECT
 from tests.test_canaries import launched
 
@@ -32,6 +34,7 @@ except TypeError:
     assert run.stdout.split() == ["failed", "failed"]
 
 
+@pytest.mark.slow
 def test_evaluate_imports_transformers_pipelines() -> None:
     """src/tasks/__init__.py: why a metric is imported when it is first needed."""
     probe = "import sys, evaluate; sys.exit('transformers.pipelines' not in sys.modules)"

@@ -13,7 +13,7 @@ from src.checkpoint.output_folder import changed_settings
 from src.config import config_from
 from src.tasks.text_classification import TextClassification
 from tests.faults.runs import SHORT, assert_same_run, curve, cut_back, killed_and_resumed
-from tests.launching import Launch, Whole
+from tests.launching import Launch, Whole, slow
 from tests.text import tiny
 
 
@@ -28,7 +28,7 @@ def transformer(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
+@pytest.mark.parametrize("yaml", [slow("cpu"), slow("ddp"), "fsdp"])
 def test_a_killed_transformer_goes_on_to_the_last_bit(
     launch: Launch, whole: Whole, transformer: tuple[str, ...], tmp_path: Path, yaml: str
 ) -> None:
