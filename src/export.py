@@ -40,7 +40,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         unfinished.rename(place)
     except (OSError, SafetensorError) as error:
         reason = f"{folder} cannot be written, {cause(error)}"
-        raise RunError(f"{reason}: mend that, and give the same command again") from error
+        raise RunError(f"{reason}: fix that, and run the same command again") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -61,7 +61,7 @@ def push_to_hub(config: Config) -> None:
         api = HfApi()
         api.create_repo(config.push_to_hub, private=True, exist_ok=True)
         api.upload_folder(repo_id=config.push_to_hub, folder_path=folder, commit_message=config.run_name)
-    except Exception as error:  # of the Hub, of its client, of the network: the run is saved, whatever it is
+    except Exception as error:  # from the Hub, its client or the network: in any case, the run is saved
         hint = f"the run is complete, upload its model with `hf upload {config.push_to_hub} {folder}`"
         sys.exit(f"train.py: push_to_hub={config.push_to_hub}: {cause(error)}; {hint}")
     print(f"  Hub        {config.push_to_hub}", flush=True)

@@ -86,8 +86,8 @@ class Chunker:
     def _cut(
         self, text: str, targets: Spans | None, contents: Spans | None, tokens: np.ndarray, num_suffix: int
     ) -> Iterator[dict[str, Any]]:
-        """Yield a row's chunks: of raw text all, else the first one. The tokens are as `_encode` returns them; the last
-        `num_suffix` are always learnt."""
+        """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
+        the last `num_suffix` are always learnt."""
         ids, starts, ends = tokens
         so_far = np.maximum.accumulate(ends)
         # some tokenizers report tokens of white space as empty: they are what is between their neighbours

@@ -143,7 +143,7 @@ def _load(
 
 
 def _name_dead_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield its batches. torch reports a worker's death, unless it died while handing over a batch: raise a
+    """Yield the loader's batches. torch reports a worker's death, unless it died while handing over a batch: raise a
     RuntimeError for that."""
     try:
         yield from loader

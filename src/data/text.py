@@ -93,7 +93,7 @@ class TextSource(Settings):
             reason = cause(error.__cause__ or error)[:200]
             reason = f"no such file or folder here, and not available on the Hub ({reason})"
             command = f"hf download --repo-type dataset {self.dataset}"
-            hint = f"offline, download it before with `{command}` and set HF_HUB_OFFLINE=1"
+            hint = f"offline, download it first with `{command}` and set HF_HUB_OFFLINE=1"
             raise UserError(f"task.dataset={self.dataset}: {reason}; {hint}") from error
         except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
             is_config = "BuilderConfig" in str(error)

@@ -22,7 +22,7 @@ class LanguageModel(nn.Module):
     """Computes losses from the logits of a few tokens at a time: with a vocabulary of 100,000, nothing takes as much
     memory as all of them. Says whether the model `is_causal` and `keeps_documents_apart`.
 
-    `lm` comes from AutoModelForCausalLM, fp32, on the CPU; or is a PeftModel of one.
+    `lm` comes from AutoModelForCausalLM, fp32, on the CPU; or is a PeftModel of such a model.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
         self.eval()
-        kinds = RuntimeError, ValueError, IndexError, TypeError  # of a config that builds, but does not run
+        kinds = RuntimeError, ValueError, IndexError, TypeError  # its config can be built, but not run
         with explained(f"{type(self.hf).__name__} fails on eight tokens: ", kinds):
             self._probe()
         self.train()

@@ -117,7 +117,7 @@ def _loading(setting: str, name: str | None) -> Iterator[None]:
         else:
             reason = f"no such folder here, and not available on the Hub ({says})"
             if any(isinstance(e, LocalEntryNotFoundError | ConnectionError) for e in (error, error.__cause__)):
-                reason += f"; offline, download it before with `hf download {name}` and set HF_HUB_OFFLINE=1"
+                reason += f"; offline, download it first with `hf download {name}` and set HF_HUB_OFFLINE=1"
         raise UserError(f"task.{setting}={name}: {reason}") from error
 
 

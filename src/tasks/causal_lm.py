@@ -33,10 +33,10 @@ NO_ROUTER_LOSS = (
 
 
 def _typed(value: Any) -> Any:
-    """Return values from the command line, which are text, as YAML reads them; 1e-5, which it takes for text, too."""
+    """Return values from the command line, which are text, as YAML reads them; and 1e-5, text to YAML, as a number."""
     if isinstance(value, str):
         with contextlib.suppress(yaml.YAMLError):
-            value = yaml.load(value, Loader=Yaml)  # it is a safe one
+            value = yaml.load(value, Loader=Yaml)  # a SafeLoader
     if isinstance(value, dict):
         return {name: _typed(inner) for name, inner in value.items()}
     with contextlib.suppress(ValueError):
