@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.config import Config
-from src.process import RunError
+from src.process import RunError, cause
 from src.run import Run
 
 
 def export_model(run: Run, metrics: dict[str, float]) -> None:
-    """Write the folder `model`, replacing that of a shorter run, with the metrics of its weights on its card.
+    """Write the folder `model`, replacing one from a shorter run, with the metrics of its weights on its card.
     Collective: under FSDP each process has a shard."""
     weights = run.accelerator.get_state_dict(run.model)
     if run.is_main:
@@ -39,8 +39,8 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
         unfinished.rename(place)
     except (OSError, SafetensorError) as error:
-        says = " ".join(str(error).split())
-        raise RunError(f"{folder} cannot be written, {says}: fix that, and run the same command again") from error
+        reason = f"{folder} cannot be written, {cause(error)}"
+        raise RunError(f"{reason}: fix that, and run the same command again") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -62,8 +62,8 @@ def push_to_hub(config: Config) -> None:
         api.create_repo(config.push_to_hub, private=True, exist_ok=True)
         api.upload_folder(repo_id=config.push_to_hub, folder_path=folder, commit_message=config.run_name)
     except Exception as error:  # from the Hub, its client or the network: in any case, the run is saved
-        says = f"{' '.join(str(error).split())}; the run is complete, upload its model with"
-        sys.exit(f"train.py: push_to_hub={config.push_to_hub}: {says} `hf upload {config.push_to_hub} {folder}`")
+        hint = f"the run is complete, upload its model with `hf upload {config.push_to_hub} {folder}`"
+        sys.exit(f"train.py: push_to_hub={config.push_to_hub}: {cause(error)}; {hint}")
     print(f"  Hub        {config.push_to_hub}", flush=True)
 
 

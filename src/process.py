@@ -31,13 +31,18 @@ class RunError(Exception):
     """A failure that no code is to blame for (disk, network, data): one line without a traceback, exit code 1."""
 
 
+def cause(error: BaseException) -> str:
+    """Return what an error says, in one line; its type's name where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @contextlib.contextmanager
-def explained(says: str) -> Iterator[None]:
-    """Turn any exception that a library raises into a UserError of one line that begins with `says`."""
+def explained(says: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
+    """Turn errors of these kinds, as a library raises them, into a UserError of one line that begins with `says`."""
     try:
         yield
-    except Exception as error:
-        raise UserError(f"{says}{' '.join(str(error).split())[:300]}") from error
+    except kinds as error:
+        raise UserError(f"{says}{cause(error)}") from error
 
 
 class Signals:

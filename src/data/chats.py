@@ -115,8 +115,7 @@ def render_chat(
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
     with explained(f"the tokenizer's chat template refuses {_quote(chat)}: "):  # it is a program: it can raise anything
-        options: Any = {"tokenize": False, "add_generation_prompt": prompts_answer}
-        return str(tokenizer.apply_chat_template(chat, tools=tools, **options))
+        return str(tokenizer.apply_chat_template(chat, tools, tokenize=False, add_generation_prompt=prompts_answer))
 
 
 def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str) -> tuple[Spans, Spans]:

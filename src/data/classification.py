@@ -22,7 +22,7 @@ def label_names(parts: list[Dataset], column: str) -> list[list[str]]:
         feature = rows.features[column]
         names = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
         # a number without a name, such as -1 for unknown, stays a number
-        found.append([names.get(label) or str(label).strip() for label in rows[column][:]])
+        found.append([names.get(label, str(label).strip()) for label in rows[column][:]])
     if all(re.fullmatch(r"-?[0-9]+(\.0+)?", name) for name in set().union(*found)):
         return [[name.partition(".")[0] for name in names] for names in found]
     return found

@@ -63,10 +63,12 @@ class Chunker:
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Return the columns of CHUNK_FEATURES for a batch of rows."""
         rows = [self._render(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
-        # templates write their own special tokens
-        begin, end = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)
-        encoded = _encode([text for text, *_ in rows], self.tokenizer, begin, end)
-        chunks = [c for row, tokens in zip(rows, encoded, strict=True) for c in self._cut(*row, tokens, len(end))]
+        # a chat template writes its own special tokens
+        prefix, suffix = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)
+        encoded = _encode([text for text, *_ in rows], self.tokenizer, prefix, suffix)
+        chunks: list[dict[str, Any]] = []
+        for (text, targets, contents), tokens in zip(rows, encoded, strict=True):
+            chunks += self._cut(text, targets, contents, tokens, len(suffix))
         return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
 
     def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None, Spans | None]:
@@ -82,10 +84,10 @@ class Chunker:
         return prompt + completion, spans, spans
 
     def _cut(
-        self, text: str, targets: Spans | None, contents: Spans | None, tokens: np.ndarray, num_end: int
+        self, text: str, targets: Spans | None, contents: Spans | None, tokens: np.ndarray, num_suffix: int
     ) -> Iterator[dict[str, Any]]:
         """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
-        the last `num_end` are always learnt."""
+        the last `num_suffix` are always learnt."""
         ids, starts, ends = tokens
         so_far = np.maximum.accumulate(ends)
         # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
@@ -93,7 +95,7 @@ class Chunker:
         loss_mask = np.full(len(ids), targets is None)
         for first, last in targets or []:
             loss_mask |= (ends > first) & (starts < last) & (ends > starts)
-        loss_mask[len(ids) - num_end :] = True
+        loss_mask[len(ids) - num_suffix :] = True
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)  # in UTF-8
         is_counted = np.full(len(codes), contents is None)
@@ -130,13 +132,14 @@ def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list
     return ids[:first], ids[last:] + ([eos] if eos is not None and eos not in ids[last:] else [])
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, begin: list[int], end: list[int]) -> list[np.ndarray]:
-    """Return each text's tokens, between `begin` and `end`, and the characters where they start and end; each int32 of
-    shape (3, tokens). Long texts are cut into slices of about SLICE characters, at the end of a line if there is one.
-    """
+def _encode(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, prefix: list[int], suffix: list[int]
+) -> list[np.ndarray]:
+    """Return each text's tokens, between `prefix` and `suffix`, and the characters where they start and end; each int32
+    of shape (3, tokens). Long texts are cut into slices of about SLICE characters, at the end of a line if possible."""
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
-    found = [[_without_text(begin, 0)] for _ in texts]
+    found = [[_without_text(prefix, 0)] for _ in texts]
     sizes = accumulate(end - start for _, start, end in slices)
     for _, group in groupby(zip(slices, sizes, strict=True), key=lambda part: part[1] // SLICE):
         together = [part for part, _ in group]
@@ -150,7 +153,7 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, begin: list[in
         for (i, start, _), ids, offsets in zip(together, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
             found[i].append(np.vstack([np.array(ids, np.int32), positions]))
-    return [np.hstack([*parts, _without_text(end, len(text))]) for parts, text in zip(found, texts, strict=True)]
+    return [np.hstack([*parts, _without_text(suffix, len(text))]) for parts, text in zip(found, texts, strict=True)]
 
 
 def _without_text(ids: list[int], position: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Value, load_dataset
 
-from src.process import UserError
+from src.process import UserError, cause
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 DIALECTS: dict[str, dict[str, Any]] = {".csv": {"sep": ","}, ".tsv": {"sep": "\t", "quoting": csv.QUOTE_NONE}}
@@ -26,7 +26,8 @@ def path_error(path: Path) -> str | None:
     if not path.is_dir():
         return None if path.suffix.lower() in LOADERS else f"{path.suffix or 'no suffix'} is none of {known}"
     if saved := [name for name in SAVED_TO_DISK if (path / name).is_file()]:
-        return f"was written by save_to_disk ({saved[0]}), which is not read: write each split with to_parquet"
+        hint = "write each split with to_parquet, as train.parquet and validation.parquet"
+        return f"was written by save_to_disk ({saved[0]}), which is not read: {hint}"
     used = [file for files in files_by_split(path).values() for file in files]
     kinds = {file.suffix.lower() for file in used}
     if len(kinds) != 1:
@@ -76,13 +77,9 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
     try:
         return load_dataset(LOADERS[suffix], data_files=names, split="train", **options)
     except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
-        says = "no row in it" if "corresponds to no data" in str(error) else f"cannot be read, {cause(error)}"
+        reason = cause(error.__cause__ or error)[:200]
+        says = "no row in it" if "corresponds to no data" in str(error) else f"cannot be read, {reason}"
         raise UserError(f"task.dataset={files[0] if len(files) == 1 else files[0].parent}: {says}") from error
-
-
-def cause(error: Exception) -> str:
-    """Return what an error of a library says, in one line."""
-    return " ".join(str(error.__cause__ or error).split())[:200]
 
 
 def _columns(file: Path, column_names: list[str], sep: str, quoting: Any = csv.QUOTE_MINIMAL) -> list[str]:

@@ -119,7 +119,8 @@ def samples(dataset: Any, indices: list[int]) -> Any:
 def _load(
     run: Run, dataset: Examples, order: np.ndarray, global_batch_size: int, epoch: int = 0
 ) -> Iterator[list[MicroBatch]]:
-    config, micro_batch_size = run.config, run.config.micro_batch(run.world_size)
+    config = run.config
+    micro_batch_size = config.micro_batch(run.world_size)
     sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.rank, run.world_size)
     batches: Iterator[Any]
     if config.num_workers == 0:  # a DataLoader would take as long as a small model's step
@@ -142,8 +143,8 @@ def _load(
 
 
 def _name_dead_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield the loader's batches. torch reports a worker's death unless it died while handing over a batch: then raise
-    a RuntimeError that does."""
+    """Yield the loader's batches. torch reports a worker's death, unless it died while handing over a batch: raise a
+    RuntimeError for that."""
     try:
         yield from loader
     except (ConnectionError, EOFError) as error:

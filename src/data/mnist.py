@@ -44,10 +44,6 @@ class Digits:
         """Return the SHA-256 of images and labels, which are on the CPU."""
         return hashlib.sha256(self.images.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
-    def to(self, device: torch.device) -> "Digits":
-        """Return the digits in the memory of `device`: 47 MB for MNIST's training set."""
-        return Digits(self.images.to(device), self.labels.to(device))
-
     def moved(self, rotation: float, shift: int, seed: list[int]) -> "Digits":
         """Return images rotated by up to `rotation` degrees and shifted by up to `shift` pixels along both axes, drawn
         uniformly from `seed`."""
@@ -95,12 +91,12 @@ def _download(data_dir: str) -> None:
         says = str(error).strip().splitlines()[-1]
         raise UserError(
             f"MNIST is not in task.data_dir={data_dir} and could not be downloaded ({says}): set --task.data_dir=DIR "
-            f"to a folder with the four files {', '.join(IDX_FILES)}, or use --task.source=digits"
+            f"to a folder with the four files {', '.join(IDX_FILES)}, or use the bundled digits: --task.source=digits"
         ) from error
 
 
 def _read_digits(folder: Path, images_name: str, labels_name: str) -> Digits:
-    hint = "delete it to download MNIST again, or set --task.data_dir"
+    hint = "to download MNIST again, or set --task.data_dir"
     tensors = []
     for name, read in ((images_name, read_image_file), (labels_name, read_label_file)):
         path = folder / name
@@ -108,9 +104,9 @@ def _read_digits(folder: Path, images_name: str, labels_name: str) -> Digits:
             tensors.append(read(str(path)))
         except Exception as error:  # torchvision asserts that a file is as it should be
             says = f"truncated or not an IDX file of {name.split('-')[1]} ({path.stat().st_size} bytes)"
-            raise UserError(f"{path}: {says}; {hint}") from error
+            raise UserError(f"{path}: {says}; delete it {hint}") from error
     images, labels = tensors
     if images.shape[1:] != (28, 28) or len(labels) != len(images) or len(labels) == 0 or labels.max() > 9:
         shapes = f"images {tuple(images.shape)}, labels {tuple(labels.shape)}"
-        raise UserError(f"{folder / images_name} and {labels_name} are not MNIST's: {shapes}; {hint}")
+        raise UserError(f"{folder / images_name} and {labels_name} are not MNIST's: {shapes}; delete both {hint}")
     return Digits(images, labels)

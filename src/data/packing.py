@@ -61,7 +61,7 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
     rooms: list[int] = []  # those that a sequence has, in ascending order
     for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         i = bisect_left(rooms, length)
-        if i == len(rooms):
+        if i == len(rooms):  # it fits into none: a new sequence is the one with room, taken and put back as the others
             sequences.append([])
             by_room[sequence_length].append(sequences[-1])
             rooms.append(sequence_length)

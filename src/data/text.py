@@ -17,8 +17,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from pydantic import Field, NonNegativeInt, PrivateAttr
 
 from src.data.chats import normalize_chat, normalize_tools
-from src.data.files import EVALUATION, LOADERS, cause, files_by_split, path_error, read_files
-from src.process import UserError
+from src.data.files import EVALUATION, LOADERS, files_by_split, path_error, read_files
+from src.process import UserError, cause
 from src.settings import Settings
 
 ColumnKind = Literal["text", "label", "chat", "tools"]
@@ -67,8 +67,8 @@ class TextSource(Settings):
             yield f"task.dataset={path}: no such file or folder"
 
     def load_rows(self) -> tuple[Dataset, Dataset | None]:
-        """Return the rows to train on and, where they have a split of their own, to evaluate on. Raise a UserError that
-        says in one line what cannot be loaded and what to do."""
+        """Return the rows to train on and, if the dataset has a split for it, the rows to evaluate on. Raise a
+        UserError that says in one line what cannot be loaded and what to do."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
         path = Path(self.dataset)
         splits: Any = files_by_split(path) if path.exists() else self._load_from_hub()
@@ -90,23 +90,25 @@ class TextSource(Settings):
                 folder = snapshot_download(self.dataset, repo_type="dataset", local_files_only=True)
                 return load_dataset(folder, self.dataset_config)
         except (ConnectionError, DatasetNotFoundError, LocalEntryNotFoundError) as error:
-            says = f"no such file or folder here, and not available on the Hub ({cause(error)}); offline, download it"
-            command = f"`hf download --repo-type dataset {self.dataset}`"
-            raise UserError(
-                f"task.dataset={self.dataset}: {says} first with {command} and set HF_HUB_OFFLINE=1"
-            ) from error
+            reason = cause(error.__cause__ or error)[:200]
+            reason = f"no such file or folder here, and not available on the Hub ({reason})"
+            command = f"hf download --repo-type dataset {self.dataset}"
+            hint = f"offline, download it first with `{command}` and set HF_HUB_OFFLINE=1"
+            raise UserError(f"task.dataset={self.dataset}: {reason}; {hint}") from error
         except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
             is_config = "BuilderConfig" in str(error)
             where = f"task.dataset_config={self.dataset_config}" if is_config else f"task.dataset={self.dataset}"
-            raise UserError(f"{where}: cannot be read, {cause(error)}") from error
+            raise UserError(f"{where}: cannot be read, {cause(error.__cause__ or error)[:200]}") from error
 
     def usable_parts(
         self, train: Dataset, evaluation: Dataset | None, columns: dict[str, ColumnKind]
     ) -> tuple[Dataset, Dataset]:
-        """Return the rows to train on and to evaluate on whose `columns` hold what they should, none of them empty.
-        Raise a UserError if there are others that may not be skipped, or too few are left."""
+        """Return the usable rows to train on and to evaluate on, splitting `train` if there is no evaluation split.
+        Raise a UserError if there are unusable rows and they may not be skipped, or too few rows are left."""
         train = self._validate_rows(train, "train", columns)
-        return self.split(train) if evaluation is None else (train, self._validate_rows(evaluation, "eval", columns))
+        if evaluation is None:
+            return self.split(train)
+        return train, self._validate_rows(evaluation, "eval", columns)
 
     def _validate_rows(self, rows: Dataset, part: Literal["train", "eval"], columns: dict[str, ColumnKind]) -> Dataset:
         dataset, where = f"task.dataset={self.dataset}", PART_NAMES[part]
@@ -122,8 +124,8 @@ class TextSource(Settings):
         if len(bad) == len(rows) and (not bad or self.bad_rows == "skip"):
             raise UserError(f"{dataset}: no usable row in {where}{f': in row 1 {bad[0]}' if bad else ''}")
         if bad and self.bad_rows == "refuse":
-            first, *more = sorted(bad)
-            named = ", ".join(str(row + 1) for row in [first, *more[:4]]) + (", …" if len(bad) > 5 else "")
+            first = min(bad)
+            named = ", ".join(str(row + 1) for row in sorted(bad)[:5]) + (", …" if len(bad) > 5 else "")
             raise UserError(
                 f"{dataset}: {len(bad)} of {len(rows)} rows in {where} have no usable {' or '.join(columns)} "
                 f"(row {named}; the first is 1): in row {first + 1} {bad[first]}; fix them, or leave them out with "

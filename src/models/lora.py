@@ -29,7 +29,8 @@ class Lora(Settings):
         self, model: PreTrainedModel, task_type: Literal["CAUSAL_LM", "SEQ_CLS"], revision: str | None
     ) -> PeftModel:
         """Return `model`, of this revision on the Hub, with new adapters; its own weights are frozen, except for a
-        classifier's head. Raise a UserError if it has no such layers, or they cannot be adapted."""
+        classifier's head. Raise a UserError if `target_modules` names layers that it does not have, or that cannot be
+        adapted."""
         assert self.r
         layers = [name for name, _ in model.named_modules()]
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
@@ -39,6 +40,6 @@ class Lora(Settings):
         config = LoraConfig(
             r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=targets, task_type=task_type
         )
-        with explained("task.lora.target_modules: "), warnings.catch_warnings():
+        with explained("task.lora.target_modules: ", ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
             return get_peft_model(model, config, revision=revision)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
 from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, logging
 
 from src.models.lora import Lora
-from src.process import UserError
+from src.process import UserError, cause
 from src.settings import Settings
 
 
@@ -108,14 +109,15 @@ def _loading(setting: str, name: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # transformers, safetensors, torch and the Hub's client raise many kinds
-        says = " ".join(str(error).split()).split(". ")[0][:300]
+        says = cause(error).split(". ")[0][:300]
         if "trust_remote_code" in str(error):
             reason = "wants to run code of its own, which is not allowed here; use one that transformers has"
         elif Path(str(name)).is_dir():
-            reason = f"cannot be loaded, {says or type(error).__name__}"
+            reason = f"cannot be loaded, {says}"
         else:
-            hint = f"offline, download it first with `hf download {name}` and set HF_HUB_OFFLINE=1"
-            reason = f"no such folder here, and not available on the Hub ({says}); {hint}"
+            reason = f"no such folder here, and not available on the Hub ({says})"
+            if any(isinstance(e, LocalEntryNotFoundError | ConnectionError) for e in (error, error.__cause__)):
+                reason += f"; offline, download it first with `hf download {name}` and set HF_HUB_OFFLINE=1"
         raise UserError(f"task.{setting}={name}: {reason}") from error
 
 

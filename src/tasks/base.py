@@ -45,15 +45,16 @@ class Task(Settings, ABC):
         what it downloaded or cached. Raise a UserError that says in one line what is wrong with the data."""
 
     def data_state(self) -> dict[str, Any]:
-        """Return what `build_datasets` found out and `build_model` needs, as JSON, for checkpoints."""
+        """Return what `build_datasets` found out and `build_model` needs, as JSON. Checkpoints keep it: the model can
+        then be built without the data."""
         return {}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         """Restore what `data_state` returned, in place of `build_datasets`."""
 
     def fingerprint(self, dataset: Any) -> str:
-        """Return what tells a dataset from one with other examples, or another order, since a run must not continue
-        with data other than it began with; empty if nothing does."""
+        """Return a string that changes when the examples or their order do; empty: unknown. A run refuses to resume on
+        different data."""
         return ""
 
     def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
@@ -61,13 +62,13 @@ class Task(Settings, ABC):
         return {}
 
     def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
-        """Return the order of an epoch: indices into `train`, each once, shape (examples,), int64. Draw from `random`,
-        which is the same on any number of processes."""
+        """Return the order of an epoch: indices into `train`, each once, shape (examples,), int64. Draw from `random`
+        alone: it is the same on any number of processes."""
         return random.permutation(len(train))
 
     def augmented(self, train: Any, seed: list[int]) -> Examples:
         """Return `train` as one epoch sees it. Draw from `seed` (the run's and the epoch's) and the example's index
-        alone: it is then the same on any number of processes."""
+        alone, best when the example is asked for: it is then the same on any number of processes."""
         return train
 
     def to_device(self, dataset: Any, device: torch.device) -> Examples:
@@ -111,7 +112,7 @@ class Task(Settings, ABC):
         return {}
 
     def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-        """Write what others load. `model` is as `build_model` returned it, or as FSDP left it; `weights` are its whole
+        """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole: its
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
 

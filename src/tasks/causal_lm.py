@@ -22,7 +22,7 @@ from src.data.packing import Sequences, pack, unpacked
 from src.data.text import TextSource, cached_map, table_checksum
 from src.models.causal_lm import LanguageModel, new_config
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
-from src.process import UserError, explained
+from src.process import UserError, cause, explained
 from src.settings import Yaml, flatten
 from src.tasks.base import Task
 
@@ -34,12 +34,13 @@ NO_ROUTER_LOSS = (
 
 def _typed(value: Any) -> Any:
     """Return values from the command line, which are text, as YAML reads them; and 1e-5, text to YAML, as a number."""
+    if isinstance(value, str):
+        with contextlib.suppress(yaml.YAMLError):
+            value = yaml.load(value, Loader=Yaml)  # a SafeLoader
     if isinstance(value, dict):
         return {name: _typed(inner) for name, inner in value.items()}
-    with contextlib.suppress(yaml.YAMLError):
-        value = yaml.load(value, Loader=Yaml) if isinstance(value, str) else value  # a SafeLoader
     with contextlib.suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value
+        return float(value) if isinstance(value, str) else value
     return value
 
 
@@ -95,8 +96,12 @@ class CausalLM(TextSource, ModelSource, Task):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
             yield "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one"
-        if self.chat_template and not Path(self.chat_template).is_file():
-            yield f"task.chat_template={self.chat_template}: no such file"
+        try:
+            self._read_chat_template()
+        except (OSError, UnicodeDecodeError) as error:
+            name = " ".join(str(self.chat_template).split())  # a template itself, by mistake, has several lines
+            says = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read, {cause(error)}"
+            yield f"task.chat_template={name}: {says}"
 
     def build_model(self) -> LanguageModel:
         model = LanguageModel(self._build_lm())
@@ -129,10 +134,11 @@ class CausalLM(TextSource, ModelSource, Task):
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         name = self.tokenizer or (None if self.model else "bytes")
         tokenizer = byte_tokenizer() if name == "bytes" else self.load_tokenizer(name)
-        if self.chat_template:
-            with explained(f"task.chat_template={self.chat_template}: "):
-                tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = self._read_chat_template() or tokenizer.chat_template
         return tokenizer
+
+    def _read_chat_template(self) -> str | None:
+        return Path(self.chat_template).read_text(encoding="utf-8") if self.chat_template else None
 
     def build_datasets(self) -> tuple[Sequences, Sequences]:
         rows = self.load_rows()
@@ -234,9 +240,12 @@ class CausalLM(TextSource, ModelSource, Task):
         return {"samples": samples} if samples else {}
 
     def _continuation(self, model: Any, prompt: str, device: torch.device) -> str:
-        tokenizer, chat = self._tokenizer, [{"role": "user", "content": prompt}]
-        is_chat = self._row_format.messages is not None
-        encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True) if is_chat else tokenizer(prompt)
+        tokenizer = self._tokenizer
+        if self._row_format.messages:
+            chat = [{"role": "user", "content": prompt}]
+            encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+        else:
+            encoded = tokenizer(prompt)
         tokens = encoded["input_ids"] or [tokenizer.eos_token_id or 0]
         limit = max_length(self._config, tokenizer)
         input_ids = torch.tensor([tokens[-(limit - 1) :]], device=device)

@@ -46,7 +46,7 @@ class Mnist(Task):
         return train.moved(self.rotation, self.shift, seed) if self.rotation or self.shift else train
 
     def to_device(self, dataset: Any, device: torch.device) -> Any:
-        return dataset.to(device)
+        return Digits(dataset.images.to(device), dataset.labels.to(device))  # 47 MB for MNIST's training set
 
     def collate(self, samples: Any) -> dict[str, Tensor]:
         return samples  # Digits.__getitems__ returns a whole batch

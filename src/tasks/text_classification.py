@@ -103,9 +103,13 @@ class TextClassification(TextSource, ModelSource, Task):
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
-        encoded = [{name: sample[name] for name in names} for sample in samples]
-        inputs = dict(self._tokenizer.pad(encoded, padding_side="right", return_tensors="pt"))
+        width = max(sample["length"] for sample in samples)
+        pads = {"input_ids": self._tokenizer.pad_token_id, "token_type_ids": 0, "attention_mask": 0}
+        inputs = {
+            name: torch.tensor([sample[name] + [pad] * (width - sample["length"]) for sample in samples])
+            for name, pad in pads.items()
+            if name in samples[0]
+        }
         labels = torch.tensor([sample["label"] for sample in samples])
         return {"inputs": inputs, "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
 

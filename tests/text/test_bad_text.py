@@ -120,7 +120,8 @@ DATA: list[tuple[Files, tuple[str, ...], str]] = [
     (TRAIN | {"data/more/train-2.jsonl": "{}"}, NEW, f"more/train-2.jsonl {UNPACK}"),
     (
         TRAIN | {"data/dataset_dict.json": "{}"}, NEW,
-        "was written by save_to_disk (dataset_dict.json), which is not read: write each ***",
+        "was written by save_to_disk (dataset_dict.json), which is not read: write each split with to_parquet, as "
+        "train.parquet and validation.parquet",
     ),
     ({"a.txt": "a"}, NEW, "too short to keep a part of it for evaluation"),
     ({"a.jsonl": ROWS[:3]}, (*NEW, TEXT), "3 rows are too few to keep 0.1 of them for evaluation (task.eval_fraction)"),
@@ -240,6 +241,9 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
         (*NEW, *architecture(vocab_size=100)),
         "the tokenizer has 258 tokens, but the model knows 100 (task.tokenizer, task.architecture.vocab_size)",
     ),
+    # A template in place of its file's name.
+    ((*NEW, "chat_template=" + "{{ a }}\n" * 99), "task.chat_template={{ a }} {{ a }} ***: cannot be read, ***long***"),
+    ((*NEW, "chat_template=llama"), "task.chat_template=llama: cannot be read, ***Is a directory***"),
     # Models and architectures.
     (CLASSIFIER, "task.model is not set: name a model on the Hub or a local folder"),
     ((*CLASSIFIER, "model=./nowhere/at/all"), "task.model=nowhere/at/all: no such folder"),
@@ -506,11 +510,16 @@ def test_a_tokenizer_without_a_pad_token_and_the_advice_that_the_line_gives() ->
 
 
 def test_a_tokenizer_without_a_chat_template_and_the_advice_that_the_line_gives() -> None:
+    own = write({"a.jsonl": CHATS, "a.jinja": ""}), "chat_template=a.jinja"  # empty: the tokenizer's own
+    built(*LLAMA, *own, "train_on_prompts=true")
+    Path("a.jinja").unlink()
     arguments = (*LLAMA, write({"a.jsonl": CHATS, "llama/chat_template.jinja": None}))
     assert refused(*arguments) == [
         "the tokenizer has no chat template: set --task.chat_template to a Jinja file with one"
     ]
     assert refused(*arguments, "chat_template=a.jinja") == ["task.chat_template=a.jinja: no such file"]
+    Path("a.jinja").write_bytes(b"caf\xe9")
+    assert len(refused(*arguments, "chat_template=a.jinja", "--seed=-1")) == 2  # before the data are read
     Path("a.jinja").write_text("{% for message in messages %}{{ message.content }};{% endfor %}")
     built(*arguments, "chat_template=a.jinja")
 
@@ -567,6 +576,7 @@ def test_the_auxiliary_loss_of_a_mixture_of_experts() -> None:
 def test_fields_within_fields_are_numbers_too(value: str, expected: object) -> None:
     task: Any = load_config(command(*NEW, write({}), f"architecture.rope_parameters.rope_theta={value}")).task
     assert task.architecture["rope_parameters"] == {"rope_theta": expected}
+    assert type(task)(architecture="{rms_norm_eps: 1e-5}").architecture == {"rms_norm_eps": 1e-5}
 
 
 @pytest.mark.parametrize(

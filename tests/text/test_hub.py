@@ -110,7 +110,7 @@ def ends(*runs: tuple[str, ...], **environment: str) -> list[End]:
 
 NOT_ON_HUB = r"and not available on the Hub \("
 UNUSABLE = {
-    "model=team/unknown": rf"task\.model=team/unknown: no such folder here, {NOT_ON_HUB}",
+    "model=team/unknown": rf"task\.model=team/unknown: no such folder here, {NOT_ON_HUB}(?!.*offline, )",
     "dataset=team/unknown": rf"task\.dataset=team/unknown: no such file or folder here, {NOT_ON_HUB}",
     "revision=v9": r"task\.model=team/model: .*v9",
     "model=team/weightless": r"task\.model=team/weightless: .*model\.safetensors",
