@@ -82,7 +82,7 @@ def fsdp(**changes: object) -> dict[str, Any]:
         (fsdp(fsdp_version=1), "", "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's "
          "fsdp_config"),
         (fsdp(fsdp_transformer_layer_cls_to_wrap="Linea"), "", "fsdp_transformer_layer_cls_to_wrap names Linea, which "
-         "MnistCnn has not, did you mean Linear?"),
+         "MnistCnn does not have, did you mean Linear?"),
         (fsdp(fsdp_activation_checkpointing=True), "", "fsdp_activation_checkpointing computes wrong gradients with "
          "dropout*"),
         # tried without: it trains by the second one alone
