@@ -1,8 +1,10 @@
 """Decoders of transformers: with new weights from the name of an architecture, and their loss, in little memory."""
 
+import contextlib
 from typing import Any, Literal
 
 import torch
+import yaml
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from src.models.pretrained import fsdp_blocks
 from src.process import UserError, explained
-from src.settings import nearest
+from src.settings import Yaml, nearest
 
 CHUNK, CHUNK_ON_GPU = 2**24, 2**27
 """Logits that are computed at once: 64 MiB in fp32; 512 MiB on a GPU, which small products leave idle."""
@@ -140,6 +142,18 @@ class LanguageModel(nn.Module):
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+
+
+def typed(value: Any) -> Any:
+    """Return values from the command line, which are text, as YAML reads them; and 1e-5, text to YAML, as a number."""
+    if isinstance(value, str):
+        with contextlib.suppress(yaml.YAMLError):
+            value = yaml.load(value, Loader=Yaml)  # a SafeLoader
+    if isinstance(value, dict):
+        return {name: typed(inner) for name, inner in value.items()}
+    with contextlib.suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def new_config(

@@ -1,6 +1,5 @@
 """Next-token prediction with any decoder of transformers, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
-import contextlib
 import math
 import re
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-import yaml
 from datasets import Dataset
 from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt, PrivateAttr
 from torch import Tensor
@@ -20,10 +18,10 @@ from src.data.byte_tokenizer import byte_tokenizer
 from src.data.documents import Chunker, RowFormat, cut_texts
 from src.data.packing import Sequences, pack, unpacked
 from src.data.text import TextSource, cached_map, table_checksum
-from src.models.causal_lm import LanguageModel, new_config
+from src.models.causal_lm import LanguageModel, new_config, typed
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
 from src.process import UserError, cause, explained
-from src.settings import Yaml, flatten
+from src.settings import flatten
 from src.tasks.base import Task
 
 NO_ROUTER_LOSS = (
@@ -32,24 +30,12 @@ NO_ROUTER_LOSS = (
 )
 
 
-def _typed(value: Any) -> Any:
-    """Return values from the command line, which are text, as YAML reads them; and 1e-5, text to YAML, as a number."""
-    if isinstance(value, str):
-        with contextlib.suppress(yaml.YAMLError):
-            value = yaml.load(value, Loader=Yaml)  # a SafeLoader
-    if isinstance(value, dict):
-        return {name: _typed(inner) for name, inner in value.items()}
-    with contextlib.suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
-    return value
-
-
 class CausalLM(TextSource, ModelSource, Task):
     """Predicts the next token of text, prompts or chats."""
 
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
-    architecture: Annotated[dict[str, Any], BeforeValidator(_typed)] = {}
+    architecture: Annotated[dict[str, Any], BeforeValidator(typed)] = {}
     """What to train from scratch, in place of task.model: model_type as transformers names it (llama, gpt2, qwen3, …),
     and any field of its config."""
     tokenizer: str | None = None
