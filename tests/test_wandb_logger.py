@@ -1,5 +1,6 @@
 """Whatever happens to W&B, the training goes on, is told once, and the process ends."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from tests.faults.runs import EACH_STEP, assert_same_run
 from tests.launching import Launch, Started, Whole
 
+LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"
+"""What is said of a service that was killed: by asyncio or by the system, whichever notices first."""
 SCRIPT = """
 import os, sys, time
 from asyncio import constants
@@ -52,12 +55,12 @@ print("left:", [child.name() for child in psutil.Process().children(recursive=Tr
     ("fault", "why"),
     [
         ("none", None),
-        ("dies", "Connection lost"),
-        ("dies at the finish", "Connection lost"),
+        ("dies", LOST),
+        ("dies at the finish", LOST),
         ("hangs", "its service has not answered for 1 seconds"),
         ("hangs at the finish", "its service has not answered for 2 seconds"),
-        ("a full disk", "[Errno 28] No space left on device"),
-        ("no folder", "[Errno 2] No such file or directory: '/proc/"),
+        ("a full disk", r"\[Errno 28\] No space left on device"),
+        ("no folder", r"\[Errno 2\] No such file or directory: '/proc/"),
     ],
 )
 def test_its_service(launch: Launch, tmp_path: Path, fault: str, why: str | None) -> None:
@@ -69,9 +72,10 @@ def test_its_service(launch: Launch, tmp_path: Path, fault: str, why: str | None
     done = launch("cpu", fault, script=str(tmp_path / "script.py"), cwd=tmp_path).succeeded()
     assert set(done.stderr.splitlines()) <= {"wandb: ERROR Problem finishing run"}
     said = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
-    expected = f"WARNING: W&B failed ({why}): the run goes on, recorded in metrics.jsonl alone"
-    assert said == ([expected] if why and fault != "no folder" else [])
-    assert f"failure: {why}" in done.stdout
+    assert len(said) == (why is not None and fault != "no folder")
+    for line in said:
+        assert re.fullmatch(rf"WARNING: W&B failed \(({why})\): the run goes on, recorded in metrics.jsonl alone", line)
+    assert re.search(f"failure: ({why})", done.stdout)
     assert fault == "none" or "left: []" in done.stdout
 
 
@@ -83,8 +87,7 @@ def test_a_run_whose_wandb_service_is_killed_goes_on(whole: Whole, tmp_path: Pat
         services[0].kill()
         run = started.ended()
     assert run.exit_code == 0, run.stdout
-    assert [line for line in run.stdout.splitlines() if "W&B failed" in line or "Traceback" in line] == [
-        "WARNING: W&B failed (Connection lost): the run goes on, recorded in metrics.jsonl alone"
-    ]
-    assert run.summary["wandb_failure"] == "Connection lost"
+    (line,) = [line for line in run.stdout.splitlines() if "W&B failed" in line or "Traceback" in line]
+    assert re.fullmatch(rf"WARNING: W&B failed \(({LOST})\): the run goes on, recorded in metrics.jsonl alone", line)
+    assert re.fullmatch(LOST, run.summary["wandb_failure"])
     assert_same_run(run, whole("cpu", *EACH_STEP))
