@@ -11,7 +11,7 @@ from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
 from src.checkpoint.output_folder import folder_errors
-from src.process import UserError
+from src.process import UserError, cause
 from src.settings import Settings, describe, nearest, read_arguments, validate
 from src.tasks import TASKS, load_task
 from src.tasks.base import Task
@@ -220,7 +220,7 @@ def config_from(saved: dict[str, Any]) -> Config:
     try:
         return _config_class(saved["task"]["name"]).model_validate(saved)
     except (KeyError, ValidationError) as error:
-        raise UserError(f"not the settings of a run: {' '.join(str(error).split())}") from error
+        raise UserError(f"not the settings of a run: {cause(error)}") from error
 
 
 def _config_class(task: str) -> type[Config]:

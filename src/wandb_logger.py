@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import wandb
 
+from src.process import cause
+
 FINISH_SECONDS = 120.0
 """How long the end of a run waits for pending uploads; `wandb sync` uploads the rest."""
 HANG_SECONDS = 60.0
@@ -109,7 +111,7 @@ class WandbLogger:
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:
-            self.failure = " ".join(str(error).split()) or type(error).__name__
+            self.failure = cause(error)
             logging.getLogger("wandb").handlers = [logging.NullHandler()]  # its file may be on a full disk
             if self.run is not None:
                 threading.Thread(target=_abandon, daemon=True).start()

@@ -4,11 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from src.check.findings import EXACT, Row, WorstError, finding, norm, relative_error, relative_errors
+from src.check.findings import EXACT, Row, WorstError, finding, gather, norm, relative_error, relative_errors
 from src.check.subject import Autocast, Subject, capture_update, whole
 from src.data.loading import MicroBatch
 from src.optim import Schedule, lr_at, set_lr
@@ -119,7 +118,7 @@ def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
         torch.manual_seed(seed)
         with torch.no_grad():
             losses.append(float(subject.run.task.loss(subject.reference, micro_batch.to(subject.run.device))[0]))
-    if not any(gather_object([losses[0] != losses[1]])):
+    if not any(gather(losses[0] != losses[1])):
         return "the model draws none"
     if subject.run.config.compile:
         return "switched off (eval mode): compiled code draws other numbers"

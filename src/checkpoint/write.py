@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from src.checkpoint.format import INCOMPLETE, STATE, RunState, file_facts, publish, rotate, write_json
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.tensors import rank_state_dict, run_tensors
+from src.process import cause
 from src.run import Run
 
 
@@ -78,8 +79,7 @@ class CheckpointWriter:
         except CheckpointException as error:  # a process could not write, and all have been told
             if self._run.is_main:
                 shutil.rmtree(writer.folder, ignore_errors=True)
-            cause = next(iter(error.failures.values()))[0]
-            says = " ".join(str(cause).split()) or type(cause).__name__
+            says = cause(next(iter(error.failures.values()))[0])
             kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
             self._say(f"WARNING: no checkpoint of step {writer.state.progress.step}: {says}; {kept}")
         else:
