@@ -15,9 +15,7 @@ import os, sys, time
 from asyncio import constants
 import psutil
 from src import wandb_logger
-from wandb.sdk.data_types._private import MEDIA_TMP
 
-os.makedirs(MEDIA_TMP.name, exist_ok=True)  # each rank that ends deletes it
 fault = sys.argv[1]
 wandb_logger.HANG_SECONDS = wandb_logger.FINISH_SECONDS = 1.0
 constants.LOG_THRESHOLD_FOR_CONNLOST_WRITES = 0  # asyncio warns of each lost write, not only from the sixth on

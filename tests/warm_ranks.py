@@ -34,9 +34,9 @@ PROJECT = Path(__file__).parent.parent
 LIBRARIES = (
     "datasets", "evaluate", "peft", "sklearn.metrics", "torch._dynamo", "torch._inductor.compile_fx",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchvision", "transformers.models.bert.modeling_bert",
-    "transformers.models.llama.modeling_llama", "wandb",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-"""What runs import, some of it late."""
+"""What runs import, some of it late. Not wandb: it makes a folder then, which every process deletes when it ends."""
 GRACE_SECONDS = 30.0
 """Between SIGTERM and SIGKILL; TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets it for torch's launcher, and here."""
 
@@ -69,7 +69,7 @@ def warm() -> None:
     own = [module.name for module in pkgutil.walk_packages(src.__path__, "src.")]
     installed = [name for name in LIBRARIES if find_spec(name.partition(".")[0])]  # some may have been thrown out
     for name in [*installed, *own]:
-        if not name.endswith("__main__"):
+        if not name.endswith(("__main__", "wandb_logger")):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or each rank copies what the collector touches
