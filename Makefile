@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 .PHONY: help setup train test testall lint format clean
 
-help:  ## list what there is
+help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: .venv/installed  ## make .venv with everything in it
@@ -24,13 +24,13 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml train.py --config configs/digits.yaml \
 		--run_name=$$name $(ARGS)
 
-test: setup  ## run the tests, some minutes; ARGS='-k parity' for some
+test: setup  ## run all but the slow tests, 8 minutes; ARGS='-k parity' for some of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
-testall: setup  ## run the slow tests too
+testall: setup  ## run the slow tests too, 25 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
-lint: setup  ## linter, formatter and type checker, changing nothing
+lint: setup  ## run linter, formatter and type checker, changing nothing
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

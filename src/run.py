@@ -140,7 +140,7 @@ def startup_summary(run: Run) -> dict[str, str]:
         "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
         **{part: in_one_line(figures) for part, figures in facts["data"].items() if figures},
         "batch": f"{config.global_batch_size} = {config.micro_batch(world_size)} per micro-batch x "
-        f"{world_size} processes x {config.accumulation(world_size)} accumulated",
+        f"{world_size} process{'es' if world_size > 1 else ''} x {config.accumulation(world_size)} accumulated",
         "tuned": ", ".join(facts["tuned"]),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
     }
