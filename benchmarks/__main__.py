@@ -3,7 +3,7 @@
     make bench [ARGS='--data_dir=DIR']       measures (MNIST is downloaded into DIR, `data`, where it is missing)
     make bench-check                         measures, and fails where a ratio is worse than in results.json
     python -m benchmarks mnist loop          some of them
-    python -m benchmarks --save              also writes results.json, for others to be compared with
+    python -m benchmarks --save              also writes each into results.json, for others to be compared with
 
 Ratios are compared, never times, and each row is judged by its own noise: it is worse where all of its pairs are worse
 than all of the committed ones, by more than 2%, and are so once more when measured again.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.pairs import Comparison, load, save, table
@@ -59,6 +60,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
+    if not (find_spec("lightning") and find_spec("matplotlib")):
+        sys.exit("the peers are missing: pip install -r benchmarks/requirements.txt")
     committed = {row.question: row for row in load(RESULTS)}
     measured: list[Comparison] = []
     losses: list[str] = []
@@ -69,9 +72,9 @@ def main() -> None:
             rows = measure(question, chosen.data_dir)
             losses += [line for name, line in worse(rows, committed).items() if name in suspected]
         measured += rows
+        if chosen.save:
+            save((committed | {row.question: row for row in measured}).values(), RESULTS)
     print(table(measured))
-    if chosen.save:
-        save((committed | {row.question: row for row in measured}).values(), RESULTS)
     if losses:
         sys.exit("worse than results.json, beyond the noise:\n" + "\n".join(losses))
 
