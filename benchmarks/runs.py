@@ -137,6 +137,7 @@ class Side:
                 return
             if code is not None:
                 raise RuntimeError(f"{shlex.join(self.command)}\n{self.log[-6000:]}\nexit code {code}")
+            self.process.send_signal(signal.SIGCONT)  # `script` stops itself once it sees its child stopped
             time.sleep(0.005)
 
     def signal(self, number: int) -> list[psutil.Process]:
