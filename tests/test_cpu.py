@@ -36,10 +36,10 @@ def tuned(monkeypatch: pytest.MonkeyPatch, model: nn.Module, precision: str, cpu
 
 
 def sequences_of(length: int | None) -> nn.Module:
-    """A model with a linear layer, and with attention over at most so many tokens."""
+    """A model with a linear layer, around one with attention over at most so many tokens, as LanguageModel is."""
     model = nn.Sequential(nn.Linear(2, 2))
     if length:
-        model.config = SimpleNamespace(max_position_embeddings=length)  # type: ignore[assignment]
+        model[0].config = SimpleNamespace(max_position_embeddings=length)  # type: ignore[assignment]
     return model
 
 

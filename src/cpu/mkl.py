@@ -30,8 +30,9 @@ def avoid_in_attention(model: nn.Module) -> bool:
     Returns:
         Whether it did; it is a setting of the whole process.
     """
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if positions is None or positions > LONGEST:
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    lengths = [getattr(config, "max_position_embeddings", None) for config in configs]
+    if max((length for length in lengths if length), default=LONGEST + 1) > LONGEST:
         return False
     torch.backends.cuda.enable_flash_sdp(False)  # these two hold for the CPU as well
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
