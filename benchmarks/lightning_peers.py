@@ -35,7 +35,10 @@ def train_trainer(peer: Peer) -> None:
         accelerator="cpu",
         precision=PRECISIONS[peer.plan.precision],
         max_epochs=1,
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Module(), peer.loader())
     peer.finish()
