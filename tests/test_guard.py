@@ -132,6 +132,7 @@ def test_a_gpu_without_bf16_trains_in_fp32_and_says_so(monkeypatch: pytest.Monke
     assert choose_precision(None, "bf16", is_stand_in=False) == ("no", "Tesla T4 has no bf16: training in fp32")
 
 
+@pytest.mark.slow
 def test_torchrun_works_without_an_accelerate_yaml(tmp_path: Path) -> None:
     command = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node=2", "train.py", "--task.source=digits"]
     command += ["--max_steps=2", f"--output_dir={tmp_path}/run", "--wandb.mode=disabled"]

@@ -40,6 +40,7 @@ def test_by_hand_and_ddp_have_the_same_curve(launch: Launch, tmp_path: Path, sou
     assert accuracy == pytest.approx(ddp.summary["eval/accuracy"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_its_mistakes_are_one_line_too(launch: Launch) -> None:
     """Of several processes, and by the command in its docstring."""
     torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=1", "-m", "src.reference", "--sed=1"]

@@ -5,12 +5,12 @@ import torch
 
 from src.checkpoint.tensors import read, saved_tensors
 from tests.faults.runs import EACH_STEP, SHORT, checkpoints, weights
-from tests.launching import Launch
+from tests.launching import Launch, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
 
-@pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
+@pytest.mark.parametrize("yaml", ["ddp", slow("fsdp")])
 def test_one_process_with_nan_makes_all_skip_the_step_and_count_it(launch: Launch, yaml: str) -> None:
     """It leaves no trace in weights and optimizer: momentum and weight decay would show, were the step taken with
     gradients of zero. Tried without `accepts`: the weights become NaN."""

@@ -31,8 +31,8 @@ def assert_preempted(run: Run, at_least: int = 5) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("yaml", "number", "real"),
     [
-        ("cpu", signal.SIGTERM, True), ("ddp", signal.SIGUSR1, True), ("ddp", signal.SIGINT, False),
-        slow("cpu", signal.SIGINT, True), slow("cpu", signal.SIGUSR1, True),
+        ("ddp", signal.SIGUSR1, True), ("ddp", signal.SIGINT, False),
+        slow("cpu", signal.SIGTERM, True), slow("cpu", signal.SIGINT, True), slow("cpu", signal.SIGUSR1, True),
         slow("ddp", signal.SIGTERM, True), slow("ddp", signal.SIGINT, True),
     ],
 )  # fmt: skip
@@ -126,7 +126,7 @@ def test_max_hours_ends_the_same_way(launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "number"),
     [
-        ("imports", signal.SIGUSR1), slow("imports", signal.SIGTERM),
+        slow("imports", signal.SIGUSR1), slow("imports", signal.SIGTERM),
         ("data", signal.SIGUSR1), ("data", signal.SIGTERM),
     ],
 )  # fmt: skip

@@ -59,7 +59,7 @@ def test_saved_under_any_strategy_and_resumed_under_any_other(
 
 
 @pytest.mark.parametrize(
-    ("yaml", "more"), [("cpu", ()), ("ddp", ()), slow("fsdp", ()), ("fsdp_grad_op", (f"--seed={2**32 - 1}",))]
+    ("yaml", "more"), [("cpu", ()), ("ddp", ()), slow("fsdp", ()), slow("fsdp_grad_op", (f"--seed={2**32 - 1}",))]
 )
 def test_at_the_end_of_an_epoch(launch: Launch, whole: Whole, tmp_path: Path, yaml: str, more: tuple[str, ...]) -> None:
     """An epoch has 23 steps, and at its end there is an evaluation, which comes before the save: it is not made again.

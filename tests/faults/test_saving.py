@@ -69,6 +69,7 @@ def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(laun
     assert (run.status["status"], run.status["step"], run.status["checkpoint"]) == ("preempted", 1, None)
 
 
+@pytest.mark.slow
 def test_a_save_in_which_a_process_hangs_ends_the_run_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """The exchange that it left others waiting in can't be used again. Tried with a warning, as for a full disk: no
     further checkpoint can be saved, and the run trains on."""

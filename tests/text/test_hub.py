@@ -122,6 +122,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.slow
 def test_what_the_hub_has_not_or_in_no_usable_form_is_one_line(server: Hub) -> None:
     found = ends(*[(*NAMES, f"--task.{setting}") for setting in UNUSABLE], **server.environment)
     assert [code for code, _ in found] == [2] * len(UNUSABLE), found
@@ -129,6 +130,7 @@ def test_what_the_hub_has_not_or_in_no_usable_form_is_one_line(server: Hub) -> N
         assert re.match(expected, says)
 
 
+@pytest.mark.slow
 def test_offline_an_unknown_name_is_one_line_and_what_it_advises_works(server: Hub, tmp_path: Path) -> None:
     data = tiny.reviews(tmp_path / "data")
     runs = ("--task.model=team/model", f"--task.dataset={data}"), NAMES, NAMES  # the data come first
