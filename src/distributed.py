@@ -111,8 +111,8 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     precision = "fp32" if precision == "no" else precision
     if is_stand_in:
         stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
-        processes = f"{world_size} process" + ("es" if world_size > 1 else "") + (f" on {backend}" if backend else "")
-        note = f"no GPU here: {stand_in}, {processes}{', sharding for real' if wants_fsdp else ''}, {precision}"
+        started = processes(world_size) + (f" on {backend}" if backend else "")
+        note = f"no GPU here: {stand_in}, {started}{', sharding for real' if wants_fsdp else ''}, {precision}"
     kind = yaml.get("distributed_type", "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO")
     return accelerator, Launch(
         config_file=config_file,
@@ -125,6 +125,11 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         comm_hook=comm_hook,
         note=note,
     )
+
+
+def processes(number: int) -> str:
+    """Return `1 process` or `4 processes`."""
+    return f"{number} process{'es' if number > 1 else ''}"
 
 
 def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from src.checkpoint.format import ResumePoint
 from src.config import Config
 from src.cpu import tune_for_cpu
-from src.distributed import Launch
+from src.distributed import Launch, processes
 from src.optim import Schedule
 from src.progress import Progress
 from src.tasks.base import Examples, Task
@@ -140,7 +140,7 @@ def startup_summary(run: Run) -> dict[str, str]:
         "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
         **{part: in_one_line(figures) for part, figures in facts["data"].items() if figures},
         "batch": f"{config.global_batch_size} = {config.micro_batch(world_size)} per micro-batch x "
-        f"{world_size} process{'es' if world_size > 1 else ''} x {config.accumulation(world_size)} accumulated",
+        f"{processes(world_size)} x {config.accumulation(world_size)} accumulated",
         "tuned": ", ".join(facts["tuned"]),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
     }

@@ -17,7 +17,7 @@ from src.checkpoint.format import ResumePoint, write_json, write_text
 from src.checkpoint.output_folder import parent_checkpoint, saved_settings
 from src.config import Config
 from src.data.loading import examples_seen
-from src.distributed import Launch, peak_memory
+from src.distributed import Launch, peak_memory, processes
 from src.progress import StepResult
 from src.run import Evaluation, Run, startup_summary
 
@@ -72,11 +72,11 @@ class Tracker:
     def _print_summary(self) -> None:
         launch, config, resume = self._run.launch, self._run.config, self._run.resume
         asked = f"asked for by {launch.config_file}" if launch.config_file else "not started by an accelerate yaml"
-        processes = f"{launch.num_processes} process" + ("es" if launch.num_processes > 1 else "")
         backend = f" on {launch.backend}" if launch.backend else ""
         backend += f" (gradients: {launch.comm_hook})" if launch.comm_hook else ""
         rows = {
-            "strategy": f"{launch.strategy} ({asked}), {processes}{backend}, {launch.device}, {launch.precision}",
+            "strategy": f"{launch.strategy} ({asked}), {processes(launch.num_processes)}{backend}, {launch.device}, "
+            f"{launch.precision}",
             **startup_summary(self._run),
             "output": str(self.folder),
             **{logger.title: logger.where for logger in self._loggers},
