@@ -31,8 +31,7 @@ def avoid_in_attention(model: nn.Module) -> bool:
         Whether it did; it is a setting of the whole process.
     """
     configs = [getattr(module, "config", None) for module in model.modules()]
-    lengths = [getattr(config, "max_position_embeddings", None) for config in configs]
-    if max((length for length in lengths if length), default=LONGEST + 1) > LONGEST:
+    if not 0 < max(getattr(config, "max_position_embeddings", None) or 0 for config in configs) <= LONGEST:
         return False
     torch.backends.cuda.enable_flash_sdp(False)  # these two hold for the CPU as well
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
