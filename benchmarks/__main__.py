@@ -24,6 +24,7 @@ QUESTIONS = (
     "loop", "mnist", "evaluation", "data_parallel", "transformer", "packing", "sharding", "startup", "everything_on",
     "growth",
 )  # fmt: skip
+NEEDS = {"transformer": "lightning", "growth": "matplotlib"}
 RESULTS = Path(__file__).parent / "results.json"
 MARGIN = 0.02
 
@@ -60,12 +61,13 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
-    if not (find_spec("lightning") and find_spec("matplotlib")):
-        sys.exit("the peers are missing: pip install -r benchmarks/requirements.txt")
+    questions = chosen.questions or QUESTIONS
+    if absent := [name for question, name in NEEDS.items() if question in questions and not find_spec(name)]:
+        sys.exit(f"{', '.join(absent)}: not installed; pip install -r benchmarks/requirements.txt")
     committed = {row.question: row for row in load(RESULTS)}
     measured: list[Comparison] = []
     losses: list[str] = []
-    for question in chosen.questions or QUESTIONS:
+    for question in questions:
         rows = measure(question, chosen.data_dir)
         if chosen.check and (suspected := worse(rows, committed)):
             print(f"worse: {', '.join(suspected)}: once more", flush=True)
