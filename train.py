@@ -81,11 +81,15 @@ def build(config: Config) -> Run | None:
     fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_main_process else []
     train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
 
-    model, facts = new_model(config, launch.device, launch.precision)
+    sharding = (accelerator.process_index, accelerator.num_processes) if accelerator.is_fsdp2 else None
+    model, facts = new_model(config, launch.device, launch.precision, sharding)
     facts["data"] = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
-    metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, model)
     transform(model, config, accelerator)
-    model, optimizers = prepare(accelerator, model, build_optimizers(config.optim, model, accelerator.is_fsdp2))
+    model = prepare(accelerator, model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        task.load_weights(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
+    optimizers = build_optimizers(config.optim, model)
+    metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, accelerator, model)
     set_seed((config.seed + accelerator.process_index) % 2**32)  # each process draws dropout masks of its own
     data: dict[str, Any] = {"train_set": train_set, "eval_set": eval_set, "metadata": metadata, "facts": facts}
     run = Run(config, accelerator, launch, resume, command, model, optimizers, resume.progress, **data)

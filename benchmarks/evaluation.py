@@ -55,7 +55,7 @@ def measure_in_process(data_dir: str) -> None:
         return time.perf_counter() - started
 
     def compare(model: nn.Module) -> list[list[float]]:
-        model, _ = prepare(accelerator, model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+        model = prepare(accelerator, model)
         loader = accelerator.prepare(DataLoader(test_set, batch_size=64, collate_fn=config.task.collate))
         counts: set[int] = set()
         where = {"device": accelerator.device, "is_main": accelerator.is_main_process}

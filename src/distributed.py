@@ -24,7 +24,7 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.optim import Optimizer
+from torch.optim import SGD
 
 from src.config import Config
 from src.launch_guard import Launcher, choose_precision, find_launcher, is_set, launch_errors
@@ -178,14 +178,10 @@ def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
         torch.distributed.barrier(patient)
 
 
-def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer]
-) -> tuple[nn.Module, list[Optimizer]]:
-    """Call `accelerator.prepare`, and under FSDP make sure that blocks were wrapped, not only the whole model.
-
-    Returns:
-        The model, and the optimizers without Accelerate's wrapper: it handles loss scales and accumulation, which the
-        loop does itself, and searches all of sys.path for a package in each step (docs/upstream.md).
+def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return what `accelerator.prepare` makes of the model; under FSDP make sure that blocks were wrapped, not only the
+    whole model. Optimizers are built afterwards and not prepared: Accelerate's wrapper around them handles loss scales
+    and accumulation, which the loop does itself.
 
     Raises:
         UserError: FSDP found no blocks to wrap.
@@ -198,13 +194,15 @@ def prepare(
             if block not in classes:
                 where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
                 raise UserError(f"{where} names {block}, which {name} does not have{nearest(block, sorted(classes))}")
-    model, *prepared = accelerator.prepare(model, *optimizers)
-    if accelerator.is_fsdp2 and sharded_units(model) < 2:
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare(model)
+    model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it insists on an optimizer
+    if sharded_units(model) < 2:
         raise UserError(
             f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
             f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
         )
-    return model, [optimizer.optimizer for optimizer in prepared]
+    return model
 
 
 def sharded_units(model: nn.Module) -> int:

@@ -20,18 +20,23 @@ from src.run import Run
 def export_model(run: Run, metrics: dict[str, float]) -> None:
     """Write the folder `model`, replacing one from a shorter run, with the metrics of its weights on its card.
     Collective: under FSDP each process has a shard."""
-    weights = run.accelerator.get_state_dict(run.model)
-    if run.is_main:
-        with replacing(run.config.folder / "model") as unfinished:
-            export_weights(run.config, run.accelerator.unwrap_model(run.model), weights, metrics, unfinished)
+    accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
+    with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished_place(folder)) as unfinished:
+        accelerator.wait_for_everyone()
+        if accelerator.is_fsdp2 and run.task.export_sharded(model, unfinished, accelerator):
+            if run.is_main:
+                _card(run.config, metrics).save(unfinished / "README.md")
+            return
+        weights = accelerator.get_state_dict(run.model)
+        if run.is_main:
+            export_weights(run.config, model, weights, metrics, unfinished)
 
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a folder to write into. It takes the place of `folder` when it is complete, and is deleted if it never is.
     Raise a RunError if it cannot be written."""
-    place = folder.resolve()  # where it is a link to another disk
-    unfinished = place.with_name(f"tmp_{place.name}")
+    place, unfinished = folder.resolve(), unfinished_place(folder)
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -43,6 +48,12 @@ def replacing(folder: Path) -> Iterator[Path]:
         raise RunError(f"{reason}: fix that, and run the same command again") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def unfinished_place(folder: Path) -> Path:
+    """Return where `folder` is written until it is complete: beside it, on another disk if it is a link to there."""
+    place = folder.resolve()
+    return place.with_name(f"tmp_{place.name}")
 
 
 def export_weights(

@@ -20,9 +20,9 @@ class Schedule(NamedTuple):
     steps_per_epoch: int
 
 
-def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) -> list[Optimizer]:
+def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
     """Return one optimizer; for muon two: it takes the weight matrices except embeddings and the last layer, and adamw
-    takes the rest, if any. `is_sharded`: whether FSDP is going to shard the model."""
+    takes the rest, if any. Call it after FSDP has sharded the model."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden: set[nn.Parameter] = set()
     if config.name == "muon":
@@ -35,6 +35,7 @@ def build_optimizers(config: Optim, model: nn.Module, is_sharded: bool = False) 
     groups = [group for group in (matrices, vectors) if group["params"]]
     match config.name:
         case "sgd":
+            is_sharded = any(isinstance(p, DTensor) for p in parameters)
             return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
             return [Adadelta(groups, lr=config.lr)]

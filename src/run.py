@@ -115,13 +115,16 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
-def new_model(config: Config, device_type: str, precision: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the task's model, the same on all processes, and facts about it by name."""
+def new_model(
+    config: Config, device_type: str, precision: str, sharding: tuple[int, int] | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the task's model, the same on all processes, and facts about it by name. `sharding`, of FSDP: this process
+    and their number; the model may then be without weights."""
     set_seed(config.seed)
-    model = config.task.build_model()
+    model = (config.task.build_empty_model(*sharding) if sharding else None) or config.task.build_model()
     tuned = [name for name in ("compile", "cuda_graphs") if getattr(config, name)]
     if device_type == "cpu":
-        tuned += tune_for_cpu(model, precision)
+        tuned += tune_for_cpu(model, precision, sharding is not None)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return model, {
         "parameters": sum(size for size, _ in sizes),

@@ -3,7 +3,6 @@
 A canary that fails says that a library changed: look at the code it names before changing the canary.
 """
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,15 +154,6 @@ def test_torchs_norm_on_the_cpu_is_imprecise() -> None:
 def test_a_failed_save_of_dcp_is_no_exception() -> None:
     """`except Exception` does not catch it: src/checkpoint/write.py names it."""
     assert not issubclass(CheckpointException, Exception)
-
-
-def test_accelerates_optimizer_looks_for_a_package_in_each_step() -> None:
-    """src/distributed.py: why `prepare` gives back the optimizers without it."""
-    prepared = Accelerator(cpu=True).prepare(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
-    with mock.patch("importlib.util.find_spec", wraps=importlib.util.find_spec) as find:
-        prepared.step()
-        prepared.step()
-    assert [call.args for call in find.call_args_list].count(("lomo_optim",)) >= 2
 
 
 def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from accelerate.utils import set_seed
 from src.checkpoint.format import MANIFEST, STATE, evaluation_of, problems, read_state
 from src.checkpoint.output_folder import list_checkpoints
 from src.checkpoint.rng import absent_random_file
-from src.checkpoint.tensors import frozen_norm, load_tensors, read, require_same_frozen, saved_tensors
+from src.checkpoint.tensors import frozen_square_sum, load_tensors, read, require_same_frozen, saved_tensors
 from src.config import config_from
 from src.export import export_weights, replacing
 from src.process import UserError, exit_codes
@@ -68,7 +68,7 @@ def export(paths: list[str]) -> int:
     config.task.load_data_state(state.data_state)
     set_seed(config.seed)
     model = config.task.build_model()
-    require_same_frozen(path, state.frozen_norm, frozen_norm(model))
+    require_same_frozen(path, state.frozen_norm, frozen_square_sum(model).sqrt().item())
     load_tensors(path, model)
     with replacing(folder) as unfinished:
         export_weights(config, model, model.state_dict(), evaluation_of(path), unfinished)

@@ -135,9 +135,9 @@ def publish(incomplete: Path, files: dict[str, Any], checkpoint: Path) -> None:
     """Write the manifest, with these entries, into a folder that lacks nothing else, and rename that to `checkpoint`;
     raise an OSError if that exists."""
     write_json(incomplete / MANIFEST, {"files": files})
-    _sync(incomplete)
+    sync(incomplete)
     os.rename(incomplete, checkpoint)  # refuses to replace a folder with something in it
-    _sync(checkpoint.parent)
+    sync(checkpoint.parent)
 
 
 def quarantine(checkpoint: Path) -> None:
@@ -207,7 +207,7 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
         yield f"{error.filename} cannot be read, {error.strerror}"
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

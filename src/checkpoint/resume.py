@@ -26,7 +26,7 @@ from src.checkpoint.output_folder import (
     saved_settings,
 )
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
-from src.checkpoint.tensors import frozen_norm, load_tensors, require_same_frozen
+from src.checkpoint.tensors import frozen_square_sum, load_tensors, require_same_frozen
 from src.config import Config
 from src.distributed import Launch
 from src.process import SIGNALS, UserError
@@ -45,16 +45,24 @@ ALL_THE_SAME = "or continue anyway with --checkpoint.accept_changes=true"
 
 
 def checkpoint_metadata(
-    config: Config, launch: Launch, num_examples: int, fingerprints: list[str], model: nn.Module
+    config: Config,
+    launch: Launch,
+    num_examples: int,
+    fingerprints: list[str],
+    accelerator: Accelerator,
+    model: nn.Module,
 ) -> dict[str, Any]:
     """Return the fields of RunState that stay the same throughout a run. The fingerprints, of the data to train and to
-    evaluate on, are the main process's; `model` is not prepared yet."""
+    evaluate on, are the main process's. Collective."""
+    squares = frozen_square_sum(model)
+    if accelerator.is_fsdp2:
+        squares = accelerator.reduce(squares.to(accelerator.device), "sum").cpu()
     return {
         "config": config.model_dump(mode="json"),
         "data_state": config.task.data_state(),
         "examples": num_examples,
         "data": fingerprints,
-        "frozen_norm": frozen_norm(model),
+        "frozen_norm": squares.sqrt().item(),
         "strategy": launch.strategy,
         "precision": launch.precision,
         "num_processes": launch.num_processes,

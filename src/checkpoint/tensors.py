@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from src.optim import to_local
 from src.process import UserError
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended in a single process
@@ -87,11 +88,11 @@ def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
 
 
-def frozen_norm(model: nn.Module) -> float:
-    """Return the L2 norm over all frozen parameters, which identifies them, as no checkpoint holds them; 0 if there are
-    none. Call it before FSDP shards them."""
-    norms = [p.detach().norm(dtype=torch.float32) for p in model.parameters() if not p.requires_grad]
-    return torch.stack(norms).double().norm().item() if norms else 0.0
+def frozen_square_sum(model: nn.Module) -> Tensor:
+    """Return the sum of the squares of this process's part of all frozen parameters; shape (), float64. Its root, the
+    norm, identifies them, as no checkpoint holds them."""
+    frozen = (to_local(p.detach()).float() for p in model.parameters() if not p.requires_grad)
+    return sum((values.square().sum().double().cpu() for values in frozen), torch.zeros((), dtype=torch.float64))
 
 
 def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> None:

@@ -4,19 +4,24 @@ from torch import nn
 
 from src.cpu import mkl
 from src.cpu.dropout import Dropout
-from src.cpu.malloc import keep_freed_memory
+from src.cpu.malloc import keep_freed_memory, return_freed_memory
 
 
-def tune_for_cpu(model: nn.Module, precision: str) -> list[str]:
+def tune_for_cpu(model: nn.Module, precision: str, is_sharded: bool = False) -> list[str]:
     """Speed up this process and `model`, in place: its layers change their class, but keep their names and weights.
 
     Args:
         precision: fp32, bf16, fp16 or fp8.
+        is_sharded: whether FSDP shards it, as memory is then worth more than time.
 
     Returns:
         What was done, for the start-up summary.
     """
-    done = ["freed memory is kept"] if keep_freed_memory() else []
+    done = []
+    if is_sharded and return_freed_memory():
+        done.append("freed memory is given back")
+    elif not is_sharded and keep_freed_memory():
+        done.append("freed memory is kept")
     _change_class(model, nn.Dropout, Dropout)
     if mkl.is_slow():
         if precision == "fp32" and _change_class(model, nn.Linear, mkl.Linear):

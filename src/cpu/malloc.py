@@ -1,10 +1,11 @@
-"""Memory that was freed stays with the process."""
+"""Memory that was freed: kept by the process, which is faster, or given back, so that a sharded model needs no more
+than its share."""
 
 import ctypes
 import sys
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
-TOP_PAD = 64 * 2**20
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # of glibc's malloc.h
+TOP_PAD, LARGE = 64 * 2**20, 2**20
 
 
 def keep_freed_memory() -> bool:
@@ -14,6 +15,19 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it could be set: only glibc has it.
     """
+    return _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: TOP_PAD})
+
+
+def return_freed_memory() -> bool:
+    """Have glibc give each block from 1 MiB on back to the kernel when it is freed. What FSDP gathers and frees, block
+    by block, would otherwise be scattered over the heap, which grows until it could hold the whole model several times.
+
+    Returns:
+        Whether it could be set: only glibc has it.
+    """
+    return _mallopt({M_MMAP_THRESHOLD: LARGE})
+
+
+def _mallopt(settings: dict[int, int]) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: TOP_PAD}
     return mallopt is not None and all(mallopt(*setting) for setting in settings.items())

@@ -1,6 +1,7 @@
 """Decoders of transformers: with new weights from the name of an architecture, and their loss, in little memory."""
 
 import contextlib
+import copy
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,13 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from src.models.pretrained import fsdp_blocks
@@ -22,12 +29,13 @@ CHUNK, CHUNK_ON_GPU = 2**24, 2**27
 
 class LanguageModel(nn.Module):
     """Computes losses from the logits of a few tokens at a time: with a vocabulary of 100,000, nothing takes as much
-    memory as all of them. Finds out whether the model `is_causal` and `keeps_documents_apart`.
+    memory as all of them. Knows whether the model `is_causal` and `keeps_documents_apart`.
 
-    `lm` comes from AutoModelForCausalLM, fp32, on the CPU; or is a PeftModel of such a model.
+    `lm` comes from AutoModelForCausalLM, fp32; or is a PeftModel of such a model. Where it may have no weights yet,
+    `probe` is a small model of the same class with some, that tells what has to be tried.
     """
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, probe: "LanguageModel | None" = None) -> None:
         super().__init__()
         self.lm = lm
         self._no_split_modules = fsdp_blocks(self.hf)
@@ -36,16 +44,32 @@ class LanguageModel(nn.Module):
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
-        self.eval()
-        kinds = RuntimeError, ValueError, IndexError, TypeError  # its config can be built, but not run
-        with explained(f"{type(self.hf).__name__} fails on eight tokens: ", kinds):
-            self._probe()
+        if probe is None:
+            self.eval()
+            kinds = RuntimeError, ValueError, IndexError, TypeError  # its config can be built, but not run
+            with explained(f"{type(self.hf).__name__} fails on eight tokens: ", kinds):
+                self._probe()
+        else:
+            self.is_causal: bool = probe.is_causal
+            self.keeps_documents_apart: bool = probe.keeps_documents_apart
+            self._has_known_head: bool = probe._has_known_head
+            self.unused: list[str] = probe.unused
+        for part in self.unused:
+            self.hf.base_model.get_submodule(part).requires_grad_(False)
         self.train()
 
     @property
     def hf(self) -> Any:
         """The PreTrainedModel."""
         return self.lm.get_base_model() if isinstance(self.lm, PeftModel) else self.lm
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the first layer: Accelerate has FSDP gather it, and the last, by itself."""
+        return self.hf.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the last layer."""
+        return self.hf.get_output_embeddings()
 
     def forward(self, method: Literal["loss", "score", "generate"], *args: Any, **kwargs: Any) -> Any:
         """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone."""
@@ -123,11 +147,11 @@ class LanguageModel(nn.Module):
         self.is_causal = _equal(second[:, :3], beginning)
         self.keeps_documents_apart = _equal(both, second)
         self._has_known_head = known.shape == second.shape and _equal(known, second)
-        self._freeze_unused(self._states(tokens[:, :4], positions[:, :4]))
+        self.unused = self._unused_parts(self._states(tokens[:, :4], positions[:, :4]))
 
-    def _freeze_unused(self, states: Tensor) -> None:
-        """Freeze the parts that `states` does not depend on, such as a vision tower: DDP would wait for their
-        gradients."""
+    def _unused_parts(self, states: Tensor) -> list[str]:
+        """Return the names of the parts that `states` does not depend on, such as a vision tower: to be frozen, as DDP
+        would wait for their gradients."""
         nodes, seen = [states.grad_fn], set()
         while nodes:
             node = nodes.pop()
@@ -135,9 +159,32 @@ class LanguageModel(nn.Module):
                 seen.add(node)
                 nodes.extend(before for before, _ in node.next_functions)
         used = {getattr(node, "variable", None) for node in seen}
-        for part in self.hf.base_model.children():
-            if used.isdisjoint(part.parameters()):
-                part.requires_grad_(False)
+        return [name for name, part in self.hf.base_model.named_children() if used.isdisjoint(part.parameters())]
+
+
+def small_model(config: PreTrainedConfig) -> LanguageModel:
+    """Return a model of the same class with few and narrow layers, one of each kind, for a LanguageModel to know what
+    to expect; where the class refuses that, with wider ones. Leaves the random numbers as they were."""
+    kinds = getattr(config.get_text_config(), "layer_types", None)
+    few = {"num_hidden_layers": len(set(kinds)) if kinds else 2, "vocab_size": 64}
+    narrow = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for sizes in ({**few, **narrow, "head_dim": 16}, few, {}):
+        small = copy.deepcopy(config)
+        text = small.get_text_config()
+        for name, size in sizes.items():
+            if getattr(text, name, None) is not None:
+                setattr(text, name, size)
+        if sizes and kinds:
+            text.layer_types = list(dict.fromkeys(kinds))
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id") if sizes else ():
+            setattr(text, token, None)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return LanguageModel(AutoModelForCausalLM.from_config(small, dtype=torch.float32))
+        except Exception:  # narrower than the class allows
+            if not sizes:
+                raise
+    raise AssertionError
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

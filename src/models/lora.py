@@ -4,6 +4,7 @@ import warnings
 from typing import Annotated, Literal
 
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from pydantic import Field, PositiveInt
 from transformers import PreTrainedModel
 
@@ -42,4 +43,8 @@ class Lora(Settings):
         )
         with explained("task.lora.target_modules: ", ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
-            return get_peft_model(model, config, revision=revision)
+            adapted = get_peft_model(model, config, revision=revision)
+        for layer in adapted.modules():  # again, as peft loses the values where the model is on the meta device
+            if isinstance(layer, LoraLayer):
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+        return adapted

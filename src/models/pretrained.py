@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, logging
 
+from src.models.lean import load, weight_files
 from src.models.lora import Lora
 from src.process import UserError, cause
 from src.settings import Settings
@@ -78,11 +79,27 @@ class ModelSource(Settings):
             )
         absent = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
         base = f"{model.base_model_prefix}."
-        if refused := [n for n in absent if not new_head or (n.startswith(base) and "pooler" not in n)]:
-            says = f"{len(refused)} of its weights are missing or of another shape"
-            names = ", ".join(refused[:3]) + (", …" if len(refused) > 3 else "")
-            raise UserError(f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {says} ({names})")
+        self.require_all(type(model), [n for n in absent if not new_head or (n.startswith(base) and "pooler" not in n)])
         return model
+
+    def require_all(self, kind: type[PreTrainedModel], absent: list[str]) -> None:
+        """Raise a UserError if weights of a model of this class are absent."""
+        if absent:
+            says = f"{len(absent)} of its weights are missing or of another shape"
+            names = ", ".join(absent[:3]) + (", …" if len(absent) > 3 else "")
+            raise UserError(f"task.model={self.model}: not a checkpoint of {kind.__name__}, {says} ({names})")
+
+    def weight_files(self) -> list[str]:
+        """Return the model's safetensors files; empty if it has none. Raise a UserError if they cannot be read."""
+        with _loading("model", self.model):
+            return weight_files(str(self.model), self.revision)
+
+    def load_shards(self, model: PreTrainedModel, device: torch.device) -> list[str]:
+        """Read this process's part of the weights into a sharded model without any. Return the names of those that are
+        absent. Raise a UserError if a file is damaged or missing."""
+        files = self.weight_files()
+        with _loading("model", self.model):
+            return load(model, files, device)
 
     def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -38,6 +39,14 @@ class Task(Settings, ABC):
     def build_model(self) -> nn.Module:
         """Return the model, fp32, on the CPU. Same seed, same weights. For FSDP, `_no_split_modules` on it lists the
         class names of its repeating blocks, as transformers does."""
+
+    def build_empty_model(self, rank: int, world_size: int) -> nn.Module | None:
+        """Return the model with parameters on the meta device, which FSDP shards before `load_weights` fills them; None
+        if every process can hold all of it, as `build_model` returns it."""
+        return None
+
+    def load_weights(self, model: Any, device: torch.device) -> None:
+        """Fill what `build_empty_model` returned, sharded since, on this device: with the values of `build_model`."""
 
     @abstractmethod
     def build_datasets(self) -> tuple[Examples, Examples]:
@@ -115,6 +124,11 @@ class Task(Settings, ABC):
         """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole: its
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
+
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
+        """Write what `export` would from a sharded model, on all processes, none of which then has to hold the whole of
+        it. Return False, before anything is written, if that is not possible. Collective."""
+        return False
 
     def card(self) -> dict[str, Any]:
         """Return metadata for the model card: fields of huggingface_hub.ModelCardData, such as license or tags."""

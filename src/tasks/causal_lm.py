@@ -3,12 +3,14 @@
 import math
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt, PrivateAttr
 from torch import Tensor
@@ -18,8 +20,10 @@ from src.data.byte_tokenizer import byte_tokenizer
 from src.data.documents import Chunker, RowFormat, cut_texts
 from src.data.packing import Sequences, pack, unpacked
 from src.data.text import TextSource, cached_map, table_checksum
-from src.models.causal_lm import LanguageModel, new_config, typed
+from src.models.causal_lm import LanguageModel, new_config, small_model, typed
+from src.models.lean import NewWeights, empty, fill, saved_weights
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
+from src.models.sharded_files import write_sharded
 from src.process import UserError, cause, explained
 from src.settings import flatten
 from src.tasks.base import Task
@@ -65,6 +69,7 @@ class CausalLM(TextSource, ModelSource, Task):
     """Temperature to sample at; 0: the likeliest token each time."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
+    _parts: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     def validation_errors(self) -> Iterator[str]:
         yield from self.source_errors()
@@ -90,19 +95,47 @@ class CausalLM(TextSource, ModelSource, Task):
             yield f"task.chat_template={name}: {says}"
 
     def build_model(self) -> LanguageModel:
-        model = LanguageModel(self._build_lm())
+        return LanguageModel(self._build_lm(), self._small_model)
+
+    def build_empty_model(self, rank: int, world_size: int) -> LanguageModel | None:
+        if self.model and not self.weight_files():
+            return None
+        weights = NewWeights(rank, world_size)
+        try:
+            with nullcontext() if self.model else weights:
+                lm = empty(self._new_lm)
+            with weights:
+                model = LanguageModel(self._with_adapters(lm), self._small_model)
+            self._parts = weights.parts(model.lm) if self.lora.r or not self.model else {}
+        except UserError:  # it computes with its weights when it is made, as Mamba does
+            return None
+        return model
+
+    def load_weights(self, model: LanguageModel, device: torch.device) -> None:
+        if self.model:
+            self.require_all(type(model.hf), self.load_shards(model.hf, device))
+        fill(model.lm, self._parts, device)
+        model.hf.tie_weights()
+
+    def _build_lm(self) -> Any:
+        lm = self.load_model(AutoModelForCausalLM, self._config) if self.model else self._new_lm()
+        return self._with_adapters(lm)
+
+    def _with_adapters(self, lm: Any) -> Any:
+        return self.lora.add_adapters(lm, "CAUSAL_LM", self.revision) if self.lora.r else lm
+
+    def _new_lm(self) -> Any:
+        with explained(f"task.architecture: {self._config.model_type} refuses it, "):
+            return AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
+
+    @cached_property
+    def _small_model(self) -> LanguageModel:
+        model = small_model(self._config)
         if not model.is_causal:
             raise UserError(f"{self._config.model_type} sees the tokens that it has to predict: it is no decoder")
         if self.packing and not model.keeps_documents_apart:
             raise UserError(f"{self._config.model_type} lets packed documents see each other: set --task.packing=false")
         return model
-
-    def _build_lm(self) -> Any:
-        if self.model:
-            lm = self.load_model(AutoModelForCausalLM, self._config)
-            return self.lora.add_adapters(lm, "CAUSAL_LM", self.revision) if self.lora.r else lm
-        with explained(f"task.architecture: {self._config.model_type} refuses it, "):
-            return AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
@@ -256,6 +289,23 @@ class CausalLM(TextSource, ModelSource, Task):
         save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
             save_merged(self._build_lm(), self._tokenizer, weights, folder / "merged")
+
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
+        weights = saved_weights(model.hf)
+        if weights is None:
+            return False
+        target = folder / "merged" if self.lora.r else folder
+        if self.lora.r:
+            adapters = {n: p.full_tensor().cpu() for n, p in model.lm.named_parameters() if p.requires_grad}
+            if accelerator.is_main_process:
+                save(model.lm, self._tokenizer, adapters, folder)
+        if self.lora.merge:
+            model.lm.merge_adapter()
+        if self.lora.merge or not self.lora.r:
+            if accelerator.is_main_process:
+                save(model.hf, self._tokenizer, {}, target)
+            write_sharded(weights, target, accelerator)
+        return True
 
     def card(self) -> dict[str, Any]:
         adapter = {"library_name": "peft"} if self.lora.r else {}
