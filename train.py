@@ -11,7 +11,6 @@ if __name__ == "__main__":  # a signal may come, or the launcher die, during the
     exit_with_launcher()
     SIGNALS.catch()
 
-import math
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -25,12 +24,12 @@ from src.check import run_checks
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
 from src.config import Config, load_config, metric_errors
-from src.data.loading import MicroBatch, evaluation_batches, gather_in_order, training_steps
-from src.distributed import build_accelerator, float64_tensor, local_main_process_first, prepare, reduce_step_stats
+from src.data.loading import MicroBatch, count_step, evaluation_batches, gather_in_order, training_steps
+from src.distributed import build_accelerator, float64_zeros, grad_square_sum, local_main_process_first, prepare
 from src.export import export_model, push_to_hub
 from src.launch_guard import resume_command
 from src.model_transforms import transform
-from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr
+from src.optim import build_optimizers, local_gradients, lr_at, set_lr, step_if_finite, unscale_and_clip_
 from src.preemption import StopSignal
 from src.progress import StepResult
 from src.run import Evaluation, Run, new_model
@@ -128,10 +127,11 @@ def fit(run: Run) -> bool:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
             result = train_step(run, next(steps), stop)
-            is_stopping = result.stats.stop_requests > 0
-            progress.count_step(result)
+            is_stopping = result.counts.stop_requests > 0
+            progress.add_step(result)
             tracker.advance()
-            if progress.skipped_in_a_row >= config.max_bad_steps:
+            is_read = is_stopping or run.is_read_due()
+            if is_read and progress.read_steps(run.is_fp16, config.max_bad_steps):
                 checkpoints.close()
                 raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
@@ -150,50 +150,50 @@ def fit(run: Run) -> bool:
 def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> StepResult:
     """Run forward and backward over this process's part of one global batch, then update the weights.
 
-    The loss is the mean over the targets (examples, tokens) of the *global* batch. Their number is known only after the
-    exchange, so backward() works on loss sums / global_batch_size, a magnitude that half precision can hold, and
-    `unscale` turns their gradients, before clipping, into those of the sums / number of targets.
+    The loss is the mean over the targets (examples, tokens) of the *global* batch: the sum over a micro-batch, divided
+    by their number in all micro-batches of all processes, which is exchanged first. The host doesn't wait for the
+    device, unless an optimizer cannot leave out a step by itself.
     """
     accelerator, config, progress, task = run.accelerator, run.config, run.progress, run.task
+    counts = count_step(micro_batches, stop)
     # DDP and FSDP average the gradients over the processes: multiplying by their number gives the sum
-    loss_factor = accelerator.num_processes / config.global_batch_size * progress.loss_scale
-    sums: list[list[Tensor | float]] = []
+    loss_factor = accelerator.num_processes / max(counts.targets, 1) * progress.loss_scale
+    numbers = float64_zeros(3, run.device)
     for i, batch in enumerate(micro_batches, start=1):
         # DDP reduces gradients once, after the last micro-batch; FSDP would have to keep unsharded ones until then
-        is_reduced = i == len(micro_batches) or accelerator.is_fsdp2
+        is_reduced = i == len(micro_batches) or (accelerator.is_fsdp2 and config.fsdp_reduce_each_micro_batch)
         with nullcontext() if is_reduced else accelerator.no_sync(run.model):
-            loss_sum, num_targets = task.loss(run.model, batch.to(accelerator.device))
+            loss_sum, num_targets = task.loss(run.model, batch.data)
             accelerator.backward(loss_sum * (batch.weight * loss_factor))
-        sums.append([batch.weight * n for n in (loss_sum.detach(), num_targets, *task.count_tokens(batch.data))])
+        numbers[0] += batch.weight * loss_sum.detach()
+        numbers[1] += batch.weight * num_targets
 
     gradients = local_gradients(run.parameters)
-    stats = reduce_step_stats(accelerator, sums, gradients, stop.requested)  # the only exchange besides the gradients'
-    unscale = config.global_batch_size / (max(stats.num_targets, 1) * progress.loss_scale)
-    grad_norm = scale_and_clip_(gradients, unscale, math.sqrt(stats.grad_square_sum), config.optim.max_grad_norm)
+    copies = 1 if accelerator.is_fsdp2 else accelerator.num_processes  # of each gradient, which are all the same
+    numbers[2] += grad_square_sum(gradients) / copies
+    numbers = accelerator.reduce(numbers, "sum")
+    norm = numbers[2].sqrt_().div_(progress.loss_scale)
+    unscale_and_clip_(gradients, norm, config.optim.max_grad_norm, progress.loss_scale)
 
-    lr = lr_at(progress.updates, config.optim, *run.schedule)
+    lr = lr_at(progress.step, config.optim, *run.schedule)
     set_lr(run.optimizers, lr)
-    is_finite = progress.update_loss_scale(grad_norm, run.is_fp16)  # the same answer on all processes
-    for optimizer in run.optimizers:
-        if is_finite:
-            optimizer.step()
-        optimizer.zero_grad()
+    step_if_finite(run.optimizers, norm)  # the same on all processes
     progress.step += 1
-    return StepResult(stats, lr, grad_norm if is_finite else None)
+    return StepResult(counts, lr, numbers)
 
 
 @torch.no_grad()
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     """Return loss and metrics over each example exactly once, and the task's report; None if told to stop meanwhile."""
     accelerator, task = run.accelerator, run.task
-    totals = float64_tensor([0.0] * 3, run.device)  # loss, targets, examples
+    totals = float64_zeros(3, run.device)  # loss, targets, examples
     outputs: dict[str, list[Tensor]] = {}
     run.model.eval()
     for batch in evaluation_batches(run):
         if stop.poll():
             run.model.train()
             return None
-        loss_sum, num_targets, batch_outputs = task.evaluate(run.model, batch.to(run.device))
+        loss_sum, num_targets, batch_outputs = task.evaluate(run.model, batch.data)
         totals[0] += loss_sum * batch.weight
         totals[1] += num_targets * batch.weight
         totals[2] += batch.num_examples

@@ -22,7 +22,7 @@ from benchmarks.runs import PROJECT
 
 QUESTIONS = (
     "loop", "mnist", "evaluation", "data_parallel", "transformer", "packing", "sharding", "startup", "everything_on",
-    "growth",
+    "growth", "prefetch",
 )  # fmt: skip
 NEEDS = {"transformer": "lightning", "growth": "matplotlib"}
 RESULTS = Path(__file__).parent / "results.json"

@@ -114,6 +114,9 @@ class Config(Settings):
     """Compile the model, a transformer block by block. The first steps then take a minute."""
     cuda_graphs: bool = False
     """Compile the model so that its kernels are launched all at once: for small models, on one NVIDIA GPU."""
+    fsdp_reduce_each_micro_batch: bool = True
+    """Reduce gradients after each micro-batch; false: after the last, as DDP does, which takes the memory of all of
+    them on each process, in fp32, but exchanges less."""
     ddp_comm_hook: Literal["bf16", "fp16"] | None = None
     """Type that DDP casts gradients to while it sums them over the processes, for slow connections; null: none."""
     num_workers: NonNegativeInt = 0

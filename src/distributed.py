@@ -7,7 +7,7 @@ import contextlib
 import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,6 @@ from torch.optim import SGD
 from src.config import Config
 from src.launch_guard import Launcher, choose_precision, find_launcher, is_set, launch_errors
 from src.process import UserError
-from src.progress import StepStats
 from src.settings import nearest
 
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -210,26 +209,6 @@ def sharded_units(model: nn.Module) -> int:
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def reduce_step_stats(
-    accelerator: Accelerator,
-    micro_batches: Sequence[Sequence[Tensor | float]],
-    gradients: list[Tensor],
-    wants_stop: bool,
-) -> StepStats:
-    """Return a step's sums over all processes. Collective; waits for the device.
-
-    Args:
-        micro_batches: for each of this process's, the loss sum, the targets, the tokens without and with padding; as
-            numbers or tensors of shape ().
-        gradients: this process's; the same on all if they are not sharded.
-    """
-    squares = grad_square_sum(gradients).item() / (1 if accelerator.is_fsdp2 else accelerator.num_processes)
-    own = [*(sum(map(float, column)) for column in zip(*micro_batches, strict=True)), float(wants_stop), squares]
-    if accelerator.num_processes == 1:
-        return StepStats(*own)
-    return StepStats(*accelerator.reduce(float64_tensor(own, accelerator.device), "sum").tolist())
-
-
 def grad_square_sum(gradients: list[Tensor]) -> Tensor:
     """Return the sum of the squares of all values; shape (), float64 (on MPS float32)."""
     device = gradients[0].device
@@ -239,9 +218,9 @@ def grad_square_sum(gradients: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square().sum()
 
 
-def float64_tensor(values: Sequence[float], device: torch.device) -> Tensor:
+def float64_zeros(size: int, device: torch.device) -> Tensor:
     """Return a vector to sum in: float64, or float32 on MPS, which has no float64."""
-    return torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    return torch.zeros(size, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
 def peak_memory(accelerator: Accelerator) -> list[int]:

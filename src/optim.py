@@ -89,22 +89,30 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [to_local(p.grad) for p in parameters if p.grad is not None]
 
 
-def scale_and_clip_(gradients: list[Tensor], scale: float, norm: float, max_norm: float | None) -> float:
-    """Multiply the gradients by `scale`, in place, and clip them to a global L2 norm of `max_norm` if one is given.
+def unscale_and_clip_(gradients: list[Tensor], norm: Tensor, max_norm: float | None, loss_scale: float) -> None:
+    """Divide the gradients by `loss_scale`, in place, and clip them to a global L2 norm of `max_norm` if one is given.
 
     Args:
         gradients: this process's part of them.
-        norm: L2, of all gradients over all processes, before scaling.
-
-    Returns:
-        The norm after scaling, before clipping.
+        norm: L2, of all gradients over all processes, divided by the loss scale; shape (), on any device.
     """
-    norm *= scale
     if max_norm is not None:
-        scale *= min(1.0, max_norm / (norm + 1e-6))
-    if scale != 1:
-        torch._foreach_mul_(gradients, scale)
-    return norm
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+        torch._foreach_mul_(gradients, factor.to(gradients[0]))
+    elif loss_scale != 1:
+        torch._foreach_mul_(gradients, 1 / loss_scale)
+
+
+def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
+    """Take the step, unless the gradients' norm, of shape (), is not finite: on the device where an optimizer is fused
+    and can leave it out by itself, else by waiting for the answer. Then clear the gradients."""
+    for optimizer in optimizers:
+        if optimizer.defaults.get("fused"):  # as torch.amp.GradScaler does it
+            optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            optimizer.step()
+        elif norm.isfinite():
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 def to_local(tensor: Tensor) -> Tensor:

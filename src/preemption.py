@@ -56,6 +56,14 @@ class StopSignal:
         """Whether this process was asked to stop."""
         return self.reason is not None
 
+    def sum_over_processes(self, values: list[float]) -> list[float]:
+        """Return the sums of numbers on the host, for which this doesn't wait for the device. Collective."""
+        if self._group is None:
+            return values
+        sums = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(sums, group=self._group)
+        return sums.tolist()
+
     def poll(self) -> bool:
         """Return whether any process was asked to stop: the same answer on all, which must call this equally often. The
         calls between two exchanges double until they take ASK_SECONDS. Collective."""
@@ -64,9 +72,7 @@ class StopSignal:
         self._calls += 1
         if self._calls < self._calls_between:
             return False
-        votes = torch.tensor([float(self.requested), time.monotonic() - self._asked])
-        torch.distributed.all_reduce(votes, group=self._group)
-        requests, seconds = votes.tolist()
+        requests, seconds = self.sum_over_processes([float(self.requested), time.monotonic() - self._asked])
         calls = self._calls * ASK_SECONDS * (self._world_size / max(seconds, 1e-6))
         self._calls_between = max(1, int(min(2 * self._calls_between, calls)))
         self._calls, self._asked = 0, time.monotonic()

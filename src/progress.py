@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from src.config import Config, EarlyStopping
+from src.process import UserError
 
 SMALLEST_LOSS_SCALE = 2.0**-24
 GROWTH_INTERVAL = 2000
@@ -17,11 +21,10 @@ GROWTH_INTERVAL = 2000
 LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
-class StepStats(NamedTuple):
-    """Sums over the micro-batches of all processes in a step, on the host."""
+class StepCounts(NamedTuple):
+    """Sums over the micro-batches of all processes in a step, known on the host before it begins."""
 
-    loss_sum: float
-    num_targets: float
+    targets: float
     """What the loss is a mean over: examples or tokens."""
     tokens: float
     """Without padding; 0 if the task is not text."""
@@ -29,22 +32,27 @@ class StepStats(NamedTuple):
     """With padding."""
     stop_requests: float
     """Processes that were asked to stop."""
-    grad_square_sum: float
-    """Of all gradients, as backward() left them."""
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step reports."""
+    """What one optimizer step reports. `loss` and `grad_norm` wait for the device."""
 
-    stats: StepStats
+    counts: StepCounts
     lr: float
-    grad_norm: float | None
-    """L2, before clipping; None: not finite, and the step was not taken."""
+    numbers: Tensor
+    """The loss sum and the number of targets as Task.loss returned them, over all processes, and the L2 norm of the
+    gradients before clipping; shape (3,), float64."""
 
     @property
     def loss(self) -> float:
         """The mean over the targets."""
-        return self.stats.loss_sum / max(self.stats.num_targets, 1)
+        return self.numbers[0].item() / max(self.counts.targets, 1)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """L2, before clipping; None: not finite, and the step was not taken."""
+        norm = self.numbers[2].item()
+        return norm if math.isfinite(norm) else None
 
 
 @dataclass
@@ -83,12 +91,8 @@ class Progress:
 
     def __post_init__(self) -> None:
         self.evaluations = {int(step): results for step, results in self.evaluations.items()}  # JSON's keys are text
+        self._unread: list[StepResult] = []
         self.start_clock()
-
-    @property
-    def updates(self) -> int:
-        """Steps that were taken: what the learning rate's schedule counts."""
-        return self.step - self.skipped
 
     @property
     def last_evaluated(self) -> int:
@@ -118,13 +122,33 @@ class Progress:
         yield
         self.tick(is_training=False)
 
-    def count_step(self, result: StepResult) -> None:
-        """Add a step to the interval, unless its loss is not finite."""
-        if math.isfinite(result.stats.loss_sum):
-            self.interval = [total + n for total, n in zip(self.interval, result.stats[:4], strict=True)]
+    def add_step(self, result: StepResult) -> None:
+        """Keep what a step reports until `read_steps`."""
+        self._unread.append(result)
+
+    def read_steps(self, is_fp16: bool, max_bad_steps: int) -> bool:
+        """Count the steps that were added since the last call, for which this waits for the device: a step whose loss
+        is not finite doesn't count in the interval. Return whether there were `max_bad_steps` bad ones in a row.
+
+        Raises:
+            UserError: the task's `loss` and `count_targets` disagree.
+        """
+        numbers = torch.stack([result.numbers for result in self._unread]).tolist() if self._unread else []
+        results, self._unread = self._unread, []
+        for (counts, _, _), (loss_sum, num_targets, grad_norm) in zip(results, numbers, strict=True):
+            if num_targets != counts.targets:
+                counted = f"count_targets said {counts.targets:,.0f}"
+                raise UserError(f"the task's loss is of {num_targets:,.0f} targets, but its {counted}: make them agree")
+            if math.isfinite(loss_sum):
+                step = (loss_sum, *counts[:3])
+                self.interval = [total + n for total, n in zip(self.interval, step, strict=True)]
+            self.update_loss_scale(grad_norm, is_fp16)
+            if self.skipped_in_a_row >= max_bad_steps:
+                return True
+        return False
 
     def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> bool:
-        """Update the loss scale; return whether to take the step: a global norm decides, alike on all processes.
+        """Update the loss scale; return whether the step was taken: a global norm decides, alike on all processes.
 
         In fp16 the loss is multiplied by `loss_scale`, halved after each overflow, so that small gradients survive:
         Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of torch.amp.GradScaler,

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from src.config import Config, load_config
 from src.data.loading import fetch
-from src.distributed import float64_tensor
+from src.distributed import float64_zeros
 from src.optim import build_optimizers, lr_at, set_lr
 from src.process import exit_codes
 from src.run import new_model
@@ -65,7 +65,7 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
         The sum of the loss and the number of its targets, float64, shape ().
     """
     device = next(model.parameters()).device
-    sums = float64_tensor([0.0, 0.0], device)
+    sums = float64_zeros(2, device)
     for batch in batches:
         loss_sum, num_targets = task.loss(model, send_to_device(batch, device))
         loss_sum.backward()

@@ -110,6 +110,11 @@ class Run:
         is_candidate = self.config.checkpoint.num_best > 0 and self.is_evaluated()
         return self.progress.step % self.config.save_every == 0 or is_candidate
 
+    def is_read_due(self) -> bool:
+        """Return whether the host needs this step's numbers now: until then, it doesn't wait for the device."""
+        is_last = self.progress.step == self.total_steps
+        return is_last or self.is_fp16 or self.is_log_due() or self.is_evaluation_due() or self.is_save_due()
+
     def is_log_due(self) -> bool:
         """Return whether an interval ends with this step."""
         return self.progress.step % self.config.log_every == 0

@@ -1,5 +1,6 @@
 """Each example once, in the same order, on any number of processes."""
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from src.data.loading import ShardedBatchSampler, gather_in_order, training_steps
+from src.data.loading import ShardedBatchSampler, gather_in_order, in_background, training_steps
 
 EXAMPLES = 103
 
@@ -63,7 +64,9 @@ class Noise:
 
 def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None:
     """Tried with the seed that a generator begins with: the same noise on every process, in every epoch."""
-    task = SimpleNamespace(order=lambda *_: np.arange(8), augmented=lambda train, _: train, collate=torch.stack)
+    counts: dict[str, Any] = {"count_targets": lambda *_: 0, "count_tokens": lambda _: (0, 0)}
+    by_task = {"order": lambda *_: np.arange(8), "augmented": lambda train, _: train, "collate": torch.stack}
+    task = SimpleNamespace(**by_task, **counts)
     config = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, micro_batch=lambda _: 4)
     common = {"config": config, "train_set": Noise(), "steps_per_epoch": 1, "total_steps": 2}
     drawn = []
@@ -72,3 +75,23 @@ def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None
         for window in training_steps(run, 0):
             drawn += [float(number) for micro_batch in window for number in micro_batch.data]
     assert len(set(drawn)) == len(drawn) == 16
+
+
+def test_the_next_batch_is_made_while_the_device_works_on_this_one() -> None:
+    """Tried with `yield from items`: the second is never begun."""
+    begun = [threading.Event() for _ in range(3)]
+
+    def batches() -> Iterator[int]:
+        for i, event in enumerate(begun):
+            event.set()
+            yield i
+
+    for i in in_background(batches()):
+        assert i == 2 or begun[i + 1].wait(timeout=60)
+
+
+def test_an_error_in_the_data_is_raised_where_the_batch_is_asked_for() -> None:
+    items = in_background(1 // i for i in (1, 0))
+    assert next(items) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(items)

@@ -1,5 +1,7 @@
 """Optimizers by name, the learning rate as a function of the step, exact scaling and clipping."""
 
+import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 from src.config import Optim
 from src.distributed import grad_square_sum
 from src.models.mnist_cnn import MnistCnn
-from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr
+from src.optim import build_optimizers, local_gradients, lr_at, set_lr, step_if_finite, unscale_and_clip_
 
 
 def torch_schedule(make: Callable[..., LRScheduler], steps: int, **arguments: float) -> list[float]:
@@ -89,13 +91,30 @@ def test_muon_takes_the_hidden_matrices_only() -> None:
     assert isinstance(muon, torch.optim.Muon)
 
 
-def test_scaling_and_clipping_are_torchs() -> None:
+def test_clipping_is_torchs() -> None:
     gradients = [torch.randn(3, 4), torch.randn(5)]
     ours, theirs = (nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)]) for _ in range(2))
     for a, b, gradient in zip(ours, theirs, gradients, strict=True):
         a.grad, b.grad = gradient * 7, gradient.clone()
     gradients_ours = local_gradients(ours.parameters())
-    norm = scale_and_clip_(gradients_ours, 1 / 7, grad_square_sum(gradients_ours).sqrt().item(), max_norm=0.5)
-    torch.testing.assert_close(torch.tensor(norm), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
+    norm = grad_square_sum(gradients_ours).sqrt() / 7
+    unscale_and_clip_(gradients_ours, norm, max_norm=0.5, loss_scale=7.0)
+    torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adadelta", "muon"])
+def test_a_step_whose_gradients_are_not_finite_leaves_no_trace(name: str) -> None:
+    """Tried without found_inf, and without the question: the weights become NaN."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    twin = copy.deepcopy(model)
+    for steps, of in (((1.0, 2.0), twin), ((1.0, math.nan, 2.0), model)):
+        optimizers = build_optimizers(Optim.model_validate({"name": name}), of)
+        for value in steps:
+            for parameter in of.parameters():
+                parameter.grad = torch.full_like(parameter, value)
+            step_if_finite(optimizers, torch.tensor(value, dtype=torch.float64))
+            assert all(parameter.grad is None for parameter in of.parameters())
+    for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(found, expected)

@@ -123,7 +123,7 @@ def _precision(subject: Subject, micro_batch: MicroBatch, recorder: Recorder) ->
     bound = f"{asked}, some at least" if asked else ""
     yield row("matrix products", _listed(recorder.products), bound, asked in recorder.products)
     with torch.no_grad():
-        loss, _ = run.task.loss(run.model, micro_batch.to(run.device))
+        loss, _ = run.task.loss(run.model, micro_batch.data)
     dtypes = recorder.losses + Counter([_dtype(loss)])
     yield row("loss", _listed(dtypes), "no half precision", HALF.isdisjoint(dtypes))
 
@@ -152,16 +152,18 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
     blocks = [model.get_submodule(name) for name in blocks_to_wrap(subject)]
     blocks = [block for block in blocks if any(p.requires_grad for p in block.parameters())]  # else not gathered again
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
+    reductions = num_micro_batches if subject.run.config.fsdp_reduce_each_micro_batch else 1
     least = most = 0.0
     for name, p in model.named_parameters():
         size = world_size * largest_shard(p, world_size)
-        reduced = 4 * size if p.requires_grad else 0
-        again = width * size if is_resharded else 0
-        least += width * size + (reduced if name in gradients else 0) + (again if id(p) in in_blocks else 0)
-        most += width * size + reduced + again
-    formula = f"{2 if is_resharded else 1} all_gather + 1 reduce_scatter"
-    formula += f" x {num_micro_batches} micro-batches" if num_micro_batches > 1 else ""
-    return share * num_micro_batches * least, share * num_micro_batches * most, formula
+        reduced = reductions * 4 * size if p.requires_grad else 0
+        gathered = num_micro_batches * width * size
+        again = gathered if is_resharded else 0
+        least += gathered + (reduced if name in gradients else 0) + (again if id(p) in in_blocks else 0)
+        most += gathered + reduced + again
+    gathers = (2 if is_resharded else 1) * num_micro_batches
+    formula = f"{gathers} all_gather + {reductions} reduce_scatter of each parameter"
+    return share * least, share * most, formula
 
 
 def _median_ms(run: Run, work: Callable[[], object]) -> float:

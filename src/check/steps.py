@@ -103,7 +103,7 @@ def _gradients_by_hand(
     loss_sum, num_targets = backward(task, model, [batch.data for batch in micro_batches if batch.weight])
     for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): all need as many forward passes
         if not batch.weight:
-            (task.loss(model, batch.to(subject.run.device))[0] * 0).backward()
+            (task.loss(model, batch.data)[0] * 0).backward()
     loss_sum, num_targets = all_reduce(loss_sum), all_reduce(num_targets)
     average_gradients(model, num_targets)
     gradients = {name: p.grad for name, p in subject.reference.named_parameters() if p.grad is not None}
@@ -117,7 +117,7 @@ def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
     for seed in (0, 1):
         torch.manual_seed(seed)
         with torch.no_grad():
-            losses.append(float(subject.run.task.loss(subject.reference, micro_batch.to(subject.run.device))[0]))
+            losses.append(float(subject.run.task.loss(subject.reference, micro_batch.data)[0]))
     if not any(gather(losses[0] != losses[1])):
         return "the model draws none"
     if subject.run.config.compile:

@@ -6,20 +6,26 @@ that has no example left computes on a dummy batch of weight 0, because FSDP's f
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from src.preemption import StopSignal
 from src.process import ignore_signals_in_worker
+from src.progress import StepCounts
 from src.run import Run
 from src.tasks.base import Examples, Task
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,13 +33,11 @@ class MicroBatch:
     """What one process passes through the model at once."""
 
     data: Any
-    """What the task's `collate` returned; on the CPU, unless Task.to_device moved it."""
+    """What the task's `collate` returned, on the device."""
     num_examples: int
     """0 if it is a dummy."""
-
-    def to(self, device: torch.device) -> Any:
-        """Return the data on the device."""
-        return self.data if device.type == "cpu" else send_to_device(self.data, device, non_blocking=True)
+    counts: tuple[int, int, int]
+    """Targets, tokens without and with padding; as if it were no dummy."""
 
     @property
     def weight(self) -> float:
@@ -70,8 +74,12 @@ class ShardedBatchSampler:
 def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[list[MicroBatch]]:
     """Yield this process's micro-batches of each optimizer step after `first` steps, up to and including `last` (None:
     the run's last one). Nothing is replayed."""
-    config, dataset, step = run.config, run.train_set, first
     last = run.total_steps if last is None else last
+    yield from _on_device(run, _training_steps(run, first, last))
+
+
+def _training_steps(run: Run, first: int, last: int) -> Iterator[list[MicroBatch]]:
+    config, dataset, step = run.config, run.train_set, first
     while step < last:
         epoch, done_in_epoch = divmod(step, run.steps_per_epoch)
         order = config.task.order(dataset, np.random.default_rng([config.seed, epoch]), config.global_batch_size)
@@ -82,10 +90,16 @@ def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[li
             yield micro_batches
 
 
+def count_step(micro_batches: list[MicroBatch], stop: StopSignal) -> StepCounts:
+    """Return what all processes' micro-batches of a step have, and who was asked to stop. Collective, on the host."""
+    counts = [[batch.weight * n for n in batch.counts] for batch in micro_batches]
+    return StepCounts(*stop.sum_over_processes([*map(sum, zip(*counts, strict=True)), float(stop.requested)]))
+
+
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
     """Yield this process's part of the evaluation set, in order."""
     global_batch_size = run.config.micro_batch(run.world_size) * run.world_size
-    for (micro_batch,) in _load(run, run.eval_set, np.arange(len(run.eval_set)), global_batch_size):
+    for (micro_batch,) in _on_device(run, _load(run, run.eval_set, np.arange(len(run.eval_set)), global_batch_size)):
         yield micro_batch
 
 
@@ -133,13 +147,45 @@ def _load(
             batch_sampler=sampler,
             collate_fn=config.task.collate,
             num_workers=config.num_workers,
-            pin_memory=run.device.type == "cuda",
             worker_init_fn=ignore_signals_in_worker,
             generator=torch.Generator().manual_seed(seed),  # torch's own is the one that dropout draws from
         )
         batches = _name_dead_workers(loader)
     for step in sampler.steps():
-        yield [MicroBatch(next(batches), len(indices)) for indices in step]
+        yield [_micro_batch(config.task, next(batches), len(indices)) for indices in step]
+
+
+def _micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
+    return MicroBatch(data, num_examples, (task.count_targets(data, num_examples), *task.count_tokens(data)))
+
+
+def _on_device(run: Run, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+    """Return the steps with their data on the device. Collating and copying take place while it is at work on the step
+    before; not if a CPU computes itself, or replays graphs faster than another thread gets its turn."""
+    if run.device.type == "cpu":
+        return steps
+    copied = map(partial(_copy, device=run.device), steps)
+    return copied if run.config.cuda_graphs else in_background(copied)
+
+
+def _copy(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    torch.accelerator.set_device_index(device)  # each thread has its own
+    if device.type == "cuda":  # from other memory, a copy would wait until the device has finished
+        step = [replace(batch, data=recursively_apply(_pinned, batch.data)) for batch in step]
+    return [replace(batch, data=send_to_device(batch.data, device, non_blocking=True)) for batch in step]
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if tensor.is_cpu else tensor
+
+
+def in_background(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items, each made by another thread while the caller works on the one before."""
+    with ThreadPoolExecutor(1) as thread:
+        upcoming = thread.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = thread.submit(next, items, None)
+            yield item
 
 
 def _name_dead_workers(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -236,6 +236,9 @@ class CausalLM(TextSource, ModelSource, Task):
     def count_tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
         return batch["tokens"], batch["inputs"]["input_ids"].numel()
 
+    def count_targets(self, batch: dict[str, Any], num_examples: int) -> int:
+        return len(batch["inputs"]["targets"])
+
     def loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
         return model("loss", **batch["inputs"]), len(batch["inputs"]["targets"])
 

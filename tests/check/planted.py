@@ -75,19 +75,17 @@ FAULTS = [
         "a mean of means",
         ("train.py", "accelerator.backward(loss_sum * (batch.weight * loss_factor))",
          "accelerator.backward(loss_sum / num_targets / len(micro_batches))"),
-        ("train.py", "unscale = config.global_batch_size / (max(stats.num_targets, 1) * progress.loss_scale)",
-         "unscale = 1"),
         arguments=("--micro_batch_size=4",),
     ),
     Fault(
         "gradients summed, not averaged", "fsdp", {"Gradients"}, "a sum that was not divided",
-        ("train.py", "= accelerator.num_processes / config.", "= accelerator.num_processes**2 / config."),
+        ("train.py", "= accelerator.num_processes / max", "= accelerator.num_processes**2 / max"),
     ),
     Fault(
         "gradients not reduced for one parameter", "ddp", {"Gradients", "Updates"},  # and so the replicas drift apart
         "fc1.bias",
-        ("src/distributed.py", "    model, *prepared =",
-         '    model._ddp_params_and_buffers_to_ignore = ["fc1.bias"]\n    model, *prepared ='),
+        ("src/distributed.py", "        return accelerator.prepare(model)",
+         '        model._ddp_params_and_buffers_to_ignore = ["fc1.bias"]\n        return accelerator.prepare(model)'),
     ),
     Fault(
         "a process seeded differently at start", "fsdp", {"Same start"},  # DDP sends the first process's weights to all
@@ -109,17 +107,18 @@ FAULTS = [
     ),
     Fault(
         "clipping before the gradients are scaled", "ddp", {"Gradients"}, "taken before the gradients were scaled",
-        ("src/optim.py", "    norm *= scale\n", ""),
+        ("train.py", "numbers[2].sqrt_()", "numbers[2].sqrt_().mul_(counts.targets)"),
         arguments=CLIPPED,
     ),
     Fault(
         "clipping by one process's norm", "fsdp", {"Gradients"}, "the norm is one process's",
-        ("train.py", "math.sqrt(stats.grad_square_sum)", "sum(float(g.square().sum()) for g in gradients) ** 0.5"),
+        ("train.py", "numbers[2] += grad_square_sum(gradients) / copies", "own = grad_square_sum(gradients)"),
+        ("train.py", "norm = numbers[2].sqrt_()", "norm = numbers[2].add_(own).sqrt_()"),
         arguments=CLIPPED,
     ),
     Fault(
         "clipping that scales small gradients up", "ddp", {"Gradients"}, "clipping that scales small gradients up",
-        ("src/optim.py", "scale *= min(1.0, max_norm / (norm + 1e-6))", "scale *= max_norm / (norm + 1e-6)"),
+        ("src/optim.py", ".clamp(max=1.0)", ""),
         arguments=CLIPPED,
     ),
     Fault(
@@ -134,8 +133,8 @@ FAULTS = [
     ),
     Fault(
         "a process without an evaluation batch", "ddp", {"Data", "Evaluation"}, "by process",
-        ("src/data/loading.py", "    for (micro_batch,) in _load(",
-         "    if run.rank:\n        return\n    for (micro_batch,) in _load("),
+        ("src/data/loading.py", "    for (micro_batch,) in _on_device(",
+         "    if run.rank:\n        return\n    for (micro_batch,) in _on_device("),
     ),
     Fault(
         "an evaluation that fails on the first process alone", "ddp", {"Evaluation"}, "KeyError: 'predictions'",
@@ -144,7 +143,7 @@ FAULTS = [
     ),
     Fault(
         "the learning rate stepped once per process", "ddp", {"Updates"}, "a prepared scheduler steps once per process",
-        ("train.py", "lr_at(progress.updates,", "lr_at(progress.updates * accelerator.num_processes,"),
+        ("train.py", "lr_at(progress.step,", "lr_at(progress.step * accelerator.num_processes,"),
     ),
     Fault(
         "FSDP asked for and DDP run", "fsdp", {"Launch"}, "what the yaml asks for was not applied",
@@ -159,7 +158,7 @@ FAULTS = [
     Fault(
         "only the root wrapped", "fsdp", {"Launch"}, "only the root is wrapped",
         ("src/models/mnist_cnn.py", '_no_split_modules = ["Conv2d", "Linear"]', "_no_split_modules = []"),
-        ("src/distributed.py", "if accelerator.is_fsdp2 and sharded_units(model) < 2:", "if False:"),
+        ("src/distributed.py", "if sharded_units(model) < 2:", "if False:"),
     ),
     Fault(
         "the loss in bf16", "fsdp", {"Precision"}, "the loss is computed in half precision",

@@ -17,7 +17,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from torch.distributed.tensor import DTensor
 
 from src.config import Optim, config_from
-from src.distributed import build_accelerator, prepare, reduce_step_stats, sharded_units
+from src.distributed import build_accelerator, grad_square_sum, prepare, sharded_units
 from src.optim import build_optimizers, local_gradients
 from src.tasks.causal_lm import CausalLM
 from tests.launching import Launch
@@ -111,13 +111,13 @@ def sharded_and_whole(accelerator: Accelerator, kind: str) -> dict[str, Any]:
     model = prepare(accelerator, whole)
     sharded_loss = model("loss", *batch)
     accelerator.backward(sharded_loss)
-    stats = reduce_step_stats(accelerator, [[0.0] * 4], local_gradients(model.parameters()), False)
+    squares = accelerator.reduce(grad_square_sum(local_gradients(model.parameters())), "sum")
     return {
         "kind": kind,
         "units": sharded_units(model),
         "is_tied": alone.hf.get_input_embeddings().weight is alone.hf.get_output_embeddings().weight,
         "losses": [sharded_loss.item(), loss.item()],
-        "norms": [stats.grad_square_sum**0.5, norm.item()],
+        "norms": [squares.sqrt().item(), norm.item()],
     }
 
 
