@@ -1,10 +1,14 @@
 """What only a GPU can answer: is train.py fast there, against a clock, the hardware's limit and the usual peers?
 
-    python -m benchmarks.gpu [mnist] [llama] [packing] [fp8] [offload] [--data_dir=DIR] [--smoke]
+    python -m benchmarks.gpu [mnist] [llama] [packing] [fp8] [offload] [attention] [lean] [--data_dir=DIR] [--smoke]
 
 On one NVIDIA H100 or H200; MNIST is downloaded where DIR lacks it. After 7.75 minutes whatever still runs is ended;
-offload, alone, needs most of that. benchmarks/gpu_results.json is written after each question; where one has no answer,
-it says why. --smoke tries the whole script on the CPU, with tiny models: its figures mean nothing.
+offload and lean, each alone, need most of that. Each call adds an entry to benchmarks/gpu_results.json, which it writes
+after each question; where one has no answer, it says why. --smoke tries the whole script on the CPU, with tiny models:
+its figures mean nothing. On a machine with nothing but torch and no network, install the rest from wheels first:
+
+    pip download --dest wheels --python-version 3.12 --only-binary=:all: -r requirements.txt psutil    # elsewhere
+    pip install --no-index --find-links wheels $(python -m benchmarks.gpu --missing)                    # there
 
 - mnist: configs/mnist_reference.yaml (14 epochs) to 99.1% in 10 seconds, configs/mnist_fast.yaml to 99% in 2, both with
   --cuda_graphs=true; and how many times as fast a step is with it as without. The clock is `seconds` in summary.json:
@@ -17,6 +21,10 @@ it says why. --smoke tries the whole script on the CPU, with tiny models: its fi
 - packing: instructions of log-normal length, packed, against Trainer with batches padded to their longest document, as
   it does by default; both not compiled. Real tokens per second.
 - fp8: fsdp_fp8.yaml (needs torchao) against fsdp.yaml, on the model of llama; also how far the losses are apart.
+- attention: tokens per second of a Llama of 0.2 billion parameters, on documents of 300 tokens (the median) packed into
+  sequences of 4,096 and of 32,768, with task.attention=varlen against sdpa, which builds a mask of all pairs.
+- lean: a Llama of 8 billion parameters in bf16 files, of random values, to which adapters are trained under fsdp.yaml:
+  the seconds to the first step, and the most of the CPU's memory that the process takes, against what its files take.
 - offload: the largest Llama that trains three steps with fsdp.yaml and with fsdp_offload.yaml, and what a step costs
   with offload at the largest size that fits both. It is calculated from two small sizes, as memory grows by the layer,
   and has to train: up to 95% of the GPU's memory, or 80% of what is free of the CPU's.
@@ -26,13 +34,26 @@ packing the documents and targets per epoch, in about as many steps. Each side r
 other. Speeds are of intervals of steps, the first not counted. The runs of train.py are ended at their last step.
 """
 
+import sys
+from importlib.util import find_spec
+
+PACKAGES = (
+    "accelerate", "datasets", "evaluate", "huggingface_hub", "peft", "psutil", "pydantic", "safetensors", "sklearn",
+    "torchvision", "transformers", "wandb", "yaml",
+)  # fmt: skip
+if __name__ == "__main__" and (absent := [name for name in PACKAGES if not find_spec(name)]):
+    packages = " ".join({"sklearn": "scikit-learn", "yaml": "pyyaml"}.get(name, name) for name in absent)
+    print(packages if "--missing" in sys.argv else f"nothing is measured: this machine has no {packages}")
+    sys.exit()
+
 import argparse
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -44,12 +65,17 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.language import Plan, assert_same_work, train_data, work, write_instructions, write_text
 from benchmarks.pairs import Comparison, drift, table
 from benchmarks.runs import NEVER, PROJECT, Side, running, train_py
+from src.data.byte_tokenizer import byte_tokenizer
 
 SECONDS = 465
+COMMIT = ["git", "describe", "--always", "--dirty"]
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 floating-point operations per second, from NVIDIA's data sheets; the first name that fits counts."""
 LLAMA = {
@@ -63,6 +89,11 @@ SMALL = LLAMA | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_lay
 del SMALL["vocab_size"]  # bytes
 LADDER = LLAMA | {"hidden_size": 4096, "intermediate_size": 8192, "num_key_value_heads": 32}
 """168 million parameters per layer, in matrices of 2^n bytes: pinned memory is handed out in such pieces."""
+EIGHT_BILLION = {
+    "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128_256,
+}  # fmt: skip
+"""Llama 3's."""
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -258,7 +289,65 @@ def usable_memory() -> int:
     return int(0.8 * free)
 
 
-QUESTIONS = {"mnist": mnist, "llama": llama, "packing": packing, "fp8": fp8, "offload": offload}
+def attention(bench: Bench) -> Iterator[Comparison]:
+    for length in (4096, 32_768):
+        folder, plan = bench.folder / f"attention_{length}", bench.plan(SMALL, length, 8, epochs=2)
+        write_instructions(folder, 100 if bench.is_smoke else 6 * 8 * length // 500, 300, 4096)  # 500: their mean
+        speeds = {}
+        for kind in ("sdpa",) if bench.is_smoke else ("varlen", "sdpa"):
+            settings = {"task.attention": kind, "micro_batch_size": 1, "task.train_on_prompts": True}
+            try:
+                side, memory = train(bench, "single_gpu", plan, folder, **settings)
+            except RuntimeError as error:
+                print(f"attention: {kind} at {length}: {str(error)[-500:]}", flush=True)
+                continue
+            speeds[kind] = [record["perf/tokens_per_second"] for record in side.records][1:]
+            print(f"attention: {kind} at {length}: loss {side.values[-1]:.4f}, {memory} MiB", flush=True)
+        if len(speeds) == 2:
+            pair = zip(speeds["varlen"], speeds["sdpa"], strict=True)
+            ours, theirs = map(list, zip(*pair, strict=True))
+            yield Comparison(f"attention at {length}: varlen, masked", "tokens/s", ours, theirs, 1.0, True, True)
+
+
+def lean(bench: Bench) -> Iterator[Comparison]:
+    plan, folder = bench.plan(EIGHT_BILLION, 1024, 1), bench.folder / "lean"
+    write_text(folder, 4, plan.length)
+    size = write_model(LlamaConfig(**{"vocab_size": 258, **plan.shape}), folder / "model")
+    settings = plan.settings(folder / "data") | {"max_steps": 2, "eval_every": NEVER, "save_every": NEVER}
+    del settings["task.architecture"]
+    settings |= {"task.model": folder / "model", "task.lora.r": 16}
+    side = bench.ours(settings, "fsdp", folder / "run")
+    started = time.perf_counter()
+    with running(side):
+        side.start()
+        side.wait(lambda: bool(side.records))
+        seconds = time.perf_counter() - started
+        processes = psutil.Process().children(recursive=True)
+        peak = max(int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{p.pid}/status").read_text())[0]) for p in processes)
+    print(f"lean: {size / 1e9:.1f} GB of files, {seconds:.0f} s to the first step")
+    question = "lean: the most of the CPU's memory, the files"
+    yield Comparison(question, "GB", [peak * 1024 / 1e9], [size / 1e9], 1.0, is_gain=False)
+
+
+def write_model(config: LlamaConfig, folder: Path) -> int:
+    """Write a model of random values in bf16, a file for each layer and one for the rest. Return its size in bytes."""
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in LlamaForCausalLM(config).state_dict().items()}
+    place = {name: f"{name.split('.')[2] if '.layers.' in name else 'rest'}.safetensors" for name in shapes}
+    config.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    for file in sorted(set(place.values())):
+        names = [name for name in shapes if place[name] == file]
+        weights = {name: torch.rand(shapes[name], dtype=torch.bfloat16) / 50 - 0.01 for name in names}
+        save_file(weights, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+QUESTIONS = {
+    "mnist": mnist, "llama": llama, "packing": packing, "fp8": fp8, "attention": attention, "lean": lean,
+    "offload": offload,
+}  # fmt: skip
 
 
 def no_time_left(*_: Any) -> None:
@@ -281,9 +370,14 @@ def main() -> None:
         facts: dict[str, Any] = {
             "device": f"{bench.gpu('name')}, {bench.gpu('memory.total')} MiB",
             "versions": {name: metadata.version(name) for name in ("torch", "accelerate", "transformers")},
+            "commit": subprocess.run(COMMIT, cwd=PROJECT, stdout=subprocess.PIPE, text=True).stdout.strip()
+            or "unknown",
             "date": time.strftime("%Y-%m-%d"),
+            "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
         }
         print(facts, flush=True)
+        file = Path(name if chosen.smoke else Path(__file__).parent, "gpu_results.json")
+        earlier = json.loads(file.read_text()) if file.exists() else []
         for question in chosen.questions:
             left = (3600 if chosen.smoke else SECONDS) - (time.perf_counter() - started)
             signal.alarm(max(1, int(left)))
@@ -296,8 +390,7 @@ def main() -> None:
                 print(f"{question}: {errors[question]}", flush=True)
             signal.alarm(0)
             results = facts | {"rows": [asdict(row) for row in rows], "errors": errors}
-            file = Path(name if chosen.smoke else Path(__file__).parent, "gpu_results.json")
-            file.write_text(json.dumps(results, indent=1) + "\n")
+            file.write_text(json.dumps([*earlier, results], indent=1) + "\n")
     print(table(rows))
     sys.exit(bool(errors))
 
