@@ -29,7 +29,7 @@ from src.distributed import build_accelerator, float64_zeros, grad_square_sum, l
 from src.export import export_model, push_to_hub
 from src.launch_guard import resume_command
 from src.model_transforms import transform
-from src.optim import build_optimizers, local_gradients, lr_at, set_lr, step_if_finite, unscale_and_clip_
+from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr, step_if_finite
 from src.preemption import StopSignal
 from src.progress import StepResult
 from src.run import Evaluation, Run, new_model
@@ -157,7 +157,8 @@ def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> S
     accelerator, config, progress, task = run.accelerator, run.config, run.progress, run.task
     counts = count_step(micro_batches, stop)
     # DDP and FSDP average the gradients over the processes: multiplying by their number gives the sum
-    loss_factor = accelerator.num_processes / max(counts.targets, 1) * progress.loss_scale
+    divisor = counts.targets or config.global_batch_size
+    loss_factor = accelerator.num_processes / divisor * progress.loss_scale
     numbers = float64_zeros(3, run.device)
     for i, batch in enumerate(micro_batches, start=1):
         # DDP reduces gradients once, after the last micro-batch; FSDP would have to keep unsharded ones until then
@@ -172,8 +173,11 @@ def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> S
     copies = 1 if accelerator.is_fsdp2 else accelerator.num_processes  # of each gradient, which are all the same
     numbers[2] += grad_square_sum(gradients) / copies
     numbers = accelerator.reduce(numbers, "sum")
-    norm = numbers[2].sqrt_().div_(progress.loss_scale)
-    unscale_and_clip_(gradients, norm, config.optim.max_grad_norm, progress.loss_scale)
+    unscale: float | Tensor = 1 / progress.loss_scale
+    if not counts.targets:  # the task knows their number only now
+        unscale = divisor / numbers[1].clamp(min=1) * unscale
+    norm = numbers[2].sqrt_().mul_(unscale)
+    scale_and_clip_(gradients, unscale, norm, config.optim.max_grad_norm)
 
     lr = lr_at(progress.step, config.optim, *run.schedule)
     set_lr(run.optimizers, lr)

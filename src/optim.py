@@ -89,18 +89,20 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [to_local(p.grad) for p in parameters if p.grad is not None]
 
 
-def unscale_and_clip_(gradients: list[Tensor], norm: Tensor, max_norm: float | None, loss_scale: float) -> None:
-    """Divide the gradients by `loss_scale`, in place, and clip them to a global L2 norm of `max_norm` if one is given.
+def scale_and_clip_(gradients: list[Tensor], scale: float | Tensor, norm: Tensor, max_norm: float | None) -> None:
+    """Multiply the gradients by `scale`, in place, and clip them to a global L2 norm of `max_norm` if one is given.
 
     Args:
         gradients: this process's part of them.
-        norm: L2, of all gradients over all processes, divided by the loss scale; shape (), on any device.
+        scale: a number, or a tensor of shape ().
+        norm: L2, of all gradients over all processes, after scaling; shape (), on any device.
     """
     if max_norm is not None:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
-        torch._foreach_mul_(gradients, factor.to(gradients[0]))
-    elif loss_scale != 1:
-        torch._foreach_mul_(gradients, 1 / loss_scale)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) * scale
+    if isinstance(scale, Tensor):
+        torch._foreach_mul_(gradients, scale.to(gradients[0]))
+    elif scale != 1:
+        torch._foreach_mul_(gradients, scale)
 
 
 def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:

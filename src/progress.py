@@ -25,7 +25,7 @@ class StepCounts(NamedTuple):
     """Sums over the micro-batches of all processes in a step, known on the host before it begins."""
 
     targets: float
-    """What the loss is a mean over: examples or tokens."""
+    """What the loss is a mean over: examples or tokens; 0: the task knows it only by its loss."""
     tokens: float
     """Without padding; 0 if the task is not text."""
     padded_tokens: float
@@ -46,7 +46,8 @@ class StepResult(NamedTuple):
     @property
     def loss(self) -> float:
         """The mean over the targets."""
-        return self.numbers[0].item() / max(self.counts.targets, 1)
+        loss_sum, num_targets, _ = self.numbers.tolist()
+        return loss_sum / max(num_targets, 1)
 
     @property
     def grad_norm(self) -> float | None:
@@ -136,11 +137,11 @@ class Progress:
         numbers = torch.stack([result.numbers for result in self._unread]).tolist() if self._unread else []
         results, self._unread = self._unread, []
         for (counts, _, _), (loss_sum, num_targets, grad_norm) in zip(results, numbers, strict=True):
-            if num_targets != counts.targets:
+            if counts.targets not in (0, num_targets):
                 counted = f"count_targets said {counts.targets:,.0f}"
                 raise UserError(f"the task's loss is of {num_targets:,.0f} targets, but its {counted}: make them agree")
             if math.isfinite(loss_sum):
-                step = (loss_sum, *counts[:3])
+                step = (loss_sum, num_targets, counts.tokens, counts.padded_tokens)
                 self.interval = [total + n for total, n in zip(self.interval, step, strict=True)]
             self.update_loss_scale(grad_norm, is_fp16)
             if self.skipped_in_a_row >= max_bad_steps:

@@ -64,7 +64,7 @@ class Noise:
 
 def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None:
     """Tried with the seed that a generator begins with: the same noise on every process, in every epoch."""
-    counts: dict[str, Any] = {"count_targets": lambda *_: 0, "count_tokens": lambda _: (0, 0)}
+    counts: dict[str, Any] = {"count_targets": lambda _: 0, "count_tokens": lambda _: (0, 0)}
     by_task = {"order": lambda *_: np.arange(8), "augmented": lambda train, _: train, "collate": torch.stack}
     task = SimpleNamespace(**by_task, **counts)
     config = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, micro_batch=lambda _: 4)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 from src.config import Optim
 from src.distributed import grad_square_sum
 from src.models.mnist_cnn import MnistCnn
-from src.optim import build_optimizers, local_gradients, lr_at, set_lr, step_if_finite, unscale_and_clip_
+from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr, step_if_finite
 
 
 def torch_schedule(make: Callable[..., LRScheduler], steps: int, **arguments: float) -> list[float]:
@@ -98,7 +98,7 @@ def test_clipping_is_torchs() -> None:
         a.grad, b.grad = gradient * 7, gradient.clone()
     gradients_ours = local_gradients(ours.parameters())
     norm = grad_square_sum(gradients_ours).sqrt() / 7
-    unscale_and_clip_(gradients_ours, norm, max_norm=0.5, loss_scale=7.0)
+    scale_and_clip_(gradients_ours, 1 / 7, norm, max_norm=0.5)
     torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)

@@ -86,7 +86,7 @@ def reading_indices(run: Run) -> Run:
     def order(_: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
         return run.task.order(run.train_set, random, global_batch_size)
 
-    counts: dict[str, Any] = {"count_targets": lambda *_: 0, "count_tokens": lambda _: (0, 0)}
+    counts: dict[str, Any] = {"count_targets": lambda _: 0, "count_tokens": lambda _: (0, 0)}
     task = SimpleNamespace(order=order, augmented=lambda train, _: train, collate=list, **counts)
     config = run.config.model_copy(update={"task": task})
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))

@@ -37,7 +37,7 @@ class MicroBatch:
     num_examples: int
     """0 if it is a dummy."""
     counts: tuple[int, int, int]
-    """Targets, tokens without and with padding; as if it were no dummy."""
+    """Targets (0: unknown), tokens without and with padding; as if it were no dummy."""
 
     @property
     def weight(self) -> float:
@@ -156,7 +156,7 @@ def _load(
 
 
 def _micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
-    return MicroBatch(data, num_examples, (task.count_targets(data, num_examples), *task.count_tokens(data)))
+    return MicroBatch(data, num_examples, (task.count_targets(data), *task.count_tokens(data)))
 
 
 def _on_device(run: Run, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:

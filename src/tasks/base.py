@@ -97,17 +97,16 @@ class Task(Settings, ABC):
         """Return the tokens in a batch of `collate`, without padding and with it; (0, 0) if it is not text."""
         return 0, 0
 
-    def count_targets(self, batch: Any, num_examples: int) -> int:
-        """Return how many targets `loss` will find in a batch of so many examples, from what `collate` left on the CPU:
-        the loop divides by the number over all processes before the backward pass."""
-        return num_examples
+    def count_targets(self, batch: Any) -> int:
+        """Return how many targets `loss` will find, from what `collate` returned: the loop divides by their number over
+        all processes before the backward pass. 0: only `loss` can tell, and the gradients are divided after it."""
+        return 0
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Return the loss summed over its targets (examples, tokens), shape (), fp32, and their number.
 
-        The loop divides by the number over all processes and micro-batches: never average here. `count_targets` has to
-        know it beforehand. Take the loss of
+        The loop divides by the number over all processes and micro-batches: never average here. Take the loss of
         `logits.float()`: FSDP returns them in the dtype it computes in. Prefer a norm that looks at one example:
         BatchNorm would see those of one process, or a dummy batch.
         """

@@ -236,7 +236,7 @@ class CausalLM(TextSource, ModelSource, Task):
     def count_tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
         return batch["tokens"], batch["inputs"]["input_ids"].numel()
 
-    def count_targets(self, batch: dict[str, Any], num_examples: int) -> int:
+    def count_targets(self, batch: dict[str, Any]) -> int:
         return len(batch["inputs"]["targets"])
 
     def loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:

@@ -51,6 +51,9 @@ class Mnist(Task):
     def collate(self, samples: Any) -> dict[str, Tensor]:
         return samples  # Digits.__getitems__ returns a whole batch
 
+    def count_targets(self, batch: dict[str, Any]) -> int:
+        return len(batch["labels"])
+
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         logits, labels = model(batch["images"]).float(), batch["labels"]
         smoothed = cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)

@@ -146,6 +146,9 @@ class TextClassification(TextSource, ModelSource, Task):
             raise UserError(f"task.model={self.model}: its tokenizer has no pad token; set task.pad_token, {hint}")
         return tokenizer
 
+    def count_targets(self, batch: dict[str, Any]) -> int:
+        return len(batch["labels"])
+
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing), len(labels)

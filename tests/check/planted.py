@@ -79,7 +79,7 @@ FAULTS = [
     ),
     Fault(
         "gradients summed, not averaged", "fsdp", {"Gradients"}, "a sum that was not divided",
-        ("train.py", "= accelerator.num_processes / max", "= accelerator.num_processes**2 / max"),
+        ("train.py", "= accelerator.num_processes / divisor", "= accelerator.num_processes**2 / divisor"),
     ),
     Fault(
         "gradients not reduced for one parameter", "ddp", {"Gradients", "Updates"},  # and so the replicas drift apart
