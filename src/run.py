@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from src.checkpoint.format import ResumePoint
 from src.config import Config
 from src.cpu import tune_for_cpu
-from src.distributed import Launch, processes
+from src.distributed import HALF_PRECISION, Launch, processes
 from src.optim import Schedule
 from src.progress import Progress
 from src.tasks.base import Examples, Task
@@ -125,9 +125,10 @@ def new_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, the same on all processes, and facts about it by name. `sharding`, of FSDP: this process
     and their number; the model may then be without weights."""
+    tuned = config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
+    tuned += [name for name in ("compile", "cuda_graphs") if getattr(config, name)]
     set_seed(config.seed)
     model = (config.task.build_empty_model(*sharding) if sharding else None) or config.task.build_model()
-    tuned = [name for name in ("compile", "cuda_graphs") if getattr(config, name)]
     if device_type == "cpu":
         tuned += tune_for_cpu(model, precision, sharding is not None)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]

@@ -37,7 +37,8 @@ class Subject:
         self.autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.launch.precision)
         self.autocasts_to_bf16 = self.autocast_dtype is torch.bfloat16 and not self.is_fsdp  # as the reference can
         self.steps_per_epoch = -(-len(run.train_set) // run.config.global_batch_size)  # as the run's own should be
-        self.reference = new_model(run.config, run.launch.device, run.launch.precision)[0].to(run.device).train()
+        config = run.config.model_copy(update={"task": run.task.reference()})
+        self.reference = new_model(config, run.launch.device, run.launch.precision)[0].to(run.device).train()
         self.reference_optimizers = build_optimizers(run.config.optim, self.reference)
         self._loss_scale = run.progress.loss_scale
 

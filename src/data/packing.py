@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset
 
 
@@ -14,7 +15,7 @@ class Sequences:
     `input_ids` and `labels` of shape (length,), int32, and `bytes`, an int."""
 
     chunks: Dataset
-    """A table of chunks: see src/data/documents.py."""
+    """A table of chunks: see src/data/documents.py. In arrow's format, as datasets is slow to make arrays of it."""
     rows: np.ndarray
     """The chunks' rows in the table, sequence by sequence; shape (chunks,), int64."""
     starts: np.ndarray
@@ -25,7 +26,10 @@ class Sequences:
 
     def __getitems__(self, indices: list[int]) -> list[list[dict[str, Any]]]:
         groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
-        chunks = iter(self.chunks.__getitems__(np.concatenate(groups)))
+        table = self.chunks[np.concatenate(groups)]
+        names = ("input_ids", "labels", "bytes")
+        values = zip(*(_values(table[name]) for name in names), strict=True)
+        chunks = (dict(zip(names, chunk, strict=True)) for chunk in values)
         return [[next(chunks) for _ in group] for group in groups]
 
     def describe(self, sequence_length: int) -> dict[str, float]:
@@ -42,9 +46,17 @@ class Sequences:
         }
 
 
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return a column's values, numbers or lists of them, as ints or arrays."""
+    if not pa.types.is_list(column.type):
+        return column.to_pylist()
+    lists = column.combine_chunks()
+    return np.split(lists.flatten().to_numpy(), np.cumsum(lists.value_lengths())[:-1])
+
+
 def unpacked(chunks: Dataset) -> Sequences:
     """Return a sequence for each chunk."""
-    return Sequences(chunks.with_format("numpy"), np.arange(len(chunks)), np.arange(len(chunks) + 1))
+    return Sequences(chunks.with_format("arrow"), np.arange(len(chunks)), np.arange(len(chunks) + 1))
 
 
 def pack(chunks: Dataset, sequence_length: int) -> Sequences:
@@ -75,4 +87,4 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
                 insort(rooms, left)
             by_room[left].append(sequence)
     starts = np.cumsum([0, *map(len, sequences)])
-    return Sequences(chunks.with_format("numpy"), np.concatenate(sequences), starts)
+    return Sequences(chunks.with_format("arrow"), np.concatenate(sequences), starts)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
+from accelerate.utils import send_to_device
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,10 +20,15 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from src.models.attention import BY_LENGTHS, document_lengths, implementations, set_attention
 from src.models.pretrained import fsdp_blocks
-from src.process import UserError, explained
+from src.process import UserError, cause, explained
 from src.settings import Yaml, nearest
 
+ENDS = [3, 8, 14, 16]
+"""Where the documents end in the two rows of tokens on which a model is tried."""
+ROUNDING = 0.05
+"""Relative difference of states in half precision: it is below 0.005; if documents see each other, 0.2 to 0.9."""
 CHUNK, CHUNK_ON_GPU = 2**24, 2**27
 """Logits that are computed at once: 64 MiB in fp32; 512 MiB on a GPU, which small products leave idle."""
 
@@ -32,12 +38,14 @@ class LanguageModel(nn.Module):
     memory as all of them. Knows whether the model `is_causal` and `keeps_documents_apart`.
 
     `lm` comes from AutoModelForCausalLM, fp32; or is a PeftModel of such a model. Where it may have no weights yet,
-    `probe` is a small model of the same class with some, that tells what has to be tried.
+    `probe` is a small model of the same class with some, that tells what has to be tried. `attention` is a value of
+    task.attention other than auto.
     """
 
-    def __init__(self, lm: Any, probe: "LanguageModel | None" = None) -> None:
+    def __init__(self, lm: Any, probe: "LanguageModel | None" = None, attention: str = "sdpa") -> None:
         super().__init__()
         self.lm = lm
+        self._masked, self._takes_lengths = implementations(self.hf), False
         self._no_split_modules = fsdp_blocks(self.hf)
         config = self.hf.config.get_text_config()
         self._vocabulary = self.hf.get_output_embeddings().weight.shape[0]
@@ -47,13 +55,15 @@ class LanguageModel(nn.Module):
         if probe is None:
             self.eval()
             kinds = RuntimeError, ValueError, IndexError, TypeError  # its config can be built, but not run
-            with explained(f"{type(self.hf).__name__} fails on eight tokens: ", kinds):
+            with explained(f"{type(self.hf).__name__} fails on a few tokens: ", kinds):
                 self._probe()
         else:
             self.is_causal: bool = probe.is_causal
             self.keeps_documents_apart: bool = probe.keeps_documents_apart
             self._has_known_head: bool = probe._has_known_head
             self.unused: list[str] = probe.unused
+        if attention != "sdpa":
+            self.set_attention(attention)
         for part in self.unused:
             self.hf.base_model.get_submodule(part).requires_grad_(False)
         self.train()
@@ -71,11 +81,16 @@ class LanguageModel(nn.Module):
         """Return the last layer."""
         return self.hf.get_output_embeddings()
 
+    def set_attention(self, name: str) -> None:
+        """Compute losses with this attention in place of the masked one. Raise a ValueError if the class can't."""
+        set_attention(self.hf, name)
+        self._takes_lengths = name in BY_LENGTHS
+
     def forward(self, method: Literal["loss", "score", "generate"], *args: Any, **kwargs: Any) -> Any:
         """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone."""
         return getattr(self, method)(*args, **kwargs)
 
-    def loss(self, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, **lengths: Any) -> Tensor:
         """Return the loss summed over the targets, shape (), fp32.
 
         Args:
@@ -83,8 +98,9 @@ class LanguageModel(nn.Module):
             position_ids: of the same shape; where they start anew, another document begins.
             index: positions with a target, in the flattened batch; shape (targets,), int64.
             targets: the tokens to predict there; of the same shape.
+            lengths: those of `document_lengths`, for an attention that takes them.
         """
-        states = self._states(input_ids, position_ids).flatten(0, 1).index_select(0, index)
+        states = self._states(input_ids, position_ids, **lengths).flatten(0, 1).index_select(0, index)
         chunks = self._chunks(states, targets)
         if len(chunks) == 1:
             return self._cross_entropy(*chunks[0])
@@ -99,10 +115,12 @@ class LanguageModel(nn.Module):
         # each chunk's logits are computed again in the backward pass
         return torch.stack([checkpoint(self._cross_entropy, *chunk, use_reentrant=False) for chunk in chunks]).sum()
 
-    def score(self, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def score(
+        self, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, **lengths: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return, for the arguments of `loss`, what each sequence contributes to it, and how many of its targets were
         the likeliest token; both of shape (batch,), fp32. Without gradients."""
-        states = self._states(input_ids, position_ids).flatten(0, 1).index_select(0, index)
+        states = self._states(input_ids, position_ids, **lengths).flatten(0, 1).index_select(0, index)
         losses, correct = [], []
         for chunk, expected in self._chunks(states, targets):
             logits = self._logits(chunk).float()
@@ -112,12 +130,23 @@ class LanguageModel(nn.Module):
         return zeros.index_add(0, rows, torch.cat(losses)), zeros.index_add(0, rows, torch.cat(correct))
 
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
-        """Return `input_ids` with their continuation by transformers' generate."""
-        return self.hf.generate(input_ids, **options)
+        """Return `input_ids` with their continuation by transformers' generate, whose cache needs masked attention."""
+        chosen = implementations(self.hf)
+        self.hf.set_attn_implementation(self._masked)
+        try:
+            return self.hf.generate(input_ids, **options)
+        finally:
+            self.hf.set_attn_implementation(chosen)
 
-    def _states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def _states(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor | None = None, max_length: int | None = None
+    ) -> Tensor:
         """Return what the output layer sees; if `_logits` cannot make the logits from that, the logits."""
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        if self._takes_lengths:
+            assert cu_seq_lens is not None  # else flash_attention_2 would let documents see each other
+            inputs |= {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
+            inputs |= {"max_length_q": max_length, "max_length_k": max_length}
         return self.hf.base_model(**inputs).last_hidden_state if self._has_known_head else self.hf(**inputs).logits
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -135,19 +164,47 @@ class LanguageModel(nn.Module):
         return list(zip(states.split(size), targets.split(size), strict=True))
 
     def _probe(self) -> None:
-        """Try the model on two documents of four tokens: does no token see the next one, does the second document not
-        see the first, are the logits what `_logits` makes of the states, and which parts does text pass through?"""
-        tokens, positions = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]]) % self._vocabulary, torch.arange(4).repeat(2)[None]
+        """Try the model on two rows of documents: does no token see the next one, do the documents not see each other,
+        are the logits what `_logits` makes of the states, and which parts does text pass through?"""
+        rows = self._trial_rows()
+        documents = list(zip(*(rows[n].view(1, -1).tensor_split(ENDS[:-1], dim=1) for n in rows), strict=True))
+        tokens, positions = documents[1]
         with torch.no_grad():
             self._has_known_head = False
-            both, second = self._states(tokens, positions)[:, 4:], self._states(tokens[:, 4:], positions[:, 4:])
-            beginning = self._states(tokens[:, 4:7], positions[:, 4:7])
+            together, alone = self._states(**rows), [self._states(*document) for document in documents]
+            beginning = self._states(tokens[:, :-1], positions[:, :-1])
             self._has_known_head = True
-            known = self._logits(self._states(tokens[:, 4:], positions[:, 4:]))
-        self.is_causal = _equal(second[:, :3], beginning)
-        self.keeps_documents_apart = _equal(both, second)
-        self._has_known_head = known.shape == second.shape and _equal(known, second)
-        self.unused = self._unused_parts(self._states(tokens[:, :4], positions[:, :4]))
+            known = self._logits(self._states(tokens, positions))
+        self.is_causal = _equal(alone[1][:, :-1], beginning)
+        self.keeps_documents_apart = _equal(together.flatten(0, 1), torch.cat(alone, dim=1)[0])
+        self._has_known_head = known.shape == alone[1].shape and _equal(known, alone[1])
+        self.unused = self._unused_parts(self._states(tokens, positions))
+
+    def _trial_rows(self) -> dict[str, Any]:
+        tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]]) % self._vocabulary
+        starts = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3], [0, 0, 0, 0, 0, 0, 6, 6]])
+        return {"input_ids": tokens, "position_ids": torch.arange(8) - starts}
+
+    def refuses(self, attention: str, device: str, dtype: torch.dtype) -> str | None:
+        """Return why this model, a small one, can't be trained with this attention on the device in `dtype`; None if it
+        can. On rows of several documents it must give the states of masked attention, and gradients."""
+        model: LanguageModel = copy.deepcopy(self).eval()
+        name = type(self.hf).__name__
+        try:
+            rows = send_to_device(self._trial_rows() | document_lengths(ENDS), device)
+            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+                expected = model.to(device)._states(**rows).float().detach()
+                model.set_attention(attention)
+                found = model._states(**rows).float().detach()
+                model.train()._states(**rows).sum().backward()  # with what training adds, such as dropout
+        except Exception as error:  # of any library on the way
+            return f"{name} can't use it, {cause(error).split('. ')[0]}"
+        difference = float((found - expected).norm() / expected.norm())
+        if difference < ROUNDING:
+            return None
+        return (
+            f"in {name} it differs from masked attention by {difference:.0%}: documents see each other, or too little"
+        )
 
     def _unused_parts(self, states: Tensor) -> list[str]:
         """Return the names of the parts that `states` does not depend on, such as a vision tower: to be frozen, as DDP
@@ -166,19 +223,19 @@ def small_model(config: PreTrainedConfig) -> LanguageModel:
     """Return a model of the same class with few and narrow layers, one of each kind, for a LanguageModel to know what
     to expect; where the class refuses that, with wider ones. Leaves the random numbers as they were."""
     kinds = getattr(config.get_text_config(), "layer_types", None)
-    few = {"num_hidden_layers": len(set(kinds)) if kinds else 2, "vocab_size": 64}
+    few = {"num_hidden_layers": len(set(kinds)) if kinds else 2, "vocab_size": 64, "sliding_window": 2}
     narrow = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    for sizes in ({**few, **narrow, "head_dim": 16}, few, {}):
+    for sizes in ({**few, **narrow}, {**few, **narrow, "head_dim": 16}, few, {}):
         small = copy.deepcopy(config)
         text = small.get_text_config()
-        for name, size in sizes.items():
-            if getattr(text, name, None) is not None:
-                setattr(text, name, size)
-        if sizes and kinds:
-            text.layer_types = list(dict.fromkeys(kinds))
-        for token in ("bos_token_id", "eos_token_id", "pad_token_id") if sizes else ():
-            setattr(text, token, None)
         try:
+            for name, size in sizes.items():
+                if getattr(text, name, None) is not None:
+                    setattr(text, name, size)
+            if sizes and kinds:
+                text.layer_types = list(dict.fromkeys(kinds))
+            for token in ("bos_token_id", "eos_token_id", "pad_token_id") if sizes else ():
+                setattr(text, token, None)
             with torch.random.fork_rng(devices=[]):
                 return LanguageModel(AutoModelForCausalLM.from_config(small, dtype=torch.float32))
         except Exception:  # narrower than the class allows

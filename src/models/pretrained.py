@@ -45,6 +45,12 @@ class ModelSource(Settings):
         elif not path.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
             yield f"task.model={path}: no such folder"
 
+    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
+        """Have no attention computed by cuDNN: under a mask its gradients may be NaN, if length % 128 is 64 (pytorch
+        issue 196678)."""
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        return []
+
     def load_config(self) -> PreTrainedConfig:
         """Return the model's config. Raise a UserError if there is none, it is damaged, or it asks to run code."""
         with _loading("model", self.model):

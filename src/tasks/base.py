@@ -35,6 +35,15 @@ class Task(Settings, ABC):
         other, missing files."""
         yield from ()
 
+    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
+        """Choose what depends on the kind of device and the dtype that it computes in, before `build_model`. Return
+        what was chosen, for the start-up summary. Raise a UserError if the settings ask for what can't be."""
+        return []
+
+    def reference(self) -> "Task":
+        """Return the task whose model --check compares with: it computes the same in the plainest way, in any dtype."""
+        return self
+
     @abstractmethod
     def build_model(self) -> nn.Module:
         """Return the model, fp32, on the CPU. Same seed, same weights. For FSDP, `_no_split_modules` on it lists the

@@ -1,14 +1,17 @@
 """Next-token prediction with any decoder of transformers, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
+import copy
 import math
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
@@ -20,6 +23,7 @@ from src.data.byte_tokenizer import byte_tokenizer
 from src.data.documents import Chunker, RowFormat, cut_texts
 from src.data.packing import Sequences, pack, unpacked
 from src.data.text import TextSource, cached_map, table_checksum
+from src.models.attention import BY_LENGTHS, document_lengths
 from src.models.causal_lm import LanguageModel, new_config, small_model, typed
 from src.models.lean import NewWeights, empty, fill, saved_weights
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
@@ -61,6 +65,9 @@ class CausalLM(TextSource, ModelSource, Task):
     """Tokens that the model sees at once. Longer text makes several sequences, longer prompts and chats are cut off."""
     packing: bool = True
     """Put several short documents into one sequence. They don't see each other."""
+    attention: Literal["auto", "varlen", "flash_attention_2", "flex", "sdpa"] = "auto"
+    """How packed documents are kept apart: sdpa by a mask, the others without one, on a GPU. auto: varlen in half
+    precision on a GPU, if the model can, else sdpa."""
     sample_prompts: list[str] = []
     """Prompts to continue at each evaluation, for the record."""
     sample_tokens: PositiveInt = 64
@@ -69,6 +76,7 @@ class CausalLM(TextSource, ModelSource, Task):
     """Temperature to sample at; 0: the likeliest token each time."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
+    _attention: str = PrivateAttr("sdpa")
     _parts: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     def validation_errors(self) -> Iterator[str]:
@@ -87,6 +95,8 @@ class CausalLM(TextSource, ModelSource, Task):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
             yield "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one"
+        if self.attention == "flash_attention_2" and find_spec("flash_attn") is None:
+            yield "task.attention=flash_attention_2: needs the package flash-attn; or set task.attention=auto"
         try:
             self._read_chat_template()
         except (OSError, UnicodeDecodeError) as error:
@@ -94,8 +104,28 @@ class CausalLM(TextSource, ModelSource, Task):
             says = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read, {cause(error)}"
             yield f"task.chat_template={name}: {says}"
 
+    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
+        suits_varlen = device == "cuda" and dtype != torch.float32 and self.packing
+        chosen = self.attention if self.attention != "auto" else "varlen" if suits_varlen else "sdpa"
+        refusal = self._refusal(chosen, device, dtype) if chosen != "sdpa" else None
+        if refusal and self.attention != "auto":
+            raise UserError(f"task.attention={chosen}: {refusal}; or set task.attention=auto")
+        self._attention = "sdpa" if refusal else chosen
+        reason = f" (not varlen: {refusal})" if refusal else ""
+        return [*super().prepare_for(device, dtype), f"{self._attention} attention{reason}"]
+
+    def _refusal(self, attention: str, device: str, dtype: torch.dtype) -> str | None:
+        if device != "cuda":
+            return "needs a GPU"
+        if attention in BY_LENGTHS and dtype == torch.float32:
+            return "needs half precision, --mixed_precision bf16 before train.py"
+        return self._small_model.refuses(attention, device, dtype)
+
+    def reference(self) -> "CausalLM":
+        return self.model_copy(update={"attention": "sdpa"})
+
     def build_model(self) -> LanguageModel:
-        return LanguageModel(self._build_lm(), self._small_model)
+        return LanguageModel(self._build_lm(), self._small_model, self._attention)
 
     def build_empty_model(self, rank: int, world_size: int) -> LanguageModel | None:
         if self.model and not self.weight_files():
@@ -105,7 +135,7 @@ class CausalLM(TextSource, ModelSource, Task):
             with nullcontext() if self.model else weights:
                 lm = empty(self._new_lm)
             with weights:
-                model = LanguageModel(self._with_adapters(lm), self._small_model)
+                model = LanguageModel(self._with_adapters(lm), self._small_model, self._attention)
             self._parts = weights.parts(model.lm) if self.lora.r or not self.model else {}
         except UserError:  # it computes with its weights when it is made, as Mamba does
             return None
@@ -126,7 +156,8 @@ class CausalLM(TextSource, ModelSource, Task):
 
     def _new_lm(self) -> Any:
         with explained(f"task.architecture: {self._config.model_type} refuses it, "):
-            return AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
+            config = copy.deepcopy(self._config)  # the model's attention is noted there
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
     @cached_property
     def _small_model(self) -> LanguageModel:
@@ -211,24 +242,30 @@ class CausalLM(TextSource, ModelSource, Task):
         return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}
 
     def collate(self, samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        lengths = [sum(len(chunk["input_ids"]) for chunk in sample) for sample in samples]
-        width = self.sequence_length if self.packing else max(lengths)
-        input_ids = torch.full((len(samples), width), self._tokenizer.pad_token_id or 0)
-        position_ids = torch.arange(width).repeat(len(samples), 1)
-        labels = torch.full((len(samples), width), -100)
+        lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
+        width = self.sequence_length if self.packing else max(map(sum, lengths))
+        places = np.arange(width)
+        input_ids = np.full((len(samples), width), self._tokenizer.pad_token_id or 0)
+        labels = np.full((len(samples), width), -100)
+        position_ids = np.tile(places, (len(samples), 1))
+        ends = []
         for row, sample in enumerate(samples):
             start = 0
-            for chunk in sample:
-                end = start + len(chunk["input_ids"])
-                input_ids[row, start:end] = torch.from_numpy(chunk["input_ids"])
-                labels[row, start:end] = torch.from_numpy(chunk["labels"])
-                position_ids[row, start:] = torch.arange(width - start)
+            for chunk, length in zip(sample, lengths[row], strict=True):
+                end = start + length
+                input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
+                position_ids[row, start:] = places[: width - start]
+                ends.append(row * width + end)
                 start = end
-        labels = labels.flatten()
-        index = (labels != -100).nonzero().squeeze(1)
-        inputs = {"input_ids": input_ids, "position_ids": position_ids, "index": index, "targets": labels[index]}
-        num_bytes = torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples])
-        return {"inputs": inputs, "bytes": num_bytes, "tokens": sum(lengths)}
+            ends.append((row + 1) * width)
+        index = np.flatnonzero(labels != -100)
+        arrays = {"input_ids": input_ids, "position_ids": position_ids, "index": index, "targets": labels.flat[index]}
+        return {
+            "inputs": {name: torch.from_numpy(array) for name, array in arrays.items()} | document_lengths(ends),
+            "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
+            "tokens": sum(map(sum, lengths)),
+            "attention_pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
+        }
 
     def documents(self, sample: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         return [[chunk] for chunk in sample]

@@ -273,7 +273,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*NEW, *architecture(hidden_act="[")), f"{REFUSES}[***"),
     ((*NEW, *architecture(pad_token_id=5000)), REFUSES),
     # It can be built, but does not run; it would see the tokens that it has to predict.
-    ((*LM, *architecture(**OLMOE)), "OlmoeForCausalLM fails on eight tokens: ***"),
+    ((*LM, *architecture(**OLMOE)), "OlmoeForCausalLM fails on a few tokens: ***"),
     ((*LM, *architecture(**ENCODER, num_attention_heads=2), "packing=false"), "***bert***"),
     # LoRA. Without a rank, its other settings would adapt nothing.
     ((*LORA, "lora.target_modules=[q_prj]"), "task.lora.target_modules: *** q_prj***"),

@@ -3,8 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import torch
+from transformers import AttentionInterface, LlamaConfig
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from tests.launching import PROJECT
 from tests.test_canaries import launched
@@ -39,3 +44,31 @@ def test_evaluate_imports_transformers_pipelines() -> None:
     """src/tasks/__init__.py: why a metric is imported when it is first needed."""
     probe = "import sys, evaluate; sys.exit('transformers.pipelines' not in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", probe], cwd=PROJECT).returncode == 0
+
+
+def test_flash_attention_recognises_packed_documents_in_a_single_row_only() -> None:
+    """src/models/causal_lm.py: why it is told of them."""
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
+    assert _is_packed_sequence(positions[:1], batch_size=1)
+    assert not _is_packed_sequence(positions, batch_size=2)
+
+
+@pytest.mark.parametrize(("attention", "size"), [("sdpa", (2, 1, 5, 5)), ("without a mask", None)])
+def test_transformers_makes_no_mask_for_attention_that_names_none(attention: str, size: tuple[int, ...] | None) -> None:
+    """src/models/attention.py: why the kernel is registered, but no mask. Else packed documents have a dense one."""
+    AttentionInterface.register("without a mask", lambda *_: None)
+    config = LlamaConfig(attn_implementation=attention)
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
+    mask = create_causal_mask(config, torch.zeros(2, 5, 8), None, None, position_ids=positions)
+    assert (mask if mask is None else tuple(mask.shape)) == size
+
+
+def test_cudnn_attention_is_switched_off_in_all_threads() -> None:
+    """src/models/pretrained.py: the backward pass runs in threads of its own."""
+    found = []
+    for is_on in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(is_on)
+        thread = Thread(target=lambda: found.append(torch.backends.cuda.cudnn_sdp_enabled()))
+        thread.start()
+        thread.join()
+    assert found == [True, False]

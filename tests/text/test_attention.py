@@ -1,0 +1,298 @@
+"""Attention without a mask keeps documents apart as the masked one does, or is not used. The kernel is a stand-in."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from src.models import attention
+from src.models.causal_lm import LanguageModel, small_model
+from src.process import UserError
+from src.tasks.causal_lm import CausalLM
+from src.tasks.text_classification import TextClassification
+from tests.launching import Launch, mistakes
+from tests.text.test_language_model import SMALL, LargestTensor, build
+from tests.text.tiny import LLAMA, questions
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gpt2": {},
+    "mistral": {n: v for n, v in SMALL.items() if n != "vocab_size"} | {"sliding_window": 4},
+    "gemma3_text": {},  # windows in some layers
+}
+
+
+def kernel(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What torch's varlen_attn computes, document by document."""
+    assert window_size[1] == 0
+    assert (cu_seq_q.dtype, cu_seq_k.dtype) == (torch.int32, torch.int32)
+    assert int(cu_seq_q[-1]) == len(query)
+    outputs = []
+    for q, k, v in zip(*(t.tensor_split(cu_seq_q[1:-1].tolist()) for t in (query, key, value)), strict=True):
+        assert len(q) <= max_q == max_k
+        behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        mask = (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def mixing(*tensors: Any, **options: Any) -> Tensor:
+    """A kernel to which each row is a single document, as to transformers' flash attention if it isn't told of them."""
+    query, key, value, _, _, _, _ = tensors
+    rows = torch.tensor([0, len(query) // 2, len(query)], dtype=torch.int32)
+    return kernel(query, key, value, rows, rows, len(query), len(query), **options)
+
+
+def unwindowed(*tensors: Any, window_size: tuple[int, int], **options: Any) -> Tensor:
+    return kernel(*tensors, window_size=(-1, 0), **options)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a function in the place of torch's varlen_attn."""
+    return partial(monkeypatch.setattr, attention, "varlen_attn")
+
+
+def collated(*rows: list[int], length: int = 24, **settings: Any) -> dict[str, Any]:
+    """A batch of rows of documents with these lengths."""
+    task = CausalLM(dataset="x", architecture={"model_type": "llama"}, sequence_length=length, **settings)
+    draw = np.random.default_rng(0)
+
+    def chunk(size: int) -> dict[str, Any]:
+        ids, labels = draw.integers(1, 64, (2, size), dtype=np.int32)
+        return {"input_ids": ids, "labels": np.where(np.arange(size) % 3, labels, -100), "bytes": size}
+
+    return task.collate([[chunk(size) for size in row] for row in rows])
+
+
+def gradients(model: LanguageModel, batch: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    loss = model("loss", **batch["inputs"])
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_masked_attention(use: Callable[..., None], kind: str) -> None:
+    """Tried with the end of a row not a document of its own, with windows one token wider, and without `scale`."""
+    use(kernel)
+    batch = collated([5, 9, 7], [16, 8], [1])  # with padding, none, and much
+    masked = build(kind, vocab_size=300, **KINDS[kind])
+    expected, wanted = gradients(masked, batch)
+    model = LanguageModel(masked.lm, masked, "varlen")
+    loss, found = gradients(model, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for gradient, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
+    scores = model("score", **batch["inputs"])[0]
+    torch.testing.assert_close(scores.sum(), expected, rtol=1e-5, atol=0)
+
+
+def test_without_a_mask_nothing_grows_with_the_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own operator, on tensors without data. Masked attention would make one of 32,768 x 32,768."""
+    length = 2**15
+    batch = collated([length - 9, 9], [20_000, 10_000], length=length)
+    config = AutoConfig.for_model("llama", **SMALL, max_position_embeddings=length)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        inputs = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in batch["inputs"].items()}
+    model = LanguageModel(lm, build("llama"), "varlen")
+    with LargestTensor() as largest:
+        model("loss", **inputs).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert largest.size <= 2 * length * 64  # the hidden layer of the MLP, and the logits
+
+
+# ---------------------------------------------------------------------------------------------------------- the batch
+def test_a_batch_says_where_its_documents_are_without_asking_a_device() -> None:
+    """Padding is a document of its own; empty ones make their number, and the most tokens, a power of two."""
+    batch = collated([5, 9, 7], [10])
+    inputs = batch["inputs"]
+    assert inputs["cu_seq_lens"].tolist() == [0, 5, 14, 21, 24, 34, 48, 48, 48]
+    assert inputs["cu_seq_lens"].dtype == torch.int32
+    counts = {"tokens": batch["tokens"], "attention_pairs": batch["attention_pairs"], "max": inputs["max_length"]}
+    assert counts == {"tokens": 31, "attention_pairs": 15 + 45 + 28 + 55, "max": 16}
+    assert all(type(count) is int for count in counts.values())
+    assert collated([3] * 8, [24], packing=False)["inputs"]["cu_seq_lens"].tolist()[-9:] == [24, 24, 48] + [48] * 6
+
+
+@pytest.mark.parametrize("rows", [[[4, 4, 4], [24]], [[1, 2, 3, 18], [12, 9]], [[20], [17]]])
+def test_few_shapes_of_lengths_occur(rows: list[list[int]]) -> None:
+    lengths = collated(*rows)["inputs"]
+    assert (len(lengths["cu_seq_lens"]), lengths["max_length"]) in {(9, 32), (5, 32)}
+
+
+# ------------------------------------------------------------------------------------- what it can't do it doesn't do
+@pytest.mark.parametrize(
+    ("kind", "fields", "says"),
+    [
+        ("gemma2", {}, "varlen attention has no softcap"),
+        ("gpt_oss", {}, "varlen attention has no s_aux"),  # sinks
+        ("gpt2", {}, "varlen attention has no dropout"),
+        ("llama", {"attention_dropout": 0.1}, "varlen attention has no dropout"),
+        ("bloom", {}, "its class computes attention in a way of its own"),
+    ],
+)
+def test_a_model_that_asks_for_more_than_the_kernel_has_is_refused(
+    use: Callable[..., None], kind: str, fields: dict[str, Any], says: str
+) -> None:
+    use(kernel)
+    model = small_model(AutoConfig.for_model(kind, **fields))
+    assert model.refuses("varlen", "cpu", torch.float32) == f"{type(model.hf).__name__} can't use it, {says}"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_is_accepted_if_its_documents_stay_apart(
+    use: Callable[..., None], kind: str, dtype: torch.dtype
+) -> None:
+    model = small_model(AutoConfig.for_model(kind))
+    use(kernel)
+    assert model.refuses("varlen", "cpu", dtype) is None
+    assert small_model(AutoConfig.for_model(kind)).refuses("varlen", "cpu", dtype) is None
+    use(mixing)
+    assert "documents see each other, or too little" in str(model.refuses("varlen", "cpu", dtype))
+    if kind in ("mistral", "gemma3_text"):
+        use(unwindowed)
+        assert "it differs from masked attention" in str(model.refuses("varlen", "cpu", dtype))
+
+
+@pytest.fixture
+def accepting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device on which every model can do all of them."""
+    monkeypatch.setattr(LanguageModel, "refuses", lambda *_: None)
+
+
+def task(**settings: Any) -> CausalLM:
+    return CausalLM(dataset="x", architecture={"model_type": "llama", **LLAMA}, sequence_length=32, **settings)
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.usefixtures("accepting")
+@pytest.mark.parametrize(
+    ("settings", "device", "dtype", "chosen"),
+    [
+        ({}, "cuda", HALF, "varlen"),
+        ({}, "cuda", torch.float16, "varlen"),
+        ({}, "cuda", FULL, "sdpa"),
+        ({}, "cpu", HALF, "sdpa"),
+        ({"packing": False}, "cuda", HALF, "sdpa"),
+        ({"attention": "varlen", "packing": False}, "cuda", HALF, "varlen"),
+        ({"attention": "flex"}, "cuda", FULL, "flex"),
+        ({"attention": "sdpa"}, "cuda", HALF, "sdpa"),
+    ],
+)
+def test_the_attention_is_chosen_by_device_dtype_and_packing(
+    settings: dict[str, Any], device: str, dtype: torch.dtype, chosen: str
+) -> None:
+    prepared = task(**settings)
+    assert prepared.prepare_for(device, dtype) == [f"{chosen} attention"]
+    implementation = attention.IMPLEMENTATIONS.get(chosen, "sdpa")
+    assert prepared.build_model().hf.config._attn_implementation == implementation
+    compared = prepared.reference()  # by --check, in fp32 too
+    compared.prepare_for(device, dtype)
+    assert compared.build_model().hf.config._attn_implementation == "sdpa"
+
+
+def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel itself, on a device that it doesn't know: this one."""
+
+    def refusal(task: CausalLM, name: str, device: str, dtype: torch.dtype) -> str | None:
+        return task._small_model.refuses(name, "cpu", dtype)
+
+    monkeypatch.setattr(CausalLM, "_refusal", refusal)
+    says = "LlamaForCausalLM can't use it, Could not run 'aten::_flash_attention_forward'"
+    (summary,) = task().prepare_for("cuda", HALF)
+    assert summary.startswith(f"sdpa attention (not varlen: {says}")
+    with pytest.raises(UserError, match=f"^task.attention=varlen: {re.escape(says)}.*; or set task.attention=auto$"):
+        task(attention="varlen").prepare_for("cuda", HALF)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "says"),
+    [
+        ("varlen", "cpu", HALF, "needs a GPU"),
+        ("flex", "cpu", HALF, "needs a GPU"),
+        ("flash_attention_2", "cpu", HALF, "needs a GPU"),
+        ("varlen", "cuda", FULL, "needs half precision, --mixed_precision bf16 before train.py"),
+        ("flash_attention_2", "cuda", FULL, "needs half precision, --mixed_precision bf16 before train.py"),
+    ],
+)
+def test_what_is_asked_for_by_name_is_used_or_refused(name: Any, device: str, dtype: torch.dtype, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        task(attention=name).prepare_for(device, dtype)
+    assert str(error.value) == f"task.attention={name}: {says}; or set task.attention=auto"
+
+
+def test_flash_attention_without_its_package() -> None:
+    arguments = ("--task.name=causal_lm", "--task.architecture.model_type=llama", "--task.dataset=x")
+    assert mistakes(*arguments, "--task.attention=flash_attention_2") == [
+        "task.attention=flash_attention_2: needs the package flash-attn; or set task.attention=auto"
+    ]
+
+
+def test_one_line_for_two_processes_and_masks_where_nothing_is_asked_for(launch: Launch, tmp_path: Path) -> None:
+    model = [f"--task.architecture.{name}={value}" for name, value in {"model_type": "llama", **LLAMA}.items()]
+    lm = ("--task.name=causal_lm", f"--task.dataset={questions(tmp_path / 'questions.jsonl')}", *model)
+    arguments = (*lm, "--task.sequence_length=64", "--global_batch_size=4", "--max_steps=1")
+    refused = launch("ddp", *arguments, "--task.attention=varlen", processes=2)
+    assert refused.messages == ["train.py: task.attention=varlen: needs a GPU; or set task.attention=auto"]
+    trained = launch("cpu", *arguments).succeeded()
+    assert trained.summary["tuned"][0] == "sdpa attention"
+    assert "sdpa attention" in trained.stdout
+
+
+# ------------------------------------------------------------------------------------------------------ with the rest
+def test_flash_attention_is_told_of_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recognises them by itself in batches of one row only."""
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"flash_attention_2": "recorded"})
+    received: dict[str, Any] = {}
+
+    def record(module: nn.Module, query: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
+        received.update(options)
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("recorded", record)
+    masked, inputs = build("llama", vocab_size=300), collated([5, 9, 7], [16, 8])["inputs"]
+    model = LanguageModel(masked.lm, masked, "flash_attention_2")
+    model("score", **inputs)
+    assert received["cu_seq_lens_q"] is received["cu_seq_lens_k"] is inputs["cu_seq_lens"]
+    assert received["max_length_q"] == received["max_length_k"] == inputs["max_length"]
+    with pytest.raises(AssertionError):
+        model("score", **{name: value for name, value in inputs.items() if name != "cu_seq_lens"})
+
+
+def test_a_model_without_masks_generates_as_one_with_them(use: Callable[..., None], tmp_path: Path) -> None:
+    """Then, it is as it was. What it exports names no attention, which `from_pretrained` would look for."""
+    use(kernel)
+    masked = build("mistral", **SMALL, sliding_window=4)
+    prompt, options = torch.tensor([[5, 3, 8, 1, 9, 2, 7]]), {"max_new_tokens": 12, "do_sample": False}
+    expected = masked("generate", prompt, attention_mask=torch.ones_like(prompt), **options)
+    model = LanguageModel(masked.lm, masked, "varlen")
+    use(None)
+    assert torch.equal(model("generate", prompt, attention_mask=torch.ones_like(prompt), **options), expected)
+    assert model.hf.config._attn_implementation == "varlen"
+    model.hf.save_pretrained(tmp_path)
+    assert "varlen" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("kind", [CausalLM, TextClassification])
+def test_no_attention_is_computed_by_cudnn(kind: type[CausalLM | TextClassification]) -> None:
+    """Under a mask its gradients may be NaN."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    kind(dataset="x").prepare_for("cpu", FULL)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
