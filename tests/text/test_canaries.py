@@ -4,9 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 from transformers import AttentionInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
@@ -53,14 +55,27 @@ def test_flash_attention_recognises_packed_documents_in_a_single_row_only() -> N
     assert not _is_packed_sequence(positions, batch_size=2)
 
 
+def causal_mask(attention: str) -> Any:
+    """What transformers makes for two rows of two documents each."""
+    config = LlamaConfig()
+    config._attn_implementation = attention
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
+    return create_causal_mask(config, torch.zeros(2, 5, 8), None, None, position_ids=positions)
+
+
 @pytest.mark.parametrize(("attention", "size"), [("sdpa", (2, 1, 5, 5)), ("without a mask", None)])
 def test_transformers_makes_no_mask_for_attention_that_names_none(attention: str, size: tuple[int, ...] | None) -> None:
     """src/models/attention.py: why the kernel is registered, but no mask. Else packed documents have a dense one."""
     AttentionInterface.register("without a mask", lambda *_: None)
-    config = LlamaConfig(attn_implementation=attention)
-    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
-    mask = create_causal_mask(config, torch.zeros(2, 5, 8), None, None, position_ids=positions)
-    assert (mask if mask is None else tuple(mask.shape)) == size
+    mask = causal_mask(attention)
+    assert (None if mask is None else tuple(mask.shape)) == size
+
+
+@pytest.mark.slow
+def test_the_blocks_of_flex_attention_keep_packed_documents_apart() -> None:
+    """src/models/attention.py: why transformers may make them. On a GPU it is tried before training."""
+    blocks = causal_mask("flex_attention")
+    assert torch.equal(create_mask(blocks.mask_mod, 2, 1, 5, 5, device="cpu"), causal_mask("sdpa"))
 
 
 def test_cudnn_attention_is_switched_off_in_all_threads() -> None:
