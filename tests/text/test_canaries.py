@@ -72,6 +72,7 @@ def test_transformers_makes_no_mask_for_attention_that_names_none(attention: str
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # transformers asks torch in a way that will be removed
 def test_the_blocks_of_flex_attention_keep_packed_documents_apart() -> None:
     """src/models/attention.py: why transformers may make them. On a GPU it is tried before training."""
     blocks = causal_mask("flex_attention")
