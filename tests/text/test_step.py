@@ -1,0 +1,79 @@
+"""Between two records the host waits for nothing that the device computes.
+
+`main`, in a process of its own, takes steps of a run under a mode that counts what has to wait. Attention is varlen, as
+on a GPU: with a mask, transformers asks in each forward pass whether documents share a row.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import set_seed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from src.config import load_config
+from src.models import attention
+from src.preemption import StopSignal
+from tests.launching import Launch
+from tests.text.tiny import LLAMA
+
+WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
+"""Operators whose result, or its shape, the host has to know: torch.cuda.set_sync_debug_mode lists them."""
+
+
+class Waits(TorchDispatchMode):
+    """Counts those operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        is_mask = name in ("index", "index_put_") and any(getattr(i, "dtype", None) == torch.bool for i in args[1])
+        if name in WAITING or is_mask:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adadelta"])
+def test_a_step_of_four_micro_batches_waits_for_nothing(launch: Launch, tmp_path: Path, optimizer: str) -> None:
+    """But Adadelta cannot leave out a step by itself: it has to know whether the gradients are finite. Tried with the
+    masked attention: 4. Tried with `max_grad_norm / norm.item()`: one more."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 80)
+    arguments = ("--task.name=causal_lm", f"--task.dataset={text}", "--task.sequence_length=32",
+                 *(f"--task.architecture.{name}={value}" for name, value in LLAMA.items()),
+                 "--task.architecture.model_type=llama", f"--optim.name={optimizer}", "--optim.max_grad_norm=1",
+                 "--global_batch_size=8", "--micro_batch_size=2")  # fmt: skip
+    run = launch("cpu", *arguments, script="tests/text/test_step.py").succeeded()
+    expected = {} if optimizer == "adamw" else {"_local_scalar_dense": 1}
+    assert json.loads(run.stdout.splitlines()[-1]) == [expected, expected]
+
+
+# --------------------------------------------------------------------------------------------- in a process of its own
+def main() -> None:
+    set_seed(0)
+    run = train.build(load_config(sys.argv[1:]))
+    assert run
+    attention.varlen_attn = lambda query, *_, **__: query  # the kernel is a GPU's
+    run.model.set_attention("varlen")  # type: ignore[operator]
+    with StopSignal(run.accelerator, run.config) as stop:
+        steps = train.training_steps(run, 0)
+        found = []
+        for _ in range(3):
+            micro_batches = next(steps)
+            assert len(micro_batches) == 4
+            with Waits() as waits:
+                train.train_step(run, micro_batches, stop)
+            found.append(waits.counts)
+    print(json.dumps(found[1:]))
+
+
+if __name__ == "__main__":
+    main()
