@@ -15,11 +15,8 @@ IMPLEMENTATIONS = {"varlen": "varlen", "flash_attention_2": "flash_attention_2",
 """Values of task.attention, and transformers' names for them."""
 BY_LENGTHS = ("varlen", "flash_attention_2")
 """Those that take `document_lengths`."""
-WITHOUT_EFFECT = {
-    "cu_seq_lens_k", "max_length_k", "position_ids", "use_cache", "logits_to_keep", "output_attentions",
-    "output_router_logits",
-}  # fmt: skip
-"""What models hand to attention functions that doesn't change the attention within a document."""
+WITHOUT_EFFECT = {"cu_seq_lens_k", "max_length_k", "position_ids"}
+"""What attention functions are handed that doesn't change the attention within a document."""
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -38,16 +35,11 @@ def implementations(model: PreTrainedModel) -> dict[str, str]:
 
 
 def document_lengths(ends: list[int]) -> dict[str, Any]:
-    """Return what varlen attention needs to know of a batch.
+    """Return `cu_seq_lens`, where in the flattened batch each document begins and the last ends, of shape
+    (documents + 1,), int32; and `max_length`, an int that none exceeds. `ends` is where each ends; padding is one too.
 
-    Both numbers that a compiler would specialize on, of documents and of the longest one's tokens, are rounded up to a
-    power of two, so that few of them occur: the lengths go on with documents of no tokens.
-
-    Args:
-        ends: where in the flattened batch each document ends, in order; padding counts as documents.
-
-    Returns:
-        `cu_seq_lens`, where each begins and the last ends, of shape (documents + 1,), int32; and `max_length`, an int.
+    A compiler would specialize on the longest length and on the number of documents: both are rounded up to a power of
+    two, so that few of them occur. The documents that this adds have no tokens.
     """
     starts = [0, *ends]
     longest = max(end - start for start, end in zip(starts, ends, strict=False))
@@ -95,21 +87,13 @@ def varlen_attention(
         "way to see later tokens": not is_causal,
         "cache": cu_seq_lens_q is None,
         "keys or values of another size": not query.shape[2:] == key.shape[2:] == value.shape[2:],
-        **{name: option is not None for name, option in options.items() if name not in WITHOUT_EFFECT},
     }
+    asked |= {n: option is not None and option is not False for n, option in options.items() if n not in WITHOUT_EFFECT}
     if any(asked.values()):
         raise ValueError(f"varlen attention has no {' and no '.join(name for name in asked if asked[name])}")
-    queries, keys, values = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
-    output: Any = varlen_attn(
-        queries,
-        keys,
-        values,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],  # only then: forward and backward could choose different kernels
-    )
+    q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
+    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    is_grouped = query.shape[1] != key.shape[1]  # if it isn't but says so, the backward pass may take another kernel
+    output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, enable_gqa=is_grouped)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None

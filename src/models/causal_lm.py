@@ -200,11 +200,8 @@ class LanguageModel(nn.Module):
         except Exception as error:  # of any library on the way
             return f"{name} can't use it, {cause(error).split('. ')[0]}"
         difference = float((found - expected).norm() / expected.norm())
-        if difference < ROUNDING:
-            return None
-        return (
-            f"in {name} it differs from masked attention by {difference:.0%}: documents see each other, or too little"
-        )
+        says = f"{name} gives states that differ by {difference:.0%}: documents see each other, or too little"
+        return None if difference < ROUNDING else says
 
     def _unused_parts(self, states: Tensor) -> list[str]:
         """Return the names of the parts that `states` does not depend on, such as a vision tower: to be frozen, as DDP
