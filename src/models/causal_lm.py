@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from src.models.attention import BY_LENGTHS, document_lengths, implementations, set_attention
+from src.models.flops import Flops, count_flops
 from src.models.pretrained import fsdp_blocks
 from src.process import UserError, cause, explained
 from src.settings import Yaml, nearest
@@ -72,6 +74,11 @@ class LanguageModel(nn.Module):
     def hf(self) -> Any:
         """The PreTrainedModel."""
         return self.lm.get_base_model() if isinstance(self.lm, PeftModel) else self.lm
+
+    @cached_property
+    def flops(self) -> Flops | None:
+        """The operations of a step; None: unknown."""
+        return count_flops(self.hf, self.unused)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the first layer: Accelerate has FSDP gather it, and the last, by itself."""

@@ -111,6 +111,11 @@ class Task(Settings, ABC):
         all processes before the backward pass. 0: only `loss` can tell, and the gradients are divided after it."""
         return 0
 
+    def flops(self, model: Any, batch: Any) -> float:
+        """Return the floating-point operations that the forward and backward pass of a batch need, for perf/mfu; 0.0:
+        unknown. `model` is as `build_model` returned it, or sharded; don't wait for the device."""
+        return 0.0
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Return the loss summed over its targets (examples, tokens), shape (), fp32, and their number.

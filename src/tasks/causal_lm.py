@@ -25,6 +25,7 @@ from src.data.packing import Sequences, pack, unpacked
 from src.data.text import TextSource, cached_map, table_checksum
 from src.models.attention import BY_LENGTHS, document_lengths
 from src.models.causal_lm import LanguageModel, new_config, small_model, typed
+from src.models.flops import causal_pairs
 from src.models.lean import NewWeights, empty, fill, saved_weights
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
 from src.models.sharded_files import write_sharded
@@ -181,6 +182,10 @@ class CausalLM(TextSource, ModelSource, Task):
         return config
 
     @cached_property
+    def _window(self) -> int | None:
+        return getattr(self._config.get_text_config(), "sliding_window", None)
+
+    @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         name = self.tokenizer or (None if self.model else "bytes")
         tokenizer = byte_tokenizer() if name == "bytes" else self.load_tokenizer(name)
@@ -264,7 +269,8 @@ class CausalLM(TextSource, ModelSource, Task):
             "inputs": {name: torch.from_numpy(array) for name, array in arrays.items()} | document_lengths(ends),
             "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
             "tokens": sum(map(sum, lengths)),
-            "attention_pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
+            "attention_pairs": sum(causal_pairs(n) for row in lengths for n in row),
+            "window_pairs": sum(causal_pairs(n, self._window) for row in lengths for n in row),
         }
 
     def documents(self, sample: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -275,6 +281,10 @@ class CausalLM(TextSource, ModelSource, Task):
 
     def count_targets(self, batch: dict[str, Any]) -> int:
         return len(batch["inputs"]["targets"])
+
+    def flops(self, model: LanguageModel, batch: dict[str, Any]) -> float:
+        counts = (batch["tokens"], len(batch["inputs"]["targets"]), batch["attention_pairs"], batch["window_pairs"])
+        return model.flops.total(*counts) if model.flops else 0.0
 
     def loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
         return model("loss", **batch["inputs"]), len(batch["inputs"]["targets"])
