@@ -30,6 +30,7 @@ from src.export import export_model, push_to_hub
 from src.launch_guard import resume_command
 from src.model_transforms import transform
 from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr, step_if_finite
+from src.performance import Performance
 from src.preemption import StopSignal
 from src.progress import StepResult
 from src.run import Evaluation, Run, new_model
@@ -99,7 +100,7 @@ def build(config: Config) -> Run | None:
 
 def fit(run: Run) -> bool:
     """Train to the last step. Return whether it got there; if not, it was told to stop and has saved."""
-    config, progress = run.config, run.progress
+    config, progress, performance = run.config, run.progress, Performance(run)
     with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
         checkpoints = CheckpointWriter(run, tracker.say)
         steps, is_stopping = training_steps(run, progress.step), False
@@ -126,7 +127,8 @@ def fit(run: Run) -> bool:
             if is_last or is_stopping:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
-            result = train_step(run, next(steps), stop)
+            with performance.step(steps) as micro_batches:
+                result = train_step(run, micro_batches, stop)
             is_stopping = result.counts.stop_requests > 0
             progress.add_step(result)
             tracker.advance()
@@ -135,7 +137,7 @@ def fit(run: Run) -> bool:
                 checkpoints.close()
                 raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
-                tracker.log_training(result)
+                tracker.log_training(result, performance.metrics())
 
         checkpoints.close()
         if is_stopping:

@@ -73,11 +73,10 @@ from benchmarks.language import Plan, assert_same_work, train_data, work, write_
 from benchmarks.pairs import Comparison, drift, table
 from benchmarks.runs import NEVER, PROJECT, Side, running, train_py
 from src.data.byte_tokenizer import byte_tokenizer
+from src.performance import peak_flops
 
 SECONDS = 465
 COMMIT = ["git", "describe", "--always", "--dirty"]
-PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 floating-point operations per second, from NVIDIA's data sheets; the first name that fits counts."""
 LLAMA = {
     "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
     "num_key_value_heads": 4, "vocab_size": 32_000,
@@ -195,7 +194,7 @@ def llama(bench: Bench) -> Iterator[Comparison]:
         assert off < 0.02, f"{name}: a last loss of {side.values[-1]}, that of single_gpu is {losses[-1]}"
     width, layers = plan.shape["hidden_size"], plan.shape["num_hidden_layers"]  # H x Q is the width
     per_token = 6 * (done["parameters"] - plan.shape["vocab_size"] * width) + 12 * layers * width * plan.length
-    peak = next((peak for name, peak in PEAKS.items() if name in bench.gpu("name")), None)
+    peak = peak_flops(bench.gpu("name"), "bf16")
     for yaml, (_, ours) in runs.items():
         what = f"llama {done['parameters'] / 1e9:.2g}B, {yaml}.yaml"
         if peak:

@@ -121,6 +121,8 @@ class Config(Settings):
     """Type that DDP casts gradients to while it sums them over the processes, for slow connections; null: none."""
     num_workers: NonNegativeInt = 0
     """Processes that load data for each training process; 0: it loads the data itself."""
+    profile_steps: str | None = None
+    """The first and the last step to profile, such as 10:15, into `profile` in output_dir; null: none."""
     log_every: PositiveInt = 50
     """Steps between records of the training metrics."""
     eval_every: PositiveInt | None = None
@@ -196,6 +198,9 @@ def load_config(argv: list[str]) -> Config:
         mistakes.extend(_batch_errors(config, int(os.environ.get("WORLD_SIZE", "1"))))
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
+    steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.profile_steps or "1:1")
+    if not steps or int(steps[1]) > int(steps[2]):
+        mistakes.append(f"profile_steps={config.profile_steps}: write the first step and the last, such as 10:15")
     if not bad & {"run_name", "output_dir"}:
         mistakes.extend(folder_errors(config))
     if not any(name.startswith("task") for name in bad):

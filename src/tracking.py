@@ -91,8 +91,8 @@ class Tracker:
         if self._run.is_main:
             self._bar.update()
 
-    def log_training(self, result: StepResult) -> None:
-        """Record the means over the interval that ends with this step or with the run."""
+    def log_training(self, result: StepResult, measured: dict[str, float] | None = None) -> None:
+        """Record the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
         step, every = progress.step, run.config.log_every
@@ -104,7 +104,7 @@ class Tracker:
             progress.end_interval()
         if not run.is_main:
             return
-        self._record(metrics, {})
+        self._record(metrics | (measured or {}), {})
         unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
         speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
         loss = "not finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"

@@ -60,7 +60,8 @@ def test_each_record_is_a_json_object_with_its_step_first(digits: Run) -> None:
     assert [record["step"] for record in evaluation] == [69, 115]
     for record in training:
         assert set(record) - {"step", "epoch"} == {
-            "train/loss", "train/lr", "train/grad_norm", "perf/samples_per_second",
+            "train/loss", "train/lr", "train/grad_norm", "perf/samples_per_second", "perf/data_seconds",
+            "perf/compute_seconds", "perf/peak_memory_bytes",
         }  # fmt: skip
 
 

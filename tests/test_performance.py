@@ -1,0 +1,156 @@
+"""The figures perf/… of the steps, and the profiles of some: what is measured, and that training stays as it was."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from src import performance
+from src.performance import Performance, peak_flops
+from src.process import UserError
+from tests.launching import Launch, Whole, mistakes
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "fp16", 756e12),
+        ("NVIDIA H100 NVL", "fp8", 835e12),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40S", "bf16", 362e12),
+        ("NVIDIA L40", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+        ("AMD Instinct MI300X", "bf16", 1307e12),
+        ("", "bf16", None),
+    ],
+)
+def test_a_device_is_known_by_the_words_of_its_name(name: str, precision: str, peak: float | None) -> None:
+    """Tried with `in` in place of words: an L40 is taken for an L4. Tried without PARTIAL: a slice for a whole GPU."""
+    assert peak_flops(name, precision) == (peak and pytest.approx(peak))
+
+
+def test_fp32_is_compared_with_tf32_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
+
+
+class Event:
+    """Of a device that is at `done` of its work, while the host has handed over the work until `handed_over`."""
+
+    done, handed_over, waits = 0.0, 0.0, 0
+
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.handed_over
+
+    def query(self) -> bool:
+        return Event.done >= self.at
+
+    def synchronize(self) -> None:
+        Event.done, Event.waits = max(Event.done, self.at), Event.waits + 1
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.query(), "not done yet"
+        return 1e3 * (end.at - self.at)
+
+
+def test_the_figures_are_those_of_the_steps_and_the_host_does_not_wait_between_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of 1 s of data and 3 s of computing, with evaluations of 10 s between them that count as neither. Tried
+    with the events read at once: not done yet. Tried without the weight of the dummy: twice the MFU."""
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(performance, "peak_memory", lambda _: [5, 7])
+    monkeypatch.setattr(performance, "gather_object", lambda own: own)
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(profile_steps=None, folder=Path()), total_steps=9, progress=SimpleNamespace(step=0),
+        device=torch.device("cuda"), launch=SimpleNamespace(precision="bf16"), rank=0, world_size=1, model="model",
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+        task=SimpleNamespace(flops=lambda model, data: data * 1e12),
+    )  # fmt: skip
+
+    def steps() -> Any:
+        while True:
+            Event.handed_over += 1
+            yield [SimpleNamespace(weight=weight, data=989, counts=(5, 989, 1024)) for weight in (1.0, 0.0)]
+
+    measured, batches = Performance(run), steps()
+    for _ in range(2):
+        for i in range(1, 4):
+            with measured.step(batches):
+                Event.handed_over += 3
+            Event.done += 5 * i  # it lags behind
+            Event.handed_over += 10
+        waits = Event.waits
+        assert measured.metrics() == {
+            "perf/data_seconds": 1.0,
+            "perf/compute_seconds": 3.0,
+            "perf/tokens_per_second_per_device": 989 / 4,
+            "perf/mfu": 0.25,
+            "perf/peak_memory_bytes": 7,
+        }
+        assert Event.waits == waits + 1
+
+
+SLOW = """
+import os, time
+import src.tasks.mnist as mnist
+loss = mnist.Mnist.loss
+def slow(*arguments):
+    try:
+        return loss(*arguments)
+    finally:
+        time.sleep(0.5 * (os.environ["RANK"] == "1"))
+mnist.Mnist.loss = slow
+"""
+
+
+def test_the_slowest_process_is_named_and_the_others_wait_for_it(launch: Launch) -> None:
+    """On a CPU: no MFU. Tried without the wait for gradients: both compute equally long."""
+    run = launch("ddp", "--max_steps=4", "--log_every=4", processes=2, before=SLOW).succeeded()
+    (record,) = (record for record in run.records if "train/loss" in record)
+    assert record["perf/slowest_process"] == 1
+    assert record["perf/compute_seconds"] > 0.25
+    assert record["perf/waiting_seconds"] > 0.1
+    assert record["perf/data_seconds"] < 0.1
+    assert record["perf/peak_memory_bytes"] == pytest.approx(max(run.summary["peak_memory_bytes"]), rel=0.2)
+    assert "perf/mfu" not in record
+
+
+def test_a_profile_has_the_operators_of_its_steps_and_leaves_training_as_it_is(launch: Launch, whole: Whole) -> None:
+    """An evaluation follows each step. Tried with one step less: its optimizer is missing."""
+    settings = ("--max_steps=4", "--log_every=1", "--eval_every=4")
+    run = launch("ddp", *settings, "--profile_steps=2:3", processes=2).succeeded()
+    assert run.losses == whole("ddp", *settings, processes=2).losses
+    assert sorted(file.name for file in (run.folder / "profile").iterdir()) == ["trace_0.json", "trace_1.json"]
+    for rank in range(2):
+        trace = json.loads((run.folder / f"profile/trace_{rank}.json").read_text())["traceEvents"]
+        counts = Counter(event["name"] for event in trace if event["ph"] == "X")
+        assert {name: n for name, n in counts.items() if name.startswith("step ")} == {"step 2": 1, "step 3": 1}
+        assert counts["Optimizer.step#AdamW.step"] == 2
+        assert counts["aten::conv2d"] == 2 * 2
+
+
+@pytest.mark.parametrize("steps", ["15:10", "0:3", "10", "1:2:3", "a:b"])
+def test_steps_to_profile_that_are_none_are_refused_with_the_other_mistakes(steps: str) -> None:
+    lines = mistakes(f"--profile_steps={steps}", "--epochs=null")
+    assert f"profile_steps={steps}: write the first step and the last, such as 10:15" in lines
+    assert len(lines) == 2
+
+
+def test_steps_to_profile_that_the_run_does_not_have_are_refused() -> None:
+    run: Any = SimpleNamespace(config=SimpleNamespace(profile_steps="10:15"), total_steps=9)
+    with pytest.raises(UserError, match="profile_steps=10:15: the run has only 9 steps; name some of them"):
+        performance.Profile(run)
