@@ -31,7 +31,7 @@ PEAKS = {
     "MI300X": (1307, 653.7, 163.4),
 }
 """Dense 10^12 operations per second in bf16 and fp16 (summed in fp32), in TF32 and in fp32, by words of the device's
-name: the first entry that fits counts. From the data sheets of NVIDIA and AMD, and NVIDIA's Ada whitepaper (4090)."""
+name: the first entry that fits counts. From data sheets of AMD and NVIDIA, its Ada whitepaper (4090), AWS (A10G)."""
 PARTIAL = {"MIG", "Laptop", "D"}
 """Words in the names of devices that are less than the table says."""
 
