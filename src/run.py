@@ -128,7 +128,10 @@ def new_model(
     tuned = config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
     tuned += [name for name in ("compile", "cuda_graphs") if getattr(config, name)]
     set_seed(config.seed)
-    model = (config.task.build_empty_model(*sharding) if sharding else None) or config.task.build_model()
+    model = config.task.build_empty_model(*sharding) if sharding else None
+    if model is None:
+        set_seed(config.seed)  # again: it may have drawn before it found out that it can't
+        model = config.task.build_model()
     if device_type == "cpu":
         tuned += tune_for_cpu(model, precision, sharding is not None)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
@@ -136,6 +139,7 @@ def new_model(
         "parameters": sum(size for size, _ in sizes),
         "trained_parameters": sum(size for size, is_trained in sizes if is_trained),
         "tuned": tuned,
+        "built_whole": sharding is not None and not any(p.is_meta for p in model.parameters()),
     }
 
 
@@ -145,7 +149,8 @@ def startup_summary(run: Run) -> dict[str, str]:
     trained = f", {facts['trained_parameters']:,} of them trained"
     return {
         "model": f"{facts['parameters']:,} parameters"
-        + (trained if facts["trained_parameters"] < facts["parameters"] else ""),
+        + (trained if facts["trained_parameters"] < facts["parameters"] else "")
+        + ("; each process built all of it first" if facts["built_whole"] else ""),
         "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
         **{part: in_one_line(figures) for part, figures in facts["data"].items() if figures},
         "batch": f"{config.global_batch_size} = {config.micro_batch(world_size)} per micro-batch x "

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -68,10 +69,10 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
     stateful = {name.rpartition(".")[0] for name in saved}  # not of parameters that never had a gradient
     for name, parameter in own.items():
         if optimizers and name.replace("model.", "optimizer.", 1) in stateful:
-            parameter.grad = torch.zeros_like(parameter)
-    for optimizer in optimizers:
-        optimizer.step()  # creates the state, which is then overwritten by what is read, as are the weights
-        optimizer.zero_grad()
+            parameter.grad = torch.zeros_like(parameter)  # one at a time: all would be a share more
+            for optimizer in optimizers:
+                optimizer.step()  # creates the state, which is then overwritten by what is read, as are the weights
+                optimizer.zero_grad()
     tensors = run_tensors(model, optimizers)
     read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved})
 
@@ -79,7 +80,17 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
 def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` with what the checkpoint has under their names. Collective if there are several processes."""
     alone = not torch.distributed.is_initialized()
-    dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=alone)
+    dcp.load(dict(tensors), storage_reader=_StorageReader(str(checkpoint)), no_dist=alone)
+
+
+class _StorageReader(HuggingFaceStorageReader):
+    """DCP's reader, which opens the files for each tensor again: what was read of an open one counts as memory of this
+    process, and would be as much as all that it reads."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        for item in plan.items:
+            super().read_data(LoadPlan([item]), planner)
+        return super().read_data(LoadPlan([]), planner)
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:

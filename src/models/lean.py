@@ -5,7 +5,6 @@ or `fill` puts in its part of new weights, which `NewWeights` has kept.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,11 +16,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils.loading_report import LoadStateDictInfo
 
-from src.process import UserError
+ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
+"""peft's names for a classifier's head, which is trained as it is, and what it was before."""
 
 
 def empty(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -30,6 +32,22 @@ def empty(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         model = build()
     model.tie_weights()
     return model
+
+
+def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model that `build` makes as `empty` does, and the names of its weights that the files, of which the
+    headers are read, lack or have in another shape. `initialize_weights` draws those, as `from_pretrained` would."""
+    with no_init_weights():
+        model = empty(build)
+    shapes = {name: torch.empty(part.get_shape(), device="meta") for name, part in _slices(files).items()}
+    found = _convert(model, shapes, torch.device("meta"))
+    model.mark_tied_weights_as_initialized(found)
+    model._adjust_missing_and_unexpected_keys(found)
+    absent = {*found.missing_keys, *(name for name, *_ in found.mismatched_keys)}
+    for target, source in model.all_tied_weights_keys.items():
+        absent -= {target} if source not in absent else set()
+    model.tie_weights()
+    return model, sorted(absent)
 
 
 class NewWeights(TorchFunctionMode):
@@ -48,7 +66,7 @@ class NewWeights(TorchFunctionMode):
         if not args and "tensor" in kwargs:  # the functions of torch.nn.init hand over all by name
             args = (kwargs.pop("tensor"),)
         parameter, name = args[0] if args else None, getattr(func, "__name__", "")
-        is_change = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        is_change = name == "__setitem__" or (name.endswith("_") and not name.endswith(("__", "requires_grad_")))
         if not (isinstance(parameter, nn.Parameter) and parameter.is_meta and (is_change or name == "__getitem__")):
             return func(*args, **kwargs)
         if parameter is not self._parameter:
@@ -66,22 +84,21 @@ class NewWeights(TorchFunctionMode):
             self._parameter, self._whole = None, torch.empty(0)
 
     def parts(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return this process's rows of each new parameter by name, of tied ones once.
-
-        Raises:
-            UserError: some that are trained were not initialized in place.
-        """
+        """Return this process's rows of each parameter that was drawn, by name, of tied ones once."""
         self._keep_part()
-        known = {name: parameter in self._parts for name, parameter in model.named_parameters()}
-        if absent := [n for n, p in model.named_parameters() if p.requires_grad and not known[n]]:
-            raise UserError(f"{type(model).__name__} does not initialize {absent[0]} in place")
-        return {name: self._parts[p] for name, p in model.named_parameters() if known[name]}
+        return {name: self._parts[p] for name, p in model.named_parameters() if p in self._parts}
 
 
 def fill(model: nn.Module, parts: dict[str, Tensor], device: torch.device) -> None:
-    """Put the parts, which are freed, into a sharded model without weights."""
+    """Put the parts, which are freed, into a sharded model without weights, and start what is trained in place of a
+    layer, as a classifier's head is under LoRA, from that layer."""
     for name in list(parts):
-        _set(model, name, model.get_parameter(name), parts.pop(name).to(device))
+        parameter = model.get_parameter(name)
+        _set(model, name, parameter, parts.pop(name).to(device, parameter.dtype))
+    for name, parameter in list(model.named_parameters()):
+        if TRAINED_HEAD in name:
+            original: Any = model.get_parameter(name.replace(TRAINED_HEAD, ORIGINAL_HEAD))
+            _set(model, name, parameter, original.to_local().clone())
 
 
 def _set(model: nn.Module, name: str, parameter: Any, part: Tensor) -> None:
@@ -106,21 +123,39 @@ def weight_files(source: str, revision: str | None) -> list[str]:
     return get_checkpoint_shard_files(source, index, revision=revision)[0] if index else []
 
 
-def load(model: PreTrainedModel, files: list[str], device: torch.device) -> list[str]:
+def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None:
     """Read this process's part of the weights into a sharded model without any, as transformers would: with its renames
-    and conversions, in the model's dtype. Return the names of those that are missing or of another shape."""
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118  # a file is no dictionary
-        renames: Any = get_model_conversion_mapping(model)
-        how = LoadStateDictConfig(device_map={"": device}, weight_mapping=renames)
-        without_adapters: Any = _WithoutAdapters(model)
-        found, _ = convert_and_load_state_dict_in_model(without_adapters, slices, how)
-    absent = {*found.missing_keys, *(name for name, *_ in found.mismatched_keys)}
-    for target, source in model.all_tied_weights_keys.items():
-        absent -= {target} if source not in absent else set()
-    model.tie_weights()
-    return sorted(absent)
+    and conversions, in the model's dtype."""
+    _convert(_WithoutAdapters(model), _slices(files), device)
+
+
+def _convert(model: Any, weights: dict[str, Any], device: torch.device) -> LoadStateDictInfo:
+    renames: Any = get_model_conversion_mapping(model)
+    how = LoadStateDictConfig(device_map={"": device}, weight_mapping=renames)
+    return convert_and_load_state_dict_in_model(model, weights, how)[0]
+
+
+class _Slice:
+    """A tensor in a file that each read opens: what was read of one that stays open counts as this process's memory."""
+
+    def __init__(self, file: str, name: str, shape: list[int]) -> None:
+        self._file, self._name, self._shape = file, name, shape
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with safe_open(self._file, framework="pt") as opened:
+            return opened.get_slice(self._name)[index]
+
+
+def _slices(files: list[str]) -> dict[str, Any]:
+    slices = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no dictionary
+                slices[name] = _Slice(file, name, opened.get_slice(name).get_shape())
+    return slices
 
 
 class _WithoutAdapters:
@@ -133,18 +168,27 @@ class _WithoutAdapters:
         return getattr(self._model, name)
 
     def state_dict(self) -> dict[str, Tensor]:
-        weights = self._model.state_dict(keep_vars=True).items()
-        return {name.replace(".base_layer.", "."): weight for name, weight in weights if ".lora_" not in name}
+        return _own_weights(self._model, ORIGINAL_HEAD)
 
     def get_submodule(self, path: str) -> nn.Module:
         module = self._model.get_submodule(path)
-        return getattr(module, "base_layer", module)
+        while own := getattr(module, "base_layer", getattr(module, "original_module", None)):
+            module = own
+        return module
+
+
+def _own_weights(model: nn.Module, head: str) -> dict[str, Tensor]:
+    """Return the weights without adapters by the names that they had before, with one of a classifier's two heads."""
+    weights = model.state_dict(keep_vars=True)
+    names = {name: name.replace("base_layer.", "").replace(head, ".") for name in weights}
+    others = ".lora_", ORIGINAL_HEAD, TRAINED_HEAD
+    return {new: weights[name] for name, new in names.items() if not any(other in new for other in others)}
 
 
 def saved_weights(model: PreTrainedModel) -> dict[str, Tensor] | None:
     """Return the weights without adapters by their names in a checkpoint, tied ones once; None if saving does more than
     rename them: it splits or joins the experts of some models."""
-    weights = _WithoutAdapters(model).state_dict()
+    weights = _own_weights(model, TRAINED_HEAD)
     stand_ins = {name: torch.empty(0) for name in weights if name not in model.all_tied_weights_keys}
     names = {id(stand_in): name for name, stand_in in stand_ins.items()}
     try:

@@ -8,6 +8,7 @@ from peft.tuners.lora import LoraLayer
 from pydantic import Field, PositiveInt
 from transformers import PreTrainedModel
 
+from src.models.lean import ORIGINAL_HEAD
 from src.process import UserError, explained
 from src.settings import Settings
 
@@ -23,6 +24,9 @@ class Lora(Settings):
     """Dropout rate of the adapters' input."""
     target_modules: list[str] = []
     """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
+    base_dtype: Literal["bf16", "fp32", "nf4"] | None = None
+    """Type in which the frozen weights are kept; null: bf16 if a GPU computes in it, else fp32. Adapters, and a
+    classifier's head, are fp32."""
     merge: bool = False
     """Also export the model with the adapters added to its weights, into model/merged. A classifier's always are."""
 
@@ -47,4 +51,7 @@ class Lora(Settings):
         for layer in adapted.modules():  # again, as peft loses the values where the model is on the meta device
             if isinstance(layer, LoraLayer):
                 layer.reset_lora_parameters("default", init_lora_weights=True)
+        for name, parameter in adapted.named_parameters():
+            if self.base_dtype == "bf16" and not parameter.requires_grad and ORIGINAL_HEAD not in name:
+                parameter.data = parameter.data.bfloat16()
         return adapted

@@ -2,21 +2,37 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from accelerate import Accelerator
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, logging
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    logging,
+)
 
-from src.models.lean import load, weight_files
+from src.models.lean import NewWeights, empty_pretrained, fill, load, saved_weights, weight_files
 from src.models.lora import Lora
+from src.models.sharded_files import write_sharded
 from src.process import UserError, cause
 from src.settings import Settings
+
+NO_NF4 = (
+    "task.lora.base_dtype=nf4: FSDP cannot shard weights of 4 bits yet, it loses what bitsandbytes needs to read them "
+    "(https://github.com/huggingface/accelerate/issues/3874); use bf16"
+)
 
 
 class ModelSource(Settings):
@@ -30,11 +46,14 @@ class ModelSource(Settings):
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
+    _new_weights: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     def model_errors(self) -> Iterator[str]:
         """Yield what is wrong with the settings, one line each, found without loading anything."""
         if not self.lora.r and self.lora != Lora():
             yield "task.lora.r is not set: without it the other settings of task.lora do nothing"
+        if self.lora.base_dtype == "nf4":
+            yield NO_NF4
         if not self.model:
             return
         path = Path(self.model)
@@ -47,9 +66,14 @@ class ModelSource(Settings):
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         """Have no attention computed by cuDNN: under a mask its gradients may be NaN, if length % 128 is 64 (pytorch
-        issue 196678)."""
+        issue 196678). Choose the type of frozen weights."""
         torch.backends.cuda.enable_cudnn_sdp(False)
-        return []
+        is_bf16 = dtype == torch.bfloat16
+        if self.lora.r and self.lora.base_dtype is None:
+            self.lora.base_dtype = "bf16" if device == "cuda" and is_bf16 else "fp32"
+        if self.lora.base_dtype == "bf16" and not is_bf16:
+            raise UserError("task.lora.base_dtype=bf16: needs --mixed_precision bf16 before train.py")
+        return [f"frozen weights in {self.lora.base_dtype}"] if self.lora.r else []
 
     def load_config(self) -> PreTrainedConfig:
         """Return the model's config. Raise a UserError if there is none, it is damaged, or it asks to run code."""
@@ -84,28 +108,46 @@ class ModelSource(Settings):
                 output_loading_info=True,
             )
         absent = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
-        base = f"{model.base_model_prefix}."
-        self.require_all(type(model), [n for n in absent if not new_head or (n.startswith(base) and "pooler" not in n)])
+        self._require_all(model, absent, new_head)
         return model
 
-    def require_all(self, kind: type[PreTrainedModel], absent: list[str]) -> None:
-        """Raise a UserError if weights of a model of this class are absent."""
+    def empty_model(
+        self, auto_class: Any, config: PreTrainedConfig, weights: NewWeights, new_head: bool = False
+    ) -> PreTrainedModel | None:
+        """Return the model of `load_model`, its parameters on the meta device, the new ones drawn into `weights`; None
+        if it has no safetensors files."""
+        with _loading("model", self.model):
+            source = str(self.model)
+            files = weight_files(source, self.revision)
+            if not files:
+                return None
+            build = partial(auto_class.from_config, config, dtype=torch.float32)
+            model, absent = empty_pretrained(build, files)
+            with suppress(OSError):  # where there is none, it follows from the config
+                if model.can_generate():
+                    model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
+        self._require_all(model, absent, new_head)
+        with weights:
+            model.initialize_weights()
+        return model
+
+    def _require_all(self, model: PreTrainedModel, absent: list[str], new_head: bool) -> None:
+        base = f"{model.base_model_prefix}."
+        absent = [name for name in absent if not new_head or (name.startswith(base) and "pooler" not in name)]
         if absent:
             says = f"{len(absent)} of its weights are missing or of another shape"
             names = ", ".join(absent[:3]) + (", …" if len(absent) > 3 else "")
-            raise UserError(f"task.model={self.model}: not a checkpoint of {kind.__name__}, {says} ({names})")
+            raise UserError(f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {says} ({names})")
 
-    def weight_files(self) -> list[str]:
-        """Return the model's safetensors files; empty if it has none. Raise a UserError if they cannot be read."""
-        with _loading("model", self.model):
-            return weight_files(str(self.model), self.revision)
-
-    def load_shards(self, model: PreTrainedModel, device: torch.device) -> list[str]:
-        """Read this process's part of the weights into a sharded model without any. Return the names of those that are
-        absent. Raise a UserError if a file is damaged or missing."""
-        files = self.weight_files()
-        with _loading("model", self.model):
-            return load(model, files, device)
+    def load_weights(self, model: Any, device: torch.device) -> None:
+        """Read this process's part of the weights into a sharded model of `empty_model`, with adapters or without, and
+        put in the new ones. Raise a UserError if a file is damaged or missing."""
+        own = without_adapters(model)
+        if self.model:
+            with _loading("model", self.model):
+                load(own, weight_files(self.model, self.revision), device)
+        fill(model, self._new_weights, device)
+        own.tie_weights()
 
     def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
@@ -172,6 +214,28 @@ def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: d
     model.load_state_dict(weights)
     merged = model.merge_and_unload()
     save(merged, tokenizer, merged.state_dict(), folder)
+
+
+def save_sharded(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerFast, folder: Path, accelerator: Accelerator
+) -> bool:
+    """Write a sharded model as `save` does, with its adapters added to its weights; return False, before anything is
+    written, if its weights would have to be converted. Collective."""
+    own = without_adapters(model)
+    weights = saved_weights(own)
+    if weights is None:
+        return False
+    if isinstance(model, PeftModel):
+        model.merge_adapter()
+    if accelerator.is_main_process:
+        save(own, tokenizer, {}, folder)
+    write_sharded(weights, folder, accelerator)
+    return True
+
+
+def without_adapters(model: PreTrainedModel | PeftModel) -> Any:
+    """Return the model itself, where it has adapters with them inside its layers."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def fsdp_blocks(model: PreTrainedModel) -> list[str]:

@@ -4,7 +4,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -26,9 +26,8 @@ from src.data.text import TextSource, cached_map, table_checksum
 from src.models.attention import BY_LENGTHS, document_lengths
 from src.models.causal_lm import LanguageModel, new_config, small_model, typed
 from src.models.flops import causal_pairs
-from src.models.lean import NewWeights, empty, fill, saved_weights
-from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged
-from src.models.sharded_files import write_sharded
+from src.models.lean import NewWeights, empty
+from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged, save_sharded
 from src.process import UserError, cause, explained
 from src.settings import flatten
 from src.tasks.base import Task
@@ -78,7 +77,6 @@ class CausalLM(TextSource, ModelSource, Task):
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
     _attention: str = PrivateAttr("sdpa")
-    _parts: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     def validation_errors(self) -> Iterator[str]:
         yield from self.source_errors()
@@ -129,24 +127,21 @@ class CausalLM(TextSource, ModelSource, Task):
         return LanguageModel(self._build_lm(), self._small_model, self._attention)
 
     def build_empty_model(self, rank: int, world_size: int) -> LanguageModel | None:
-        if self.model and not self.weight_files():
-            return None
-        weights = NewWeights(rank, world_size)
-        try:
-            with nullcontext() if self.model else weights:
+        weights, lm = NewWeights(rank, world_size), None
+        if self.model:
+            lm = self.empty_model(AutoModelForCausalLM, self._config, weights)
+        else:
+            with weights, suppress(UserError):
                 lm = empty(self._new_lm)
-            with weights:
-                model = LanguageModel(self._with_adapters(lm), self._small_model, self._attention)
-            self._parts = weights.parts(model.lm) if self.lora.r or not self.model else {}
-        except UserError:  # it computes with its weights when it is made, as Mamba does
-            return None
+        if lm is None or not (self.model or weights.parts(lm).keys() == dict(lm.named_parameters()).keys()):
+            return None  # it computes with weights, or makes them by other means, when it is built, as Mamba does
+        with weights:
+            model = LanguageModel(self._with_adapters(lm), self._small_model, self._attention)
+        self._new_weights = weights.parts(model.lm)
         return model
 
     def load_weights(self, model: LanguageModel, device: torch.device) -> None:
-        if self.model:
-            self.require_all(type(model.hf), self.load_shards(model.hf, device))
-        fill(model.lm, self._parts, device)
-        model.hf.tie_weights()
+        super().load_weights(model.lm, device)
 
     def _build_lm(self) -> Any:
         lm = self.load_model(AutoModelForCausalLM, self._config) if self.model else self._new_lm()
@@ -341,20 +336,14 @@ class CausalLM(TextSource, ModelSource, Task):
             save_merged(self._build_lm(), self._tokenizer, weights, folder / "merged")
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
-        weights = saved_weights(model.hf)
-        if weights is None:
+        has_adapters = self.lora.r is not None
+        target = folder / "merged" if has_adapters else folder
+        if (self.lora.merge or not has_adapters) and not save_sharded(model.lm, self._tokenizer, target, accelerator):
             return False
-        target = folder / "merged" if self.lora.r else folder
-        if self.lora.r:
+        if has_adapters:
             adapters = {n: p.full_tensor().cpu() for n, p in model.lm.named_parameters() if p.requires_grad}
             if accelerator.is_main_process:
                 save(model.lm, self._tokenizer, adapters, folder)
-        if self.lora.merge:
-            model.lm.merge_adapter()
-        if self.lora.merge or not self.lora.r:
-            if accelerator.is_main_process:
-                save(model.hf, self._tokenizer, {}, target)
-            write_sharded(weights, target, accelerator)
         return True
 
     def card(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from pydantic import Field, PositiveInt, PrivateAttr
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from src.data.classification import label_names, length_grouped, sorted_labels, tokenize_texts
 from src.data.text import ColumnKind, TextSource, table_checksum
-from src.models.pretrained import ModelSource, check_fit, fsdp_blocks, save, save_merged
+from src.models.lean import NewWeights
+from src.models.pretrained import ModelSource, check_fit, fsdp_blocks, save, save_merged, save_sharded
 from src.process import UserError
 from src.tasks import load_metric
 from src.tasks.base import Task
@@ -117,6 +119,26 @@ class TextClassification(TextSource, ModelSource, Task):
         return batch["tokens"], batch["inputs"]["input_ids"].numel()
 
     def build_model(self) -> Any:
+        return self._with_adapters(
+            self.load_model(AutoModelForSequenceClassification, self._model_config, new_head=True)
+        )
+
+    def build_empty_model(self, rank: int, world_size: int) -> Any:
+        weights = NewWeights(rank, world_size)
+        model = self.empty_model(AutoModelForSequenceClassification, self._model_config, weights, new_head=True)
+        if model is None:
+            return None
+        with weights:
+            adapted = self._with_adapters(model)
+        self._new_weights = weights.parts(adapted)
+        return adapted
+
+    def _with_adapters(self, model: Any) -> Any:
+        model._no_split_modules = fsdp_blocks(model)
+        return self.lora.add_adapters(model, "SEQ_CLS", self.revision) if self.lora.r else model
+
+    @property
+    def _model_config(self) -> PreTrainedConfig:
         config = self._config
         config.id2label = dict(enumerate(self._labels))
         config.label2id = {label: i for i, label in enumerate(self._labels)}
@@ -124,9 +146,7 @@ class TextClassification(TextSource, ModelSource, Task):
         config.pad_token_id = self._tokenizer.pad_token_id
         if type(config) not in AutoModelForSequenceClassification._model_mapping:
             raise UserError(f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}")
-        model: Any = self.load_model(AutoModelForSequenceClassification, config, new_head=True)
-        model._no_split_modules = fsdp_blocks(model)
-        return self.lora.add_adapters(model, "SEQ_CLS", self.revision) if self.lora.r else model
+        return config
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
@@ -167,6 +187,9 @@ class TextClassification(TextSource, ModelSource, Task):
             save_merged(self.build_model(), self._tokenizer, weights, folder)
         else:
             save(model, self._tokenizer, weights, folder)
+
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
+        return save_sharded(model, self._tokenizer, folder, accelerator)
 
     def card(self) -> dict[str, Any]:
         return {"pipeline_tag": "text-classification", **self.model_card(), **self.source_card()}
