@@ -145,7 +145,7 @@ def fit(run: Run) -> bool:
         else:
             metrics = (load_best(run, tracker.say) if config.checkpoint.export_best else None) or progress.evaluation
             export_model(run, metrics)
-            tracker.write_summary(metrics, checkpoints.pause_seconds)
+            tracker.write_summary(metrics, checkpoints.figures())
     return not is_stopping
 
 

@@ -144,8 +144,8 @@ class Tracker:
         for logger in self._loggers:
             logger.mark_stopped()
 
-    def write_summary(self, evaluation: dict[str, float], save_pause_seconds: float) -> None:
-        """Write summary.json and print the closing block. Collective."""
+    def write_summary(self, evaluation: dict[str, float], saving: dict[str, float]) -> None:
+        """Write summary.json, with figures about `saving`, and print the closing block. Collective."""
         run, progress, peaks = self._run, self._run.progress, peak_memory(self._run.accelerator)
         if not run.is_main:
             return
@@ -161,7 +161,7 @@ class Tracker:
             "samples_per_second": examples_seen(run, progress.step) / training_seconds,
             **({"tokens_per_second": tokens / training_seconds} if tokens else {}),
             "skipped_steps": progress.skipped,
-            "save_pause_seconds": save_pause_seconds,
+            **saving,
             **run.facts,
             "peak_memory_bytes": peaks,
             **run.launch.as_dict(),

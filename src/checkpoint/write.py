@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.process import cause
 from src.run import Run
 
+TICK = 0.005
+"""Seconds between two looks at whether writing keeps the loop from running."""
 HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
 """What DCP writes into each file and looks for when it reads."""
 
@@ -45,6 +48,8 @@ class CheckpointWriter:
         """The last checkpoint; None if there is none yet."""
         self.pause_seconds = 0.0
         """How long all saves together have kept the loop from training."""
+        self.stall_seconds = 0.0
+        """For how long, at most, no other thread got to run while a checkpoint was written."""
         self._run, self._say = run, say
         self._group: Any = None
         if torch.distributed.is_initialized():  # of its own: the background thread's must not mix with the loop's
@@ -54,7 +59,8 @@ class CheckpointWriter:
         options = StagingOptions(
             use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
         )
-        self._stager = DefaultStager(options)  # keeps its buffers between saves
+        # keeps its buffers between saves; in a thread (use_async_staging) it would not wait for the optimizer's kernels
+        self._stager = DefaultStager(options)
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
 
     def save(self, tracker_state: dict[str, Any]) -> None:
@@ -76,6 +82,13 @@ class CheckpointWriter:
         pause = time.perf_counter() - started
         self._pending = writer, future, pause
         self.pause_seconds += pause
+        threading.Thread(target=self._time_stalls, args=(future,), daemon=True).start()
+
+    def _time_stalls(self, future: Future[Any]) -> None:
+        while not future.done():
+            started = time.perf_counter()
+            time.sleep(TICK)
+            self.stall_seconds = max(self.stall_seconds, time.perf_counter() - started - TICK)
 
     def poll(self, wait: bool = False) -> None:
         """Report on the checkpoint that is being written, if it is done. A failure ends the run only if the
@@ -95,6 +108,10 @@ class CheckpointWriter:
         else:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
+
+    def figures(self) -> dict[str, float]:
+        """Return what saving has cost so far, by its name in summary.json."""
+        return {"save_pause_seconds": self.pause_seconds, "save_stall_seconds": self.stall_seconds}
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and free the memory of the copies."""
