@@ -28,7 +28,8 @@ def write_sharded(tensors: dict[str, Tensor], folder: Path, accelerator: Acceler
         max_shard_size=LARGEST_FILE,
     )
     for file, names in split.filename_to_tensors.items():
-        header, starts = _layout({name: tensors[name] for name in names})
+        by_size = sorted(names, key=lambda name: (-tensors[name].element_size(), name))  # aligned, as safetensors does
+        header, starts = _layout({name: tensors[name] for name in by_size})
         if accelerator.is_main_process:
             with (folder / file).open("wb") as stream:
                 stream.write(header)
@@ -54,7 +55,7 @@ def _layout(tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int]]:
             "shape": list(tensor.shape),
             "data_offsets": [offsets[name], end],
         }
-    text = json.dumps(entries).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     starts = {name: start + offset for name, offset in {**offsets, "": end}.items()}
