@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from src.models.attention import BY_LENGTHS, document_lengths, implementations, set_attention
+from src.models.chunked_loss import linear_cross_entropy
 from src.models.flops import Flops, count_flops
 from src.models.pretrained import fsdp_blocks
 from src.process import UserError, cause, explained
@@ -54,6 +55,10 @@ class LanguageModel(nn.Module):
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
+        head = self.hf.get_output_embeddings()
+        if isinstance(head, nn.Linear):
+            # around it, FSDP gathers the weight
+            head.forward = partial(self._head_forward, head)  # type: ignore[method-assign]
         if probe is None:
             self.eval()
             kinds = RuntimeError, ValueError, IndexError, TypeError  # its config can be built, but not run
@@ -108,18 +113,11 @@ class LanguageModel(nn.Module):
             lengths: those of `document_lengths`, for an attention that takes them.
         """
         states = self._states(input_ids, position_ids, **lengths).flatten(0, 1).index_select(0, index)
-        chunks = self._chunks(states, targets)
-        if len(chunks) == 1:
-            return self._cross_entropy(*chunks[0])
         head = self.hf.get_output_embeddings()
-        is_linear = type(head) is nn.Linear and self._softcap is None and self._scale == 1
-        is_fp32 = states.dtype == torch.float32 and not torch.is_autocast_enabled(states.device.type)
-        if is_linear and is_fp32 and hasattr(F, "linear_cross_entropy"):  # it would also sum in half precision
-            options = nn.LinearCrossEntropyOptions(batch_chunk_size=len(chunks[0][0]))
-            return F.linear_cross_entropy(
-                states, head.weight, targets, linear_bias=head.bias, reduction="sum", options=options
-            )
-        # each chunk's logits are computed again in the backward pass
+        if self._has_known_head and isinstance(head, nn.Linear):
+            return head(states, targets)
+        # it has adapters: each chunk's logits are computed again in the backward pass
+        chunks = self._chunks(states, targets)
         return torch.stack([checkpoint(self._cross_entropy, *chunk, use_reentrant=False) for chunk in chunks]).sum()
 
     def score(
@@ -159,16 +157,27 @@ class LanguageModel(nn.Module):
     def _logits(self, states: Tensor) -> Tensor:
         if not self._has_known_head:
             return states
-        logits = self.hf.get_output_embeddings()(states) * self._scale
+        logits = self.hf.get_output_embeddings()(states)
+        if self._scale != 1:
+            logits = logits * self._scale
         return logits if self._softcap is None else (logits / self._softcap).tanh() * self._softcap
 
     def _cross_entropy(self, states: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self._logits(states).float(), targets, reduction="sum")
 
+    def _head_forward(self, head: nn.Linear, states: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the last layer's outputs; with targets, the loss."""
+        if targets is None:
+            return type(head).forward(head, states)
+        rows = self._rows_at_once(states)
+        return linear_cross_entropy(states, head.weight, head.bias, targets, self._scale, self._softcap, rows)
+
     def _chunks(self, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        size = (CHUNK_ON_GPU if states.device.type == "cuda" else CHUNK) // self._vocabulary
-        size = max(1, size if self._has_known_head else len(states))  # else the logits are there already
-        return list(zip(states.split(size), targets.split(size), strict=True))
+        rows = self._rows_at_once(states) if self._has_known_head else max(1, len(states))  # else they are logits
+        return list(zip(states.split(rows), targets.split(rows), strict=True))
+
+    def _rows_at_once(self, states: Tensor) -> int:
+        return max(1, (CHUNK_ON_GPU if states.device.type == "cuda" else CHUNK) // self._vocabulary)
 
     def _probe(self) -> None:
         """Try the model on two rows of documents: does no token see the next one, do the documents not see each other,

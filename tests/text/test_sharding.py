@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from src.config import Optim, config_from
 from src.distributed import build_accelerator, grad_square_sum, prepare, sharded_units
+from src.models import causal_lm
 from src.optim import build_optimizers, local_gradients
 from src.tasks.causal_lm import CausalLM
 from tests.launching import Launch
@@ -62,7 +64,7 @@ def test_fsdp_holds_half_on_two_processes_and_a_quarter_on_four(launch: Launch, 
 
 
 def test_decoders_are_sharded_by_their_own_blocks_tied_embeddings_included(launch: Launch) -> None:
-    """Each against itself unsharded."""
+    """Each against itself unsharded, which computes the loss of all tokens at once."""
     results = {result["kind"]: result for result in printed(launch, "fsdp", 2, "decoders")}
     assert [kind for kind, result in results.items() if result["is_tied"]] == ["gpt2", "qwen3", "gemma", "gemma3_text"]
     for result in results.values():
@@ -109,7 +111,8 @@ def sharded_and_whole(accelerator: Accelerator, kind: str) -> dict[str, Any]:
     norm = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm()
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # it remembers the last model's blocks
     model = prepare(accelerator, whole)
-    sharded_loss = model("loss", *batch)
+    with patch.object(causal_lm, "CHUNK", 5 * alone.hf.config.vocab_size):  # five tokens at a time
+        sharded_loss = model("loss", *batch)
     accelerator.backward(sharded_loss)
     squares = accelerator.reduce(grad_square_sum(local_gradients(model.parameters())), "sum")
     return {

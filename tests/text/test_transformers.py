@@ -31,6 +31,8 @@ CHECKPOINTED = ("--activation_checkpointing=true",)
 COMPILED = ("--compile=true", *CHECKPOINTED)
 UNTRANSLATED = "import functools, torch\ntorch.compile = functools.partial(torch.compile, backend='aot_eager')"
 """As a compiler, but for the translation into C++, which takes a minute."""
+FEW_LOGITS = "import src.models.causal_lm as m; m.CHUNK = 5000"
+"""Of 19 tokens at a time, as if the vocabulary were large."""
 LM_METRICS = ("eval/perplexity", "eval/bits_per_byte", "eval/accuracy")
 METRICS = {
     "lm with samples": LM_METRICS,
@@ -71,13 +73,16 @@ def settings(data: Path, models: Path) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def trained(launch: Launch, settings: dict[str, list[str]]) -> Trained:
-    """trained(kind, strategy, processes, arguments): the same run for all who ask for it."""
+    """trained(kind, strategy, processes, arguments): the same run for all who ask for it. Several processes compute the
+    losses of language models chunk by chunk."""
 
     @functools.cache
     def trained(kind: str, strategy: str = "cpu", processes: int = 1, arguments: tuple[str, ...] = ()) -> Run:
         micro = f"--micro_batch_size={4 if strategy == 'cpu' else 1}"
         quick = {"TORCHINDUCTOR_DEBUG_COMPILE": "1"}  # without optimizing what is compiled
-        return launch(strategy, *settings[kind], micro, *arguments, processes=processes, **quick).succeeded()
+        before = FEW_LOGITS if processes > 1 else ""
+        run = launch(strategy, *settings[kind], micro, *arguments, processes=processes, before=before, **quick)
+        return run.succeeded()
 
     return trained
 
