@@ -9,19 +9,25 @@ CUDA graphs are the compiler's (mode="reduce-overhead"): it records a graph for 
 skips it by itself where that would be wrong. https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 """
 
+import logging
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from src.config import Config
 from src.process import UserError
+
+INPUTS_OF_BLOCKS = r"L\['(args|kwargs)'\]"
+"""As the compiler calls them: blocks of transformers take (*args, **kwargs)."""
 
 
 def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
@@ -46,9 +52,30 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
     if config.compile or config.cuda_graphs:
         _require_compiler()
         mode = "reduce-overhead" if config.cuda_graphs else None
-        # one compilation for all blocks; the whole model where its blocks are single layers
-        for module in [block for block in blocks if any(block.children())] or [model]:
-            module.forward = torch.compile(module.forward, mode=mode)
+        logging.getLogger("torch._dynamo.convert_frame").addFilter(_say_limit_in_one_line)
+        blocks = [block for block in blocks if any(block.children())]
+        for module in blocks or [model]:  # one compilation for all blocks; the whole model where they are single layers
+            compiled = torch.compile(module.forward, mode=mode)
+            has_rows = blocks and config.micro_batch(accelerator.num_processes) > 1
+            module.forward = partial(_forward, module.forward, compiled) if has_rows else compiled
+        if blocks:  # else the first size of a batch is compiled for itself, and the second once more for any other
+            torch.compiler.config.dynamic_sources = f"{INPUTS_OF_BLOCKS}.*"
+
+
+def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a block, compiled unless its batch has a single row, left over from larger ones: the compiler takes a size
+    of one for a constant, and would compile everything once more."""
+    rows = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return (plain if rows == 1 else compiled)(*args, **kwargs)
+
+
+def _say_limit_in_one_line(record: logging.LogRecord) -> bool:
+    """Say in a line that torch compiles no more, in place of its paragraph; leave other messages as they are."""
+    if isinstance(record.args, tuple) and record.msg.startswith("torch._dynamo hit config"):
+        _, limit, function, reason, *_ = record.args
+        record.msg = "compile=true: %s runs UNCOMPILED, and slower, but for %s kinds of input: %s"
+        record.args = (function, limit, str(reason).partition("\n")[0])
+    return True
 
 
 def repeating_blocks(model: nn.Module) -> list[nn.Module]:

@@ -314,7 +314,8 @@ class CausalLM(TextSource, ModelSource, Task):
         limit = max_length(self._config, tokenizer)
         input_ids = torch.tensor([tokens[-(limit - 1) :]], device=device)
         sampling = {"temperature": self.sample_temperature, "top_k": 0} if self.sample_temperature else {}
-        with torch.random.fork_rng(), torch.no_grad():  # training draws what it would without this
+        # training draws what it would without this, and the compiler does not see how the texts grow token by token
+        with torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(0)
             output = model(
                 "generate",

@@ -1,5 +1,9 @@
 """Any decoder of transformers as the loop calls it: packed documents apart, the loss exact and lean on memory."""
 
+import logging
+import re
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +19,8 @@ from src.model_transforms import transform
 from src.models import causal_lm
 from src.models.causal_lm import LanguageModel
 from src.models.lora import Lora
+from src.tasks.causal_lm import CausalLM
+from tests.text.tiny import LLAMA
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,6 +34,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "gemma2": SMALL | {"sliding_window": 4},
     "gemma3_text": SMALL | {"sliding_window": 4},
     "granite": SMALL | {"logits_scaling": 3.0},
+    "phi": SMALL,  # its head has a bias
 }
 
 
@@ -55,12 +62,22 @@ def gradients(model: LanguageModel, inputs: dict[str, Tensor]) -> tuple[Tensor, 
     return loss.detach(), list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
 
 
-def transformed(model: torch.nn.Module, **settings: bool) -> None:
-    """As train.py does it, in place."""
+def transformed(model: torch.nn.Module, rows: int = 1, **settings: bool) -> None:
+    """As train.py does it, in place, with micro-batches of so many rows."""
     off = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False}
-    config: Any = SimpleNamespace(**(off | settings))
-    accelerator: Any = None
+    config: Any = SimpleNamespace(**(off | settings), micro_batch=lambda processes: rows // processes)
+    accelerator: Any = SimpleNamespace(num_processes=1)
     transform(model, config, accelerator)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Without what other tests have compiled, and with settings that no other test sees."""
+    torch._dynamo.reset()
+    counters.clear()
+    config: Any = torch.compiler.config
+    with config.patch(dynamic_sources="", recompile_limit=config.recompile_limit):
+        yield
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -84,6 +101,8 @@ def test_the_loss_and_its_gradients_are_those_of_the_models_own_logits(
     monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int
 ) -> None:
     model = build(kind)
+    if model.hf.get_output_embeddings().bias is not None:
+        torch.nn.init.normal_(model.hf.get_output_embeddings().bias)
     inputs = batch()
     logits = model.hf(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     expected = F.cross_entropy(logits[0][inputs["index"]], inputs["targets"], reduction="sum")
@@ -126,25 +145,14 @@ def test_the_logits_are_never_there_all_at_once(
     assert largest.size <= 4096 * 32  # the embeddings
 
 
-def test_torchs_linear_cross_entropy_sums_in_half_precision() -> None:
-    """src/models/causal_lm.py: why it is used in fp32 only."""
-    torch.manual_seed(0)
-    states, weight = torch.randn(1024, 64).bfloat16(), torch.randn(2048, 64).bfloat16()
-    targets = torch.randint(0, 2048, (1024,))
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=128)
-    loss = F.linear_cross_entropy(states, weight, targets, reduction="sum", options=options)
-    assert loss.dtype == torch.bfloat16
-
-
 @pytest.mark.filterwarnings("default")  # the compiler sets its own aside, unless they are errors
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("fresh_compiler")
 def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     """The loss falls along its gradients as they say: tried with other dropout in the backward pass, by 0.57 of that.
     Without the compiler, which draws otherwise, they are those without recomputing. One compilation serves all blocks.
     """
     monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")  # without optimizing what is compiled: half the time
-    torch._dynamo.reset()
-    counters.clear()
     model = build("gpt2", dropout=0.5, n_layer=3)
     transformed(model, compile=compiled, activation_checkpointing=True)
     loss, found = gradients(model, batch())
@@ -161,6 +169,50 @@ def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.Monk
                 parameter.add_(gradient, alpha=steps * step)
         losses.append(gradients(model, batch())[0].item())
     assert losses[0] - losses[1] == pytest.approx(2 * 0.05, rel=0.01)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("rows", "checkpointed"), [(4, True), (1, False)])
+def test_a_block_is_compiled_at_most_four_times(monkeypatch: pytest.MonkeyPatch, rows: int, checkpointed: bool) -> None:
+    """With gradients and without, each with a mask that keeps documents apart and with none. Tried without dynamic
+    sizes, with single rows compiled, and with samples compiled: 8, which is torch's limit."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    task = CausalLM(dataset="none", architecture=LLAMA | {"model_type": "llama"}, sequence_length=32,
+                    sample_prompts=["to be"], sample_tokens=4)  # fmt: skip
+    model = task.build_model()
+    transformed(model, rows, compile=True, activation_checkpointing=checkpointed)
+    for documents in (3, 1):
+        for height, width in ((rows, 24), (rows, 30), (-(-rows // 2), 24), (1, 18)):  # the last batches are smaller
+            positions = torch.arange(width // documents).repeat(height, documents)
+            tokens, index = torch.randint(1, 64, positions.shape), torch.arange(height * width)
+            inputs = {"input_ids": tokens, "position_ids": positions, "index": index, "targets": tokens.flatten()}
+            model.train()("loss", **inputs).backward()
+            with torch.no_grad():
+                model.eval()("score", **inputs)
+            task.report(model, torch.device("cpu"))
+    assert 2 <= counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_one_line_says_that_torch_compiles_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addHandler(handler)
+    model = build("llama")
+    transformed(model, compile=True)
+    torch.compiler.config.recompile_limit = 1
+    model("loss", **batch())
+    with torch.no_grad():
+        model("score", **batch())
+        model("score", **batch())
+    logger.removeHandler(handler)
+    (line,) = lines
+    assert re.fullmatch(r"compile=true: 'forward\w*' \(\S+\) runs UNCOMPILED, .* 1 kinds of input: .*grad_mode.*", line)
 
 
 def test_activations_inside_of_the_blocks_are_not_kept() -> None:
