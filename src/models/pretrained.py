@@ -116,6 +116,7 @@ class ModelSource(Settings):
     ) -> PreTrainedModel | None:
         """Return the model of `load_model`, its parameters on the meta device, the new ones drawn into `weights`; None
         if it has no safetensors files."""
+        logging.disable_progress_bar()
         with _loading("model", self.model):
             source = str(self.model)
             files = weight_files(source, self.revision)
