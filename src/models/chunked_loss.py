@@ -56,7 +56,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: int,
     ) -> Tensor:
         device = states.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+        caster = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
+        dtype = torch.get_autocast_dtype(caster) if torch.is_autocast_enabled(caster) else states.dtype
 
         def rounded(tensor: Tensor) -> Tensor:  # on a CPU products of half precision have sums of half precision
             return tensor.to(dtype) if device == "cuda" else tensor.to(dtype).float()
@@ -67,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
         ctx.scale, ctx.weight_dtype, ctx.bias_dtype = scale, weight.dtype, getattr(bias, "dtype", None)
         loss = states.new_zeros((), dtype=torch.float32)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(caster, enabled=False):
             weight = rounded(weight)
             for start in range(0, len(states), rows):
                 part = slice(start, start + rows)
@@ -141,6 +142,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == torch.float32:
-        total.addmm_(a, b)
+        torch.addmm(total, a, b, out=total)
     else:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
