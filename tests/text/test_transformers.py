@@ -211,7 +211,7 @@ def test_in_fp16_steps_that_overflow_are_skipped_and_use_up_their_part_of_the_sc
 ) -> None:
     steep = (
         "--task.architecture.model_type=granite",
-        "--task.architecture.logits_scaling=0.1",
+        "--task.architecture.logits_scaling=0.01",
         "--global_batch_size=64",
     )
     arguments = (*settings["lm"], *steep, "--optim.schedule=linear", "--optim.lr=1e-3")
