@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from datasets import Dataset
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,28 @@ class Sequences:
             "truncated": int(columns["truncated"].sum()),
             "without_targets": int((columns["targets"] == 0).sum()),
         }
+
+
+def batch_tensors(samples: list[list[dict[str, Any]]], width: int, padding: int) -> tuple[dict[str, Tensor], list[int]]:
+    """Return what LanguageModel.loss takes of examples, rows of `width` tokens with `padding` at their end; and where
+    in the flattened batch each document ends, padding being one too."""
+    places = np.arange(width)
+    input_ids = np.full((len(samples), width), padding)
+    labels = np.full((len(samples), width), -100)
+    position_ids = np.tile(places, (len(samples), 1))
+    ends = []
+    for row, sample in enumerate(samples):
+        start = 0
+        for chunk in sample:
+            end = start + len(chunk["input_ids"])
+            input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
+            position_ids[row, start:] = places[: width - start]
+            ends.append(row * width + end)
+            start = end
+        ends.append((row + 1) * width)
+    index = np.flatnonzero(labels != -100)
+    arrays = {"input_ids": input_ids, "position_ids": position_ids, "index": index, "targets": labels.flat[index]}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}, ends
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:

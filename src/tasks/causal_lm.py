@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
@@ -21,10 +20,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from src.data.byte_tokenizer import byte_tokenizer
 from src.data.documents import Chunker, RowFormat, cut_texts
-from src.data.packing import Sequences, pack, unpacked
+from src.data.packing import Sequences, batch_tensors, pack, unpacked
 from src.data.text import TextSource, cached_map, table_checksum
+from src.models.architecture import new_config, typed
 from src.models.attention import BY_LENGTHS, document_lengths
-from src.models.causal_lm import LanguageModel, new_config, small_model, typed
+from src.models.causal_lm import LanguageModel, small_model
 from src.models.flops import causal_pairs
 from src.models.lean import NewWeights, empty
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged, save_sharded
@@ -244,24 +244,9 @@ class CausalLM(TextSource, ModelSource, Task):
     def collate(self, samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         width = self.sequence_length if self.packing else max(map(sum, lengths))
-        places = np.arange(width)
-        input_ids = np.full((len(samples), width), self._tokenizer.pad_token_id or 0)
-        labels = np.full((len(samples), width), -100)
-        position_ids = np.tile(places, (len(samples), 1))
-        ends = []
-        for row, sample in enumerate(samples):
-            start = 0
-            for chunk, length in zip(sample, lengths[row], strict=True):
-                end = start + length
-                input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
-                position_ids[row, start:] = places[: width - start]
-                ends.append(row * width + end)
-                start = end
-            ends.append((row + 1) * width)
-        index = np.flatnonzero(labels != -100)
-        arrays = {"input_ids": input_ids, "position_ids": position_ids, "index": index, "targets": labels.flat[index]}
+        inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
         return {
-            "inputs": {name: torch.from_numpy(array) for name, array in arrays.items()} | document_lengths(ends),
+            "inputs": inputs | document_lengths(ends),
             "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
             "tokens": sum(map(sum, lengths)),
             "attention_pairs": sum(causal_pairs(n) for row in lengths for n in row),
