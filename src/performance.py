@@ -161,5 +161,5 @@ class Profile:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(self._folder / f"trace_{self._rank}.json"))
             if self._has_cuda:  # https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
-                torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{self._rank}.pickle"))
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{self._rank}.snapshot"))
                 torch.cuda.memory._record_memory_history(enabled=None)
