@@ -25,7 +25,7 @@ from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_bes
 from src.checkpoint.write import CheckpointWriter
 from src.config import Config, load_config, metric_errors
 from src.data.loading import MicroBatch, count_step, evaluation_batches, gather_in_order, training_steps
-from src.distributed import build_accelerator, float64_zeros, grad_square_sum, local_main_process_first, prepare
+from src.distributed import build_accelerator, float64_zeros, local_main_process_first, prepare, reduce_step
 from src.export import export_model, push_to_hub
 from src.launch_guard import resume_command
 from src.model_transforms import transform
@@ -161,24 +161,23 @@ def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> S
     # DDP and FSDP average the gradients over the processes: multiplying by their number gives the sum
     divisor = counts.targets or config.global_batch_size
     loss_factor = accelerator.num_processes / divisor * progress.loss_scale
-    numbers = float64_zeros(3, run.device)
+    losses: list[Tensor] = []
+    num_targets: float | Tensor = 0
     for i, batch in enumerate(micro_batches, start=1):
         # DDP reduces gradients once, after the last micro-batch; FSDP would have to keep unsharded ones until then
         is_reduced = i == len(micro_batches) or (accelerator.is_fsdp2 and config.fsdp_reduce_each_micro_batch)
         with nullcontext() if is_reduced else accelerator.no_sync(run.model):
-            loss_sum, num_targets = task.loss(run.model, batch.data)
+            loss_sum, n = task.loss(run.model, batch.data)
             accelerator.backward(loss_sum * (batch.weight * loss_factor))
-        numbers[0] += batch.weight * loss_sum.detach()
-        numbers[1] += batch.weight * num_targets
+        losses.append(loss_sum.detach() if batch.weight else torch.zeros_like(loss_sum))
+        num_targets += batch.weight * n
 
     gradients = local_gradients(run.parameters)
-    copies = 1 if accelerator.is_fsdp2 else accelerator.num_processes  # of each gradient, which are all the same
-    numbers[2] += grad_square_sum(gradients) / copies
-    numbers = accelerator.reduce(numbers, "sum")
+    numbers = reduce_step(accelerator, losses, num_targets, gradients)
     unscale: float | Tensor = 1 / progress.loss_scale
     if not counts.targets:  # the task knows their number only now
         unscale = divisor / numbers[1].clamp(min=1) * unscale
-    norm = numbers[2].sqrt_().mul_(unscale)
+    norm = numbers[2].mul_(unscale)
     scale_and_clip_(gradients, unscale, norm, config.optim.max_grad_norm)
 
     lr = lr_at(progress.step, config.optim, *run.schedule)

@@ -209,6 +209,27 @@ def sharded_units(model: nn.Module) -> int:
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def reduce_step(
+    accelerator: Accelerator, losses: list[Tensor], num_targets: float | Tensor, gradients: list[Tensor]
+) -> Tensor:
+    """Return the sum of the losses, the number of targets and the L2 norm of the gradients over all processes; shape
+    (3,), float64 (on MPS float32). Collective; doesn't wait for the device.
+
+    Args:
+        losses: of this process's micro-batches, shape () each.
+        gradients: this process's; the same on all if they are not sharded.
+    """
+    squares = grad_square_sum(gradients).to(accelerator.device)
+    targets = num_targets if isinstance(num_targets, Tensor) else squares.new_full((), num_targets)
+    numbers = torch.stack((torch.stack(losses).sum(dtype=squares.dtype), targets.to(squares.dtype), squares))
+    if accelerator.num_processes > 1:
+        if not accelerator.is_fsdp2:
+            numbers[2] /= accelerator.num_processes
+        numbers = accelerator.reduce(numbers, "sum")
+    numbers[2].sqrt_()
+    return numbers
+
+
 def grad_square_sum(gradients: list[Tensor]) -> Tensor:
     """Return the sum of the squares of all values; shape (), float64 (on MPS float32)."""
     device = gradients[0].device

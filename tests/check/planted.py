@@ -107,13 +107,12 @@ FAULTS = [
     ),
     Fault(
         "clipping before the gradients are scaled", "ddp", {"Gradients"}, "taken before the gradients were scaled",
-        ("train.py", "numbers[2].sqrt_()", "numbers[2].sqrt_().mul_(counts.targets)"),
+        ("train.py", "numbers[2].mul_(unscale)", "numbers[2].mul_(counts.targets)"),
         arguments=CLIPPED,
     ),
     Fault(
         "clipping by one process's norm", "fsdp", {"Gradients"}, "the norm is one process's",
-        ("train.py", "numbers[2] += grad_square_sum(gradients) / copies", "own = grad_square_sum(gradients)"),
-        ("train.py", "norm = numbers[2].sqrt_()", "norm = numbers[2].add_(own).sqrt_()"),
+        ("src/distributed.py", "    numbers[2].sqrt_()\n", "    numbers[2] = squares.sqrt()\n"),
         arguments=CLIPPED,
     ),
     Fault(
