@@ -74,7 +74,7 @@ FAULTS = [
         "the loss averaged per micro-batch, with ragged counts", "ddp", {"Accumulation", "Gradients"},
         "a mean of means",
         ("train.py", "accelerator.backward(loss_sum * (batch.weight * loss_factor))",
-         "accelerator.backward(loss_sum / num_targets / len(micro_batches))"),
+         "accelerator.backward(loss_sum / n / len(micro_batches))"),
         arguments=("--micro_batch_size=4",),
     ),
     Fault(
