@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.check.planted import Fault, plant
-from tests.check.test_check import assert_all_is_well
+from tests.check.test_check import assert_all_is_well, rows
 from tests.check.test_faults import require_found
 from tests.launching import Launch
 from tests.text import tiny
@@ -41,3 +41,15 @@ def test_packed_documents_that_see_each_other_are_found_out(launch: Launch, tmp_
     project = plant(fault, tmp_path)
     tiny.questions(project / "questions.jsonl")
     require_found(launch, fault, project)
+
+
+def test_in_fp16_a_step_that_overflows_is_taken_again_with_a_smaller_scale(launch: Launch, tmp_path: Path) -> None:
+    """Logits 100 times as steep overflow with the loss scale of the first step. Tried without reading what the step
+    found, by which the scale is halved: it is taken again for ever."""
+    tiny.questions(tmp_path / "questions.jsonl")
+    steep = ("--task.architecture.model_type=granite", "--task.architecture.logits_scaling=0.01")
+    data = (f"--task.dataset={tmp_path / 'questions.jsonl'}", "--task.sequence_length=64", "--global_batch_size=8")
+    arguments = ("--check", "--task.name=causal_lm", *data, *LLAMA, *steep)
+    run = launch("cpu", *arguments, launcher_arguments=("--mixed_precision=fp16",))
+    norms = [row for row in rows(run) if row["what"].startswith("norm")]
+    assert [row["result"] for row in norms] == ["pass"]
