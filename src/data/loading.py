@@ -72,10 +72,9 @@ class ShardedBatchSampler:
 
 
 def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[list[MicroBatch]]:
-    """Yield this process's micro-batches of each optimizer step after `first` steps, up to and including `last` (None:
+    """Return this process's micro-batches of each optimizer step after `first` steps, up to and including `last` (None:
     the run's last one). Nothing is replayed."""
-    last = run.total_steps if last is None else last
-    yield from _on_device(run, _training_steps(run, first, last))
+    return _on_device(run, _training_steps(run, first, run.total_steps if last is None else last))
 
 
 def _training_steps(run: Run, first: int, last: int) -> Iterator[list[MicroBatch]]:

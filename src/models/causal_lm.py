@@ -1,4 +1,4 @@
-"""Decoders of transformers: with new weights from the name of an architecture, and their loss, in little memory."""
+"""Decoders of transformers: what each can do, found by a trial, and their loss, in little memory."""
 
 import copy
 from functools import cached_property, partial
@@ -6,19 +6,15 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import send_to_device
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from src.models.attention import BY_LENGTHS, document_lengths, implementations, set_attention
 from src.models.chunked_loss import linear_cross_entropy
 from src.models.flops import Flops, count_flops
-from src.models.pretrained import fsdp_blocks
+from src.models.pretrained import fsdp_blocks, without_adapters
 from src.process import cause, explained
 
 ENDS = [3, 8, 14, 16]
@@ -71,7 +67,7 @@ class LanguageModel(nn.Module):
     @property
     def hf(self) -> Any:
         """The PreTrainedModel."""
-        return self.lm.get_base_model() if isinstance(self.lm, PeftModel) else self.lm
+        return without_adapters(self.lm)
 
     @cached_property
     def flops(self) -> Flops | None:

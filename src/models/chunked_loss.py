@@ -66,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         states_grad = torch.empty_like(states) if wants_states else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        ctx.scale, ctx.weight_dtype, ctx.bias_dtype = scale, weight.dtype, getattr(bias, "dtype", None)
+        ctx.scale = scale
         loss = states.new_zeros((), dtype=torch.float32)
         with torch.autocast(caster, enabled=False):
             weight = rounded(weight)
@@ -93,8 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         factor = factor * ctx.scale
         states, weight, bias = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
-        weight = None if weight is None else weight.to(ctx.weight_dtype)
-        return states, weight, None if bias is None else bias.to(ctx.bias_dtype), None, None, None, None
+        return states, weight, bias, None, None, None, None  # autograd casts them to the dtypes of what was passed in
 
 
 @cache
