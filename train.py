@@ -211,7 +211,8 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     metrics = [task.metrics(gathered) if run.is_main else {}]
     broadcast_object_list(metrics)  # all processes must decide alike on early stopping
     found = {"loss": loss_sum / num_targets, "examples": int(num_examples), **metrics[0]}
-    return Evaluation({f"eval/{k}": v for k, v in found.items()}, {f"eval/{k}": rows for k, rows in report.items()})
+    tables = report | (task.tables(gathered, run.eval_set) if run.is_main else {})
+    return Evaluation({f"eval/{k}": v for k, v in found.items()}, {f"eval/{k}": rows for k, rows in tables.items()})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from src.cpu import tune_for_cpu
 from src.distributed import HALF_PRECISION, Launch, processes
 from src.optim import Schedule
 from src.progress import Progress
-from src.tasks.base import Examples, Task
+from src.tasks.base import Examples, Table, Task
 
 
 class Evaluation(NamedTuple):
@@ -25,8 +25,8 @@ class Evaluation(NamedTuple):
 
     metrics: dict[str, float]
     """Values by name, eval/…"""
-    tables: dict[str, list[dict[str, str]]]
-    """Tables of text by name, eval/…; the rows of each have the same keys."""
+    tables: dict[str, Table]
+    """By name, eval/…."""
 
 
 @dataclass

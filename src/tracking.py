@@ -20,6 +20,7 @@ from src.data.loading import examples_seen
 from src.distributed import Launch, peak_memory, processes
 from src.progress import StepResult
 from src.run import Evaluation, Run, startup_summary
+from src.tasks.base import Table
 
 
 def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **arguments: Any) -> list[Any]:
@@ -123,9 +124,8 @@ class Tracker:
             return
         self._record({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, evaluation.tables)
         self.say(f"step {step:>6}/{run.total_steps}  {_evaluation_line(evaluation.metrics)}")
-        for rows in evaluation.tables.values():
-            for row in rows:
-                self.say("  " + _printable(" | ".join(row.values())))
+        for row in evaluation.tables.get("eval/samples", []):
+            self.say("  " + _printable(" | ".join(row.values())))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps so that the record can continue from there."""
@@ -185,7 +185,7 @@ class Tracker:
             tqdm.write(line)  # above the progress bar
             sys.stdout.flush()
 
-    def _record(self, metrics: dict[str, Any], tables: dict[str, list[dict[str, str]]]) -> None:
+    def _record(self, metrics: dict[str, Any], tables: dict[str, Table]) -> None:
         """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it to the loggers."""
         record = {"step": self._run.progress.step, **metrics}
         try:

@@ -21,9 +21,13 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
 
+Table = list[dict[str, Any]]
+"""Rows with the same keys, as JSON. A cell that begins with `data:image/png;base64,` is a picture."""
+
+
 class Task(Settings, ABC):
     """Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
-    (`--task.<field>`). All methods but `metrics` and `export` are called on every process."""
+    (`--task.<field>`). All methods but `metrics`, `tables` and `export` are called on every process."""
 
     name: str
     """The task to train."""
@@ -134,9 +138,14 @@ class Task(Settings, ABC):
         exactly once, in the dataset's order, on the CPU."""
         return {}
 
-    def report(self, model: Any, device: torch.device) -> dict[str, list[dict[str, str]]]:
-        """Return tables of text to record at each evaluation, by name: rows with the same keys. Every process must call
-        the model, on `device`, equally often."""
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+        """Return tables to record at each evaluation, by name, such as the worst mistakes. The arguments are those of
+        `metrics`, and the evaluation set. Called on the main process only."""
+        return {}
+
+    def report(self, model: Any, device: torch.device) -> dict[str, Table]:
+        """Return tables that need the model, such as samples, as `tables` does. Every process must call the model, on
+        `device`, equally often."""
         return {}
 
     def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:

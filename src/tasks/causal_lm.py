@@ -30,7 +30,7 @@ from src.models.lean import NewWeights, empty
 from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged, save_sharded
 from src.process import UserError, cause, explained
 from src.settings import flatten
-from src.tasks.base import Task
+from src.tasks.base import Table, Task
 
 NO_ROUTER_LOSS = (
     "the auxiliary loss of a mixture of experts is not added here: it depends on the whole batch's routing, and would "
@@ -284,7 +284,7 @@ class CausalLM(TextSource, ModelSource, Task):
             "accuracy": total["correct"] / total["targets"],
         }
 
-    def report(self, model: Any, device: torch.device) -> dict[str, list[dict[str, str]]]:
+    def report(self, model: Any, device: torch.device) -> dict[str, Table]:
         samples = [{"prompt": p, "continuation": self._continuation(model, p, device)} for p in self.sample_prompts]
         return {"samples": samples} if samples else {}
 
