@@ -71,7 +71,8 @@ class Trial:
     """A run with the settings drawn for it."""
 
     folder: Path
-    settings: dict[str, Any]
+    label: str
+    """Its settings, as a table shows them."""
     command: list[str]
     config: Config
     metric: Metric
@@ -102,9 +103,8 @@ class Trial:
 
     def __str__(self) -> str:
         step, value = self.result()
-        outcome = self.failure and f"FAILED: {self.failure}"
-        settings = "  ".join(f"{name}={setting}" for name, setting in self.settings.items())
-        return f"{self.folder.name}  step {step:>6}  {self.metric.name} {value:<8.4g}  {settings}  {outcome}".rstrip()
+        row = f"{self.folder.name:<9} {step:>6}  {value:<{len(self.metric.name)}.5g}  {self.label}"
+        return row + (f"  FAILED: {self.failure}" if self.failure else "")
 
 
 def values_of(parameter: dict[str, Any]) -> Values | None:
@@ -160,7 +160,7 @@ def read_sweep(file: str) -> Sweep:
 
 def draw(sweep: Sweep, count: int | None, seed: int) -> list[dict[str, Any]]:
     """Return the settings of the first `count` trials by name. A longer sweep begins with the same ones."""
-    values = {name: values_of(parameter) for name, parameter in sorted(sweep.parameters.items())}
+    values: dict[str, Any] = {name: values_of(parameter) for name, parameter in sorted(sweep.parameters.items())}
     if sweep.method == "grid":
         grid = itertools.product(*values.values())
         return [dict(zip(values, choice, strict=True)) for choice in itertools.islice(grid, count)]
@@ -176,22 +176,25 @@ def draw(sweep: Sweep, count: int | None, seed: int) -> list[dict[str, Any]]:
     return [{name: one(of) for name, of in values.items()} for _ in range(count)]
 
 
-def build_trials(sweep: Sweep, settings: list[dict[str, Any]], folder: Path, others: list[str]) -> list[Trial]:
+def build_trials(sweep: Sweep, drawn: list[dict[str, Any]], folder: Path, others: list[str]) -> list[Trial]:
     """Return the trials, their settings checked as train.py does; raise a UserError with all mistakes."""
     trials, mistakes = [], []
-    for i, drawn in enumerate(settings):
+    columns = [[f"{name}={settings[name]}" for settings in drawn] for name in drawn[0]]
+    widths = [max(map(len, column)) for column in columns]
+    for i, words in enumerate(zip(*columns, strict=True)):
         own = folder / f"trial-{i:02}"
-        arguments = [*(f"--{name}={value}" for name, value in drawn.items()), *others]
-        arguments += [f"--run_name={folder.name}/{own.name}", f"--output_dir={own}"]
-        words = MACROS | {"${program}": [sweep.program], "${args}": arguments}
-        command = [text for word in sweep.command for text in words.get(word, [word])]
+        arguments = [*(f"--{word}" for word in words), *others]
+        arguments += [f"--run_name={folder.name}-{own.name}", f"--output_dir={own}"]
+        macros = MACROS | {"${program}": [sweep.program], "${args}": arguments}
+        command = [text for word in sweep.command for text in macros.get(word, [word])]
         metric = f"--checkpoint.metric={sweep.metric.name}"  # which is refused if no evaluation has it
         try:
             config = load_config([*command[command.index(sweep.program) + 1 :], metric])
         except UserError as error:
             mistakes += str(error).splitlines()
         else:
-            trials.append(Trial(own, drawn, command, config, sweep.metric))
+            label = "  ".join(map(str.ljust, words, widths)).rstrip()
+            trials.append(Trial(own, label, command, config, sweep.metric))
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
     return trials
@@ -207,15 +210,15 @@ def measure(config: Config) -> tuple[int, int]:
 
 
 def train(trial: Trial, steps: int | None, log: Path) -> int:
-    """Run a trial as far as `steps`, or to its end, and return the exit code. A signal stops it, after it has saved."""
+    """Run a trial as far as `steps`, or to its end, and return the exit code. A signal stops it once it has saved."""
     family: list[psutil.Process] = []
     command = [*trial.command, *([f"--max_steps={steps}"] if steps else [])]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "WANDB_RUN_GROUP": trial.folder.parent.name}
-    # the trial stops, and saves, if this process is killed
+    environment = os.environ | {"WANDB_RUN_GROUP": trial.folder.parent.name}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    # if this process is killed, the trial is told to stop
     bound = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM) if sys.platform == "linux" else None
     with log.open("ab") as output:
-        to = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        to: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         process = psutil.Popen(command, env=environment, start_new_session=True, preexec_fn=bound, **to)
 
     def stop(_: str) -> None:
@@ -226,23 +229,22 @@ def train(trial: Trial, steps: int | None, log: Path) -> int:
     SIGNALS.answer_by(stop)
     code = process.wait()
     SIGNALS.answer_by(None)
-    psutil.wait_procs(family)
+    psutil.wait_procs(family)  # a launcher does not wait for a process that saves
     return int(code)
 
 
 def run(trial: Trial, steps: int | None) -> None:
     """Have a trial trained as far as `steps`, or to its end, unless it has been, and print a line about it."""
-    log, code = trial.folder.with_suffix(".log"), 0
-    if not trial.is_done(steps):
-        code = train(trial, steps, log)
+    log = trial.folder.with_suffix(".log")
+    code = 0 if trial.is_done(steps) else train(trial, steps, log)
     if SIGNALS.name:
         raise RunError(f"stopped by {SIGNALS.name} in {trial.folder}; to continue: {shlex.join(sys.orig_argv)}")
     if code or not trial.is_done(steps):
-        lines = log.read_text(errors="replace").splitlines() or [""]
+        lines = log.read_text(errors="replace").splitlines() or ["no output"]
         said = next((line for line in reversed(lines) if line.startswith("train.py: ")), lines[-1])
-        trial.failure = f"exit code {code}, {said} (see {log})"
-    elif not math.isfinite(trial.result(steps or math.inf)[1]):
-        trial.failure = f"{trial.metric.name} is not finite"
+        trial.failure = f"exit code {code}, {said}"
+    elif not math.isfinite(trial.score(steps or math.inf)):
+        trial.failure = "not finite"
     print(trial, flush=True)
 
 
@@ -288,13 +290,15 @@ def main(argv: list[str]) -> None:
     trials = build_trials(sweep, draw(sweep, options.trials or sweep.run_cap, options.draw_seed), folder, others)
     write_trials(folder / "trials.json", trials)
     SIGNALS.catch()
-    print(f"{len(trials)} trials, in {folder}; what they print: {folder}/trial-*.log", flush=True)
+    header = f"{'trial':<9} {'step':>6}  {sweep.metric.name}"
+    print(f"{len(trials)} trials in {folder}, each with a log beside its folder", header, sep="\n", flush=True)
     search(trials, sweep.early_terminate)
     trials.sort(key=lambda trial: (bool(trial.failure), -trial.rung, trial.score()))
-    print("best first:", *trials, sep="\n")
-    print(f"the best of them: {trials[0].folder}/model, its settings: --config={trials[0].folder}/config.yaml")
+    print("\nbest first:", header, *trials, sep="\n")
+    print(f"\nthe best model: {trials[0].folder}/model; to repeat its run: --config={trials[0].folder}/config.yaml")
     if find_spec("src.report"):  # it may have been thrown out
         import_module("src.report").write_report([trial.folder for trial in trials], folder / "report.html")
+        print(f"report: {folder}/report.html")
 
 
 if __name__ == "__main__":
