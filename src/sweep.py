@@ -295,10 +295,13 @@ def main(argv: list[str]) -> None:
     search(trials, sweep.early_terminate)
     trials.sort(key=lambda trial: (bool(trial.failure), -trial.rung, trial.score()))
     print("\nbest first:", header, *trials, sep="\n")
-    print(f"\nthe best model: {trials[0].folder}/model; to repeat its run: --config={trials[0].folder}/config.yaml")
     if find_spec("src.report"):  # it may have been thrown out
-        import_module("src.report").write_report([trial.folder for trial in trials], folder / "report.html")
+        folders = [trial.folder for trial in trials if trial.result()[0]]
+        import_module("src.report").write_report(folders, folder / "report.html")
         print(f"report: {folder}/report.html")
+    if trials[0].failure:
+        raise RunError("all trials failed; the same command tries them again")
+    print(f"best model: {trials[0].folder}/model; its settings: {trials[0].folder}/config.yaml")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""The sweep files, as W&B itself reads them: its agent fills in the same commands as python -m src.sweep."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+from src.config import load_config
+from src.sweep import build_trials, draw, read_sweep
+from tests.launching import PROJECT
+
+
+@pytest.mark.parametrize("file", sorted((PROJECT / "sweeps").glob("*.yaml")), ids=lambda file: file.name)
+def test_wandbs_agent_starts_the_same_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a folder of its own. Tried with ${args} left out of a file, and with a setting that is unknown."""
+    (tmp_path / "configs").symlink_to(PROJECT / "configs")
+    (tmp_path / "data/tinyshakespeare").mkdir(parents=True)
+    (tmp_path / "data/tinyshakespeare/input.txt").write_text("which the header says how to get")
+    monkeypatch.chdir(tmp_path)
+    sweep = read_sweep(str(file))
+    (settings,) = draw(sweep, 1, 0)
+    (trial,) = build_trials(sweep, [settings], Path("runs/s"), [])
+    own = ["--run_name=s-trial-00", "--output_dir=runs/s/trial-00"]
+
+    content = yaml.safe_load(file.read_text())
+    words = create_sweep_command_args({"args": {name: {"value": value} for name, value in settings.items()}})
+    words |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [content["program"]]}  # as wandb_agent.py
+    command = [text for word in create_sweep_command(content["command"]) for text in words.get(word[2:-1], [word])]
+    assert command == [word for word in trial.command if word not in own]
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    monkeypatch.setenv("WANDB_RUN_ID", "r1")
+    config = load_config(command[command.index("train.py") + 1 :])
+    assert config.folder == Path(f"runs/{config.run_name}-r1")
