@@ -101,9 +101,10 @@ class Trial:
         value = self.result(steps)[1]
         return value if self.metric.goal == "minimize" else -value
 
-    def __str__(self) -> str:
-        step, value = self.result()
-        row = f"{self.folder.name:<9} {step:>6}  {value:<{len(self.metric.name)}.5g}  {self.label}"
+    def row(self, steps: float = math.inf) -> str:
+        """Return a line of the table, as of that evaluation."""
+        step, value = self.result(steps)
+        row = f"{self.folder.name:<9} {step:>6}  {value:<#{len(self.metric.name)}.4g}  {self.label}"
         return row + (f"  FAILED: {self.failure}" if self.failure else "")
 
 
@@ -245,7 +246,7 @@ def run(trial: Trial, steps: int | None) -> None:
         trial.failure = f"exit code {code}, {said}"
     elif not math.isfinite(trial.score(steps or math.inf)):
         trial.failure = "not finite"
-    print(trial, flush=True)
+    print(trial.row(steps or math.inf), flush=True)
 
 
 def search(trials: list[Trial], halving: Halving | None) -> None:
@@ -294,7 +295,7 @@ def main(argv: list[str]) -> None:
     print(f"{len(trials)} trials in {folder}, each with a log beside its folder", header, sep="\n", flush=True)
     search(trials, sweep.early_terminate)
     trials.sort(key=lambda trial: (bool(trial.failure), -trial.rung, trial.score()))
-    print("\nbest first:", header, *trials, sep="\n")
+    print("\nbest first:", header, *(trial.row() for trial in trials), sep="\n")
     if find_spec("src.report"):  # it may have been thrown out
         folders = [trial.folder for trial in trials if trial.result()[0]]
         import_module("src.report").write_report(folders, folder / "report.html")

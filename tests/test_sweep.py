@@ -147,7 +147,7 @@ def test_settings_are_checked_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_would_shrink_is_refused(tmp_path: Path) -> None:
-    """Tried without the check: the first rung's learning rates were those of a run of 10 steps."""
+    """Tried without the check: each rung trained with learning rates of its own."""
     arguments = [write(tmp_path, **HALVING), "--trials=2", f"--folder={tmp_path / 's'}", *DIGITS]
     assert mistakes(*arguments, "--epochs=null", "--max_steps=46") == [
         "early_terminate: cutting a run short keeps its learning rates only if `epochs` spans them all"
@@ -163,11 +163,13 @@ def test_only_the_better_half_goes_on(tmp_path: Path, trainings: Any, capsys: py
     assert asked == [*((name, 10) for name in order), ("trial-02", 20), ("trial-01", 20), ("trial-01", None)]
     table = capsys.readouterr().out.partition("best first:\n")[2].splitlines()
     assert [line.split()[:3] for line in table[1:5]] == [
-        ["trial-01", "46", "1"], ["trial-02", "20", "9"], ["trial-03", "10", "2"], ["trial-00", "10", "3"]
+        ["trial-01", "46", "1.000"], ["trial-02", "20", "9.000"], ["trial-03", "10", "2.000"], ["trial-00", "10", "3.000"]
     ]  # fmt: skip
     asked.clear()
     main(arguments)
     assert asked == [], "all of it has been done"
+    first = capsys.readouterr().out.splitlines()[2:6]
+    assert [line.split()[:2] for line in first] == [[name, "10"] for name in order], "told as it was then"
 
 
 def test_a_trial_that_fails_is_told_and_ranked_last(
@@ -180,7 +182,7 @@ def test_a_trial_that_fails_is_told_and_ranked_last(
     main(arguments)
     assert [name for name, _ in asked] == list(values)
     table = capsys.readouterr().out.partition("best first:\n")[2].splitlines()
-    assert table[1].split()[:3] == ["trial-02", "46", "2"]
+    assert table[1].split()[:3] == ["trial-02", "46", "2.000"]
     assert table[2].startswith("trial-00")
     assert table[2].endswith("FAILED: exit code 1, train.py: no room")
     assert table[3].endswith("FAILED: not finite")
