@@ -292,7 +292,7 @@ def main(argv: list[str]) -> None:
     write_trials(folder / "trials.json", trials)
     SIGNALS.catch()
     header = f"{'trial':<9} {'step':>6}  {sweep.metric.name}"
-    print(f"{len(trials)} trials in {folder}, each with a log beside its folder", header, sep="\n", flush=True)
+    print(f"trials: {len(trials)}, in {folder}, each with a log beside its folder", header, sep="\n", flush=True)
     search(trials, sweep.early_terminate)
     trials.sort(key=lambda trial: (bool(trial.failure), -trial.rung, trial.score()))
     print("\nbest first:", header, *(trial.row() for trial in trials), sep="\n")
