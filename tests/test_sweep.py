@@ -75,7 +75,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, 
                 log.parent.mkdir(parents=True, exist_ok=True)
                 log.write_text("train.py: no room\nlauncher: it failed\n")
                 return 1
-            trained(trial, found | ({} if steps else {46: values(trial.folder.name, 46)}), steps)  # type: ignore[arg-type, dict-item]
+            trained(trial, found | ({} if steps else {46: values(trial.folder.name, 46)}), steps)  # type: ignore[arg-type]
             return 0
 
         monkeypatch.setattr(sweep_module, "train", train)
