@@ -34,7 +34,7 @@ from src.performance import Performance
 from src.preemption import StopSignal
 from src.progress import StepResult
 from src.run import Evaluation, Run, new_model
-from src.tracking import Tracker, stop_at_start
+from src.tracking import Tracker, dry_run, stop_at_start
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def build(config: Config) -> Run | None:
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return None
-    if config.check:  # there is nothing to save
+    if config.check or config.dry_run:  # there is nothing to save
         SIGNALS.release()
     elif accelerator.is_main_process:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
@@ -101,6 +101,8 @@ def build(config: Config) -> Run | None:
 def fit(run: Run) -> bool:
     """Train to the last step. Return whether it got there; if not, it was told to stop and has saved."""
     config, progress, performance = run.config, run.progress, Performance(run)
+    if config.dry_run:
+        return dry_run(run)
     with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
         checkpoints = CheckpointWriter(run, tracker.say)
         steps, is_stopping = training_steps(run, progress.step), False

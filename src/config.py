@@ -140,6 +140,8 @@ class Config(Settings):
     """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
     check: bool = False
     """Check whether this run would be right, instead of training; `--check` alone is enough. See docs/check.md."""
+    dry_run: bool = False
+    """Do all up to the first step, write nothing, and say what the run would do; `--dry-run` alone is enough."""
     push_to_hub: str | None = None
     """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
     task: Task

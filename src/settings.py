@@ -67,8 +67,8 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
             files += [file] if file else []
             if not file:
                 mistakes.append(f"{argument}: name a yaml file, --config=FILE.yaml")
-        elif argument == "--check":
-            options["check"] = "true"
+        elif argument in ("--check", "--dry-run"):
+            options[argument.removeprefix("--").replace("-", "_")] = "true"
         elif argument.startswith("--") and equals:
             options[name] = value
         else:

@@ -3,9 +3,12 @@
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -18,9 +21,11 @@ from src.checkpoint.output_folder import parent_checkpoint, saved_settings
 from src.config import Config
 from src.data.loading import examples_seen
 from src.distributed import Launch, peak_memory, processes
+from src.process import cause
 from src.progress import StepResult
 from src.run import Evaluation, Run, startup_summary
 from src.tasks.base import Table
+from src.terminal import bar, chart, fit, has_charts
 
 
 def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **arguments: Any) -> list[Any]:
@@ -65,32 +70,20 @@ class Tracker:
             (self.folder / of_an_earlier_end).unlink(missing_ok=True)
         identity = {"id": wandb_id, "resume": "allow" if wandb_id else None}
         self._loggers = start_loggers(config, run.launch, self.say, dir=self.folder, **identity)
-        self._print_summary()
-        self._bar = tqdm(  # disable=None: shown in a terminal only
-            initial=self._first, total=run.total_steps, unit="step", dynamic_ncols=True, smoothing=0.05, disable=None
-        )
-
-    def _print_summary(self) -> None:
-        launch, config, resume = self._run.launch, self._run.config, self._run.resume
-        asked = f"asked for by {launch.config_file}" if launch.config_file else "not started by an accelerate yaml"
-        backend = f" on {launch.backend}" if launch.backend else ""
-        backend += f" (gradients: {launch.comm_hook})" if launch.comm_hook else ""
-        rows = {
-            "strategy": f"{launch.strategy} ({asked}), {processes(launch.num_processes)}{backend}, {launch.device}, "
-            f"{launch.precision}",
-            **startup_summary(self._run),
-            "output": str(self.folder),
-            **{logger.title: logger.where for logger in self._loggers},
-            "resume": resume.summary,
-        }
-        lines = [f"  {title:<10} {text}" for title, text in rows.items() if text]
-        head = [launch.note, f"{config.run_name}: {config.task.name}"]
-        print(*filter(None, head), *lines, *(f"  {note}" for note in resume.notes), sep="\n", flush=True)
+        _print_summary(run, {logger.title: logger.where for logger in self._loggers})
+        self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True, delay=0)
+        self._facts = ""
 
     def advance(self) -> None:
         """Move the progress bar by one step."""
         if self._run.is_main:
             self._bar.update()
+            self._show("evaluating" if self._run.is_evaluation_due() else self._facts)
+
+    def _show(self, text: str) -> None:
+        """Say at the progress bar what goes on."""
+        if not self._bar.disable and self._bar.desc != text:
+            self._bar.set_description_str(text)
 
     def log_training(self, result: StepResult, measured: dict[str, float] | None = None) -> None:
         """Record the means over the interval that ends with this step or with the run, and what else was measured."""
@@ -115,7 +108,10 @@ class Tracker:
             eta = tqdm.format_interval(seconds_per_step * (run.total_steps - step))
             print(f"step {step:>6}/{run.total_steps}  {text}  eta {eta}", flush=True)
         else:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_description_str("", refresh=False)
+            room = max(self._bar.ncols - len(str(self._bar)), 1)
+            facts = fit(text, room)[0]
+            self._facts = facts if len(facts) <= room else ""
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Record an evaluation made after the latest step."""
@@ -131,6 +127,7 @@ class Tracker:
         """Return what a checkpoint keeps so that the record can continue from there."""
         if not self._run.is_main:
             return {}
+        self._show("saving")
         os.fsync(self._metrics.fileno())
         wandb_id = next((logger.id for logger in self._loggers), None)
         return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
@@ -170,19 +167,32 @@ class Tracker:
         write_json(self.folder / "summary.json", self._summary)
         for logger in self._loggers:
             logger.summarize(self._summary)
-        self._bar.close()
+        self._metrics.seek(0)
+        records = [json.loads(line) for line in self._metrics]
+        charts = {name: chart([r[name] for r in records if name in r]) for name in ("train/loss", "eval/loss")}
         lines = [
             f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}",
+            *(f"  {name:<10} {blocks}" for name, blocks in charts.items() if blocks and has_charts()),
             f"  model      {self.folder}/model",
             f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml",
-            *(logger.closing_line() for logger in self._loggers),
         ]
-        print(*filter(None, lines), sep="\n", flush=True)
+        next_steps: list[str | None] = []  # not broken into lines, so that they can be copied
+        with _not_fatal(self.say, "no report"):
+            import_module("src.report").write_report([self.folder], self.folder / "report.html")
+            next_steps.append(f"  report     {self.folder}/report.html")
+        if run.task.name == "causal_lm":
+            next_steps.append(f"  talk       python -m src.generate {shlex.quote(str(self.folder))}")
+        else:
+            next_steps.append(f"  evaluate   python -m src.evaluate {shlex.quote(str(self.folder))}")
+        next_steps += [logger.closing_line() for logger in self._loggers]
+        self._show(self._facts)
+        self._bar.close()
+        print(*chain(*map(fit, lines)), *filter(None, next_steps), sep="\n", flush=True)
 
     def say(self, line: str) -> None:
         """Print a line, on the main process."""
         if self._run.is_main:
-            tqdm.write(line)  # above the progress bar
+            tqdm.write("\n".join(fit(line)))  # above the progress bar
             sys.stdout.flush()
 
     def _record(self, metrics: dict[str, Any], tables: dict[str, Table]) -> None:
@@ -217,6 +227,21 @@ class Tracker:
                 write_json(self.folder / "summary.json", self._summary | {"wandb_failure": logger.failure})
 
 
+def dry_run(run: Run) -> bool:
+    """Print the start-up summary, and what the run would do. Return False: it has not got to its end."""
+    if run.is_main:
+        _print_summary(run, {})
+        config, step = run.config, run.progress.step
+        course = f"an evaluation every {config.eval_every or run.steps_per_epoch:,} and a checkpoint every "
+        course += f"{config.save_every:,}, and both after the last"
+        print(
+            *fit(f"dry run: would take steps {step + 1:,} to {run.total_steps:,}, {course}; nothing was written"),
+            sep="\n",
+            flush=True,
+        )
+    return False
+
+
 def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:
     """End a process that was told to stop before the first step: there is nothing to save."""
     _write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, command)
@@ -229,6 +254,33 @@ def _write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None
     write_json(folder / "status.json", status)
     when = f"after step {step}" if step else "before the first step"
     print(f"stopped {when} by {reason}; to continue: {command}", flush=True)
+
+
+def _print_summary(run: Run, loggers: dict[str, str]) -> None:
+    launch, config, resume = run.launch, run.config, run.resume
+    backend = f" on {launch.backend}" if launch.backend else ""
+    backend += f" (gradients: {launch.comm_hook})" if launch.comm_hook else ""
+    rows = {
+        "strategy": f"{launch.strategy}, {processes(launch.num_processes)}{backend}, {launch.device}, "
+        f"{launch.precision} ({launch.config_file or 'not started by an accelerate yaml'})",
+        **startup_summary(run),
+        "output": str(config.folder),
+        **loggers,
+        "resume": resume.summary,
+    }
+    head = [launch.note, ": ".join(dict.fromkeys((config.run_name, config.task.name)))]
+    lines = [f"  {title:<10} {text}" for title, text in rows.items() if text]
+    lines = [*filter(None, head), *lines, *(f"  {note}" for note in resume.notes)]
+    print(*chain(*map(fit, lines)), sep="\n", flush=True)
+
+
+@contextlib.contextmanager
+def _not_fatal(say: Callable[[str], None], says: str) -> Iterator[None]:
+    """Turn an error in what the run can do without into a line that begins with `says`."""
+    try:
+        yield
+    except Exception as error:
+        say(f"WARNING: {says}: {cause(error)}")
 
 
 def _printable(text: str, width: int = 110) -> str:

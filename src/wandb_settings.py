@@ -1,5 +1,6 @@
 """The settings of Weights & Biases, apart from its logger, whose import takes half a second."""
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal
@@ -21,6 +22,6 @@ class Wandb(Settings):
 
     def start(self, say: Callable[[str], None], **arguments: Any) -> list[Any]:
         """Import and start the logger, and return it in a list; an empty list if W&B is disabled."""
-        if self.mode == "disabled":
+        if "disabled" in (self.mode, self.mode == "auto" and os.environ.get("WANDB_MODE")):
             return []
         return [import_module("src.wandb_logger").WandbLogger(say, **self.model_dump(), **arguments)]

@@ -26,7 +26,7 @@ RESUME_SAFE_SETTINGS = (
     "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
     "ddp_comm_hook", "fsdp_reduce_each_micro_batch", "push_to_hub", "wandb", "checkpoint", "early_stopping",
     "profile_steps", "task.data_dir", "task.sample_prompts", "task.sample_tokens", "task.sample_temperature",
-    "task.attention", "task.lora.base_dtype", "task.lora.merge",
+    "task.attention", "task.lora.base_dtype", "task.lora.merge", "dry_run",
 )  # fmt: skip
 """Settings, and groups of them, that do not change the weights a run arrives at, except for rounding."""
 LENGTH_SETTINGS = {"max_steps", "epochs"}
@@ -74,6 +74,8 @@ def folder_errors(config: "Config") -> Iterator[str]:
     try:
         if any(len(os.fsencode(part)) > 255 for part in folder.parts):
             yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
+        elif config.check and config.dry_run:
+            yield "dry_run: writes nothing, and check writes check.json; choose one of them"
         elif config.check:
             yield from _write_errors(folder)
         else:

@@ -76,7 +76,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if config.check:
         return ResumePoint()
     own = config.folder / "checkpoints"
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and not config.dry_run:
         _lock(config.folder)
         if own.is_symlink() and own.exists():
             _lock(own)  # two runs must not share it
@@ -96,7 +96,8 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
         return ResumePoint(notes=[f"starting over: {config.folder} has no checkpoint yet"] if is_begun else [])
     # as the main process sees them: a change to a file system reaches machines at different times
     state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
-    notes = [f"passed over and set aside: {path}, {why}" for path, why in damaged.items()]
+    done = "passed over" if config.dry_run else "passed over and set aside"
+    notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
     point = ResumePoint(checkpoint, state, [*notes, *_note_changes(config, checkpoint, state)])
     point.is_finished = has_ended and point.is_own(config)
     watched = state.config["early_stopping"]
@@ -105,7 +106,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if accelerator.is_main_process:
         if point.is_own(config):
             _require_whole_record(config, checkpoint, state)
-        for path in damaged:  # of this run: the one to branch off from is the last candidate
+        for path in () if config.dry_run else damaged:  # of this run: the one to branch off from is the last candidate
             format.quarantine(path)
     return point
 

@@ -9,6 +9,7 @@ from typing import Any
 from datasets import Dataset, Features, Value, load_dataset
 
 from src.process import UserError, cause
+from src.terminal import bar
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 DIALECTS: dict[str, dict[str, Any]] = {".csv": {"sep": ","}, ".tsv": {"sep": "\t", "quoting": csv.QUOTE_NONE}}
@@ -75,7 +76,8 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
     elif column_names:
         raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is neither")
     try:
-        return load_dataset(LOADERS[suffix], data_files=names, split="train", **options)
+        with bar(f"reading {files[0].name}", delay=0, bar_format="{desc} …"):
+            return load_dataset(LOADERS[suffix], data_files=names, split="train", **options)
     except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
         reason = cause(error.__cause__ or error)[:200]
         says = "no row in it" if "corresponds to no data" in str(error) else f"cannot be read, {reason}"

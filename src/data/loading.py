@@ -24,6 +24,7 @@ from src.process import ignore_signals_in_worker
 from src.progress import StepCounts
 from src.run import Run
 from src.tasks.base import Examples, Task
+from src.terminal import bar
 
 T = TypeVar("T")
 
@@ -98,8 +99,9 @@ def count_step(micro_batches: list[MicroBatch], stop: StopSignal) -> StepCounts:
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
     """Yield this process's part of the evaluation set, in order."""
     global_batch_size = run.config.micro_batch(run.world_size) * run.world_size
-    for (micro_batch,) in _on_device(run, _load(run, run.eval_set, np.arange(len(run.eval_set)), global_batch_size)):
-        yield micro_batch
+    batches = _on_device(run, _load(run, run.eval_set, np.arange(len(run.eval_set)), global_batch_size))
+    for (batch,) in bar("batches evaluated", iterable=batches, total=-(-len(run.eval_set) // global_batch_size)):
+        yield batch
 
 
 def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int) -> Tensor:

@@ -20,6 +20,7 @@ from src.data.chats import normalize_chat, normalize_tools
 from src.data.files import EVALUATION, LOADERS, files_by_split, path_error, read_files
 from src.process import UserError, cause
 from src.settings import Settings
+from src.terminal import bar
 
 ColumnKind = Literal["text", "label", "chat", "tools"]
 """What a column's values are: text; a name or a whole number; messages; the tools that these may call."""
@@ -70,6 +71,7 @@ class TextSource(Settings):
         """Return the rows to train on and, if the dataset has a split for it, the rows to evaluate on. Raise a
         UserError that says in one line what cannot be loaded and what to do."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
+        datasets.disable_progress_bars()  # they would stay when they are done
         path = Path(self.dataset)
         splits: Any = files_by_split(path) if path.exists() else self._load_from_hub()
         for setting, split in (("train_split", self.train_split), ("eval_split", self.eval_split)):
@@ -154,7 +156,14 @@ def cached_map(rows: Dataset, function: Callable[..., dict[str, list[Any]]], des
     as long as the rows, the function with its arguments (a partial's, or its object's fields) and CODE are the same."""
     key = Hasher.hash([rows._fingerprint, function, CODE])
     names = rows.column_names
-    return rows.map(function, batched=True, remove_columns=names, new_fingerprint=key, desc=desc, **options)
+    with bar(desc, total=len(rows)) as progress:
+
+        def counted(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+            result = function(batch)
+            progress.update(len(batch[names[0]]))
+            return result
+
+        return rows.map(counted, batched=True, remove_columns=names, new_fingerprint=key, **options)
 
 
 def table_checksum(table: Dataset, columns: list[str]) -> str:
