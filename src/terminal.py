@@ -1,10 +1,6 @@
-"""What a person sees of a run in a terminal: progress bars, lines that fit, charts; in a pipe or a file, plain lines.
+"""What a run in a terminal shows beyond plain lines: progress bars, lines that fit, charts. tqdm draws the bars, not
+rich: it needs no thread, and whatever kills a run leaves the terminal its cursor."""
 
-tqdm draws the bars, not rich: it has no thread that takes time from the training, whatever kills the run leaves the
-terminal its cursor, and the Hub's downloads are drawn with it too.
-"""
-
-import math
 import os
 import re
 import shutil
@@ -16,8 +12,6 @@ import numpy as np
 from tqdm import tqdm
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-CHART = 40
-"""Characters that a chart has at most."""
 
 
 def width() -> int | None:
@@ -27,39 +21,32 @@ def width() -> int | None:
 
 
 def bar(desc: str = "", **options: Any) -> Any:
-    """Return tqdm's bar, which is removed when it is done; only a run's first process shows it, and in a terminal."""
-    columns = width()
-    form = f"{{percentage:3.0f}}% {{bar:{(columns or 80) // 8}}} {{n_fmt}}/{{total_fmt}}  eta {{remaining}}  {{desc}}"
-    options = {"bar_format": form, "leave": False, "delay": 0.5, **options}
-    is_hidden = columns is None or os.environ.get("RANK", "0") != "0"
+    """Return tqdm's bar, or without a total its text alone, shown in a terminal, by a run's first process, until it is
+    done."""
+    counts = f"{{percentage:3.0f}}% {{bar:{(width() or 80) // 8}}} {{n_fmt}}/{{total_fmt}}  eta {{remaining}}  {{desc}}"
+    options = {"bar_format": counts if "total" in options else "{desc} …", "leave": False, **options}
+    is_hidden = width() is None or os.environ.get("RANK", "0") != "0"
     return tqdm(desc=desc, dynamic_ncols=True, disable=is_hidden, **options)
 
 
-def fit(line: str, columns: int | None = None) -> list[str]:
-    """Return the line as lines of so many columns, None: those of the terminal. A number stays with its name."""
-    if (columns := columns or width()) is None:
-        return [line]
-    indent = " " * (13 if line.startswith("  ") else 2)
-    whole = re.sub(r"(?<=\S) (?=[-\d])", "\xa0", line)
-    lines = textwrap.wrap(whole, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return [line.replace("\xa0", " ") for line in lines]
+def fit(line: str) -> str:
+    """Return the line, broken where the terminal ends: between words, but not between a name and its number."""
+    if (columns := width()) is None:
+        return line
+    glued, indent = re.sub(r"(?<=\S) (?=[-\d])", "\xa0", line), " " * (13 if line.startswith("  ") else 2)
+    return textwrap.fill(
+        glued, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ).replace("\xa0", " ")
 
 
-def has_charts() -> bool:
-    """Return whether there is a terminal, and it can show blocks."""
-    return width() is not None and sys.stdout.encoding.lower().startswith("utf")
-
-
-def chart(values: list[float | None]) -> str:
-    """Return the course of `values` as a row of blocks, each for the mean of some, and the first and the last value; a
-    dot where none is finite. Empty if there are fewer than two finite ones."""
-    numbers = np.array(values, dtype=float)
-    finite = numbers[np.isfinite(numbers)]
-    if len(finite) < 2:
-        return ""
-    parts = [part[np.isfinite(part)] for part in np.array_split(numbers, min(CHART, len(numbers)))]
-    means = [part.mean() if len(part) else math.nan for part in parts]
-    low, high = np.nanmin(means), np.nanmax(means)
-    scale = (len(BLOCKS) - 1) / (high - low or 1)
-    blocks = ["·" if math.isnan(mean) else BLOCKS[round((mean - low) * scale)] for mean in means]
-    return f"{''.join(blocks)}  {finite[0]:.4f} to {finite[-1]:.4f}"
+def chart(values: list[float | None]) -> str | None:
+    """Return the first and the last value and the course between them, in blocks that are means of some, a dot where
+    none is finite; None if fewer than two are, or the terminal cannot show it."""
+    numbers = np.ma.masked_invalid(np.array(values, dtype=float))
+    if numbers.count() < 2 or not (columns := width()) or not sys.stdout.encoding.lower().startswith("utf"):
+        return None
+    parts: Any = np.array_split(numbers, min(len(numbers), max(columns - 35, 1), 40))
+    scale = (len(BLOCKS) - 1) / (numbers.max() - numbers.min() or 1)
+    blocks = ["·" if not part.count() else BLOCKS[round((part.mean() - numbers.min()) * scale)] for part in parts]
+    first, *_, last = numbers.compressed()
+    return f"{first:.4f} to {last:.4f}  {''.join(blocks)}"

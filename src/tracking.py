@@ -6,9 +6,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -21,11 +20,10 @@ from src.checkpoint.output_folder import parent_checkpoint, saved_settings
 from src.config import Config
 from src.data.loading import examples_seen
 from src.distributed import Launch, peak_memory, processes
-from src.process import cause
 from src.progress import StepResult
 from src.run import Evaluation, Run, startup_summary
 from src.tasks.base import Table
-from src.terminal import bar, chart, fit, has_charts
+from src.terminal import bar, chart, fit
 
 
 def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **arguments: Any) -> list[Any]:
@@ -71,19 +69,15 @@ class Tracker:
         identity = {"id": wandb_id, "resume": "allow" if wandb_id else None}
         self._loggers = start_loggers(config, run.launch, self.say, dir=self.folder, **identity)
         _print_summary(run, {logger.title: logger.where for logger in self._loggers})
-        self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True, delay=0)
+        self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True)
         self._facts = ""
 
     def advance(self) -> None:
         """Move the progress bar by one step."""
         if self._run.is_main:
+            is_due = self._run.is_evaluation_due()
+            self._bar.set_description_str("evaluating" if is_due else self._facts, refresh=is_due)
             self._bar.update()
-            self._show("evaluating" if self._run.is_evaluation_due() else self._facts)
-
-    def _show(self, text: str) -> None:
-        """Say at the progress bar what goes on."""
-        if not self._bar.disable and self._bar.desc != text:
-            self._bar.set_description_str(text)
 
     def log_training(self, result: StepResult, measured: dict[str, float] | None = None) -> None:
         """Record the means over the interval that ends with this step or with the run, and what else was measured."""
@@ -102,16 +96,12 @@ class Tracker:
         unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
         speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
         loss = "not finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
-        text = f"loss {loss}  lr {metrics['train/lr']:.2e}  {speed}"
+        self._facts = f"loss {loss}  {speed}"
         if self._bar.disable:
             seconds_per_step = (time.perf_counter() - self._started) / (step - self._first)
             eta = tqdm.format_interval(seconds_per_step * (run.total_steps - step))
-            print(f"step {step:>6}/{run.total_steps}  {text}  eta {eta}", flush=True)
-        else:
-            self._bar.set_description_str("", refresh=False)
-            room = max(self._bar.ncols - len(str(self._bar)), 1)
-            facts = fit(text, room)[0]
-            self._facts = facts if len(facts) <= room else ""
+            text = f"loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}"
+            print(f"step {step:>6}/{run.total_steps}  {text}", flush=True)
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Record an evaluation made after the latest step."""
@@ -127,7 +117,7 @@ class Tracker:
         """Return what a checkpoint keeps so that the record can continue from there."""
         if not self._run.is_main:
             return {}
-        self._show("saving")
+        self._bar.set_description_str("saving")
         os.fsync(self._metrics.fileno())
         wandb_id = next((logger.id for logger in self._loggers), None)
         return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
@@ -170,29 +160,29 @@ class Tracker:
         self._metrics.seek(0)
         records = [json.loads(line) for line in self._metrics]
         charts = {name: chart([r[name] for r in records if name in r]) for name in ("train/loss", "eval/loss")}
-        lines = [
-            f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}",
-            *(f"  {name:<10} {blocks}" for name, blocks in charts.items() if blocks and has_charts()),
-            f"  model      {self.folder}/model",
-            f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml",
-        ]
-        next_steps: list[str | None] = []  # not broken into lines, so that they can be copied
-        with _not_fatal(self.say, "no report"):
+        try:
             import_module("src.report").write_report([self.folder], self.folder / "report.html")
-            next_steps.append(f"  report     {self.folder}/report.html")
-        if run.task.name == "causal_lm":
-            next_steps.append(f"  talk       python -m src.generate {shlex.quote(str(self.folder))}")
-        else:
-            next_steps.append(f"  evaluate   python -m src.evaluate {shlex.quote(str(self.folder))}")
-        next_steps += [logger.closing_line() for logger in self._loggers]
-        self._show(self._facts)
+        except Exception as error:  # the run is complete
+            self.say(f"WARNING: no report: {error!r}")
+        talks, folder = run.task.name == "causal_lm", shlex.quote(str(self.folder))
+        self._bar.set_description_str(self._facts)
         self._bar.close()
-        print(*chain(*map(fit, lines)), *filter(None, next_steps), sep="\n", flush=True)
+        lines = [
+            fit(f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}"),
+            *(f"  {name:<10} {course}" for name, course in charts.items() if course),
+            f"  model      {self.folder}/model",
+            fit(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml"),
+            *(f"  report     {page}" for page in self.folder.glob("*.html")),
+            f"  talk       python -m src.generate {folder}" if talks else None,
+            f"  evaluate   python -m src.evaluate {folder}" if not talks else None,
+            *(logger.closing_line() for logger in self._loggers),
+        ]
+        print(*filter(None, lines), sep="\n", flush=True)
 
     def say(self, line: str) -> None:
         """Print a line, on the main process."""
         if self._run.is_main:
-            tqdm.write("\n".join(fit(line)))  # above the progress bar
+            tqdm.write(fit(line))  # above the progress bar
             sys.stdout.flush()
 
     def _record(self, metrics: dict[str, Any], tables: dict[str, Table]) -> None:
@@ -231,14 +221,11 @@ def dry_run(run: Run) -> bool:
     """Print the start-up summary, and what the run would do. Return False: it has not got to its end."""
     if run.is_main:
         _print_summary(run, {})
-        config, step = run.config, run.progress.step
-        course = f"an evaluation every {config.eval_every or run.steps_per_epoch:,} and a checkpoint every "
-        course += f"{config.save_every:,}, and both after the last"
-        print(
-            *fit(f"dry run: would take steps {step + 1:,} to {run.total_steps:,}, {course}; nothing was written"),
-            sep="\n",
-            flush=True,
+        config, left = run.config, run.total_steps - run.progress.step
+        course = (
+            f"an evaluation every {config.eval_every or run.steps_per_epoch}, a checkpoint every {config.save_every}"
         )
+        print(fit(f"dry run: {left} of {run.total_steps} steps to take, {course}; nothing was written"), flush=True)
     return False
 
 
@@ -271,16 +258,7 @@ def _print_summary(run: Run, loggers: dict[str, str]) -> None:
     head = [launch.note, ": ".join(dict.fromkeys((config.run_name, config.task.name)))]
     lines = [f"  {title:<10} {text}" for title, text in rows.items() if text]
     lines = [*filter(None, head), *lines, *(f"  {note}" for note in resume.notes)]
-    print(*chain(*map(fit, lines)), sep="\n", flush=True)
-
-
-@contextlib.contextmanager
-def _not_fatal(say: Callable[[str], None], says: str) -> Iterator[None]:
-    """Turn an error in what the run can do without into a line that begins with `says`."""
-    try:
-        yield
-    except Exception as error:
-        say(f"WARNING: {says}: {cause(error)}")
+    print(*map(fit, lines), sep="\n", flush=True)
 
 
 def _printable(text: str, width: int = 110) -> str:

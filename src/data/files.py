@@ -76,7 +76,7 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
     elif column_names:
         raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is neither")
     try:
-        with bar(f"reading {files[0].name}", delay=0, bar_format="{desc} …"):
+        with bar(f"reading {files[0].name}"):
             return load_dataset(LOADERS[suffix], data_files=names, split="train", **options)
     except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
         reason = cause(error.__cause__ or error)[:200]

@@ -159,9 +159,8 @@ def cached_map(rows: Dataset, function: Callable[..., dict[str, list[Any]]], des
     with bar(desc, total=len(rows)) as progress:
 
         def counted(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-            result = function(batch)
             progress.update(len(batch[names[0]]))
-            return result
+            return function(batch)
 
         return rows.map(counted, batched=True, remove_columns=names, new_fingerprint=key, **options)
 
