@@ -1,0 +1,228 @@
+"""What a person sees of a run: in a terminal of any width, in a pipe, on several processes, and with --dry-run."""
+
+import fcntl
+import hashlib
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src import terminal
+from tests.launching import PROJECT, Launch, mistakes
+
+EVALUATION = "step     20/60  eval/loss 3.4374  eval/examples 1,743  eval/perplexity 31.1060  eval/accuracy 0.1687"
+BATCH = "  batch      64 = 16 per micro-batch x 4 processes x 1 accumulated"
+REPORT = ["report"] if (PROJECT / "src/report.py").exists() else []
+SHORT = ("--max_steps=6", "--log_every=2", "--eval_every=3", "--save_every=3", "--task.source=digits")
+Shown = Callable[..., tuple[str, list[str]]]
+
+
+@pytest.fixture
+def columns(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Sets the terminal's width; None: there is none."""
+    return lambda number: monkeypatch.setattr(terminal, "width", lambda: number)
+
+
+@pytest.mark.parametrize("number", [40, 80, 200])
+@pytest.mark.parametrize("line", [EVALUATION, BATCH])
+def test_a_line_is_broken_between_its_facts_where_the_terminal_ends(columns: Any, number: int, line: str) -> None:
+    """Tried without the spaces that are no break: a name ends a line, and its number begins the next."""
+    columns(number)
+    first, *others = terminal.fit(line).split("\n")
+    assert max(map(len, (first, *others))) <= number
+    assert bool(others) == (number < len(line))
+    indent = " " * (13 if line.startswith("  ") else 2)
+    assert all(re.match(rf"{indent}[a-z1]", other) for other in others)
+    assert " ".join([first, *others]).split() == line.split()
+
+
+def test_a_path_longer_than_the_terminal_stays_whole_and_a_pipe_gets_the_line_as_it_is(columns: Any) -> None:
+    columns(40)
+    path = "/data/" + "a-very-long-name/" * 4
+    assert path in terminal.fit(f"checkpoint {path} (paused 3 ms)").split("\n")[1]
+    columns(None)
+    assert terminal.fit(EVALUATION) == EVALUATION
+
+
+def test_the_course_of_the_loss_is_drawn_with_gaps_where_it_is_not_finite(columns: Any) -> None:
+    columns(80)
+    nan, inf = float("nan"), float("inf")
+    assert terminal.chart([8.0, 4.5, 1.0]) == "8.0000 to 1.0000  █▅▁"
+    assert terminal.chart([None, 8.0, nan, inf, 1.0, -inf]) == "8.0000 to 1.0000  ·█··▁·"
+    assert terminal.chart([2.0, 2.0]) == "2.0000 to 2.0000  ▁▁"
+    assert terminal.chart([1.0]) is terminal.chart([None, nan, 1.0]) is terminal.chart([]) is None
+    blocks = str(terminal.chart([*range(1000)])).split()[-1]
+    assert (len(blocks), list(blocks), set(blocks)) == (40, sorted(blocks), set(terminal.BLOCKS))
+    columns(None)
+    assert terminal.chart([8.0, 4.5, 1.0]) is None
+
+
+def screen(output: str) -> list[str]:
+    """What is on the screen in the end, scrolled back, if no line was longer than it is wide."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\r|\n|\x1b\[A|[^\r\n\x1b]+", output):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[A":
+            row -= 1
+        else:
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines]
+
+
+@pytest.fixture
+def in_terminal(launch: Launch, tmp_path: Path) -> Shown:
+    """in_terminal(80, "ddp", "--max_steps=2"): what is written to a terminal of this width, and the screen in the end.
+    The run is runs/x in the test's folder."""
+
+    def run(number: int, config: str, *arguments: str, **more: Any) -> tuple[str, list[str]]:
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, number, 0, 0))
+        chunks: list[bytes] = []
+
+        def read() -> None:
+            while chunk := os.read(ours, 65536):
+                chunks.append(chunk)
+                if b"\0" in chunk:
+                    return
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        attach = (
+            f"import os; t = os.open({os.ttyname(theirs)!r}, os.O_RDWR | os.O_NOCTTY); os.dup2(t, 1); os.dup2(t, 2)"
+        )
+        before = f"{attach}\n{more.pop('before', '')}"
+        environment = {"TERM": "xterm", "NO_COLOR": "1", **more}
+        folder, where = Path("runs/x"), {"cwd": tmp_path, "project": PROJECT}
+        code = launch(config, *arguments, folder=folder, before=before, **where, **environment).exit_code
+        os.write(theirs, b"\0")
+        reader.join()
+        output = b"".join(chunks).decode().rstrip("\0")
+        assert code == 0, output
+        return output, screen(output)
+
+    return run
+
+
+@pytest.mark.parametrize(("number", "config", "processes"), [(80, "ddp", 2), (200, "cpu", 1), (40, "cpu", 1)])
+def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(
+    in_terminal: Shown, number: int, config: str, processes: int
+) -> None:
+    """By the main process alone. Tried without `fit`, without a bar around the evaluation, and with bars on all
+    processes."""
+    output, shown = in_terminal(number, config, *SHORT, processes=processes)
+    commands = [line for line in shown if "python -m" in line]  # whole, to be copied
+    lines = [line for line in re.split(r"[\r\n]|\x1b\[A", output) if line not in commands]
+    assert max(len(line) for line in lines if "accelerate_configs" not in line) <= number  # its path may be longer
+    assert set(re.findall(r"\x1b\[[\d;?]*[A-Za-z]", output)) <= {"\x1b[A"}
+    for expected in (" 50% ", "3/6  eta", "evaluating", "  batches", "saving"):
+        assert expected in output, shown
+    (last,) = [line for line in shown if line.startswith("100% █")]
+    assert re.search(r"6/6  eta 00:00  loss \d", last) or number == 40
+    assert not [line for line in shown if "evaluating" in line or "batches evaluated" in line]
+    end = shown.index(next(line for line in shown if line.startswith("done in ")))
+    titles = [line.split()[0] for line in shown[end + 1 :] if re.match("  [a-z]", line)]
+    assert [title for title in titles if not title.startswith("eval/a")] == [
+        "train/loss", "eval/loss", "model", "record", *REPORT, "evaluate",
+    ]  # fmt: skip
+    assert commands == ["  evaluate   python -m src.evaluate runs/x"]
+
+
+def on_text(folder: Path) -> tuple[str, ...]:
+    (folder / "text.txt").write_text("To be, or not to be.\n" * 200)
+    model = "{model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}"
+    task = ("--task.name=causal_lm", f"--task.dataset={folder}/text.txt", f"--task.architecture={model}")
+    return *task, "--task.sequence_length=32", "--max_steps=2", "--global_batch_size=4"
+
+
+def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tmp_path: Path) -> None:
+    """Tried with the bars that datasets draws: they stay on the screen."""
+    output, shown = in_terminal(80, "cpu", *on_text(tmp_path))
+    assert "reading text.txt …" in output
+    assert "tokenizing training data" in output
+    assert shown[0] == "causal_lm"
+    assert "  talk       python -m src.generate runs/x" in shown
+
+
+def test_a_dumb_terminal_gets_plain_lines(in_terminal: Shown) -> None:
+    """Tried without a look at TERM: a bar."""
+    output, shown = in_terminal(80, "cpu", *SHORT, TERM="dumb")
+    assert "\x1b" not in output
+    assert "%" not in output
+    assert len([line for line in shown if re.match("step +[246]/6  loss", line)]) == 3
+
+
+def test_a_pipe_gets_plain_lines_and_nothing_on_stderr(launch: Launch, tmp_path: Path) -> None:
+    """Tried with the bars that datasets draws."""
+    run = launch("ddp", *SHORT, processes=2).succeeded()
+    assert not re.search(r"[\x1b\r█▁]", run.stdout)
+    assert len([line for line in run.stdout.splitlines() if line.startswith("step ")]) == 5
+    assert run.stderr == launch("cpu", *on_text(tmp_path)).succeeded().stderr == ""
+
+
+def test_a_report_that_cannot_be_made_is_one_line_and_no_reason_to_fail(launch: Launch) -> None:
+    """Tried without the except: exit code 1."""
+    run = launch("cpu", "--max_steps=2", before="import sys; sys.modules['src.report'] = None").succeeded()
+    (line,) = [line for line in run.stdout.splitlines() if "no report" in line]
+    assert line.startswith("WARNING: no report: ModuleNotFoundError")
+    assert run.status["status"] == "done"
+    assert "report  " not in run.stdout
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Checksums of all files, and the folders."""
+    files = {file: file.read_bytes() if file.is_file() else b"" for file in folder.rglob("*")}
+    return {str(file.relative_to(folder)): hashlib.sha256(content).hexdigest() for file, content in files.items()}
+
+
+@pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(
+    launch: Launch, tmp_path: Path, yaml: str, processes: int
+) -> None:
+    """Tried with the lock, which makes the folders."""
+    run = launch(yaml, *SHORT, "--dry-run", folder=tmp_path / "a/b", processes=processes, wandb="offline").succeeded()
+    assert tree(tmp_path) == {}
+    assert run.stderr == ""
+    assert run.stdout.splitlines()[-1].startswith("dry run: 6 of 6 steps to take, an evaluation every 3, a checkpoint")
+    assert f", {processes} process" in run.stdout
+    assert f"output     {tmp_path}/a/b" in run.stdout
+
+
+def test_a_dry_run_finds_and_loads_the_resume_point_and_touches_nothing(launch: Launch, tmp_path: Path) -> None:
+    """Not even a damaged checkpoint, or the rest of an incomplete one. Tried with their removal."""
+    folder = tmp_path / "run"
+    launch("ddp", *SHORT, folder=folder, processes=2).succeeded()
+    damaged = sorted((folder / "checkpoints").iterdir())[-1]
+    (damaged / "state.json").write_text("{}")
+    (folder / "checkpoints" / "tmp_step_00000009").mkdir()
+    before = tree(tmp_path)
+    longer = [word.replace("max_steps=6", "max_steps=8") for word in SHORT]
+    run = launch("fsdp", *longer, "--dry-run", folder=folder, processes=2).succeeded()
+    assert f"passed over: {damaged}, state.json has " in run.stdout
+    assert "after step 3, from" in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("dry run: 5 of 8 steps to take")
+    assert tree(tmp_path) == before
+
+
+def test_a_dry_run_says_that_a_run_is_finished_and_refuses_what_a_run_would(launch: Launch, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launch("cpu", *SHORT, folder=folder).succeeded()
+    before = tree(tmp_path)
+    assert "finished: nothing to do" in launch("cpu", *SHORT, "--dry-run", folder=folder).succeeded().stdout
+    other = launch("cpu", *SHORT, "--optim.lr=1", "--dry-run", folder=folder)
+    assert other.exit_code == 2
+    assert "of a run with other settings: optim.lr" in other.messages[0]
+    assert tree(tmp_path) == before
+    (refused,) = mistakes("--dry-run", "--check", "--task.source=digits", f"--output_dir={tmp_path}/new")
+    assert refused.startswith("dry_run: writes nothing, and check writes check.json")
