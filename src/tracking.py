@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -160,10 +159,6 @@ class Tracker:
         self._metrics.seek(0)
         records = [json.loads(line) for line in self._metrics]
         charts = {name: chart([r[name] for r in records if name in r]) for name in ("train/loss", "eval/loss")}
-        try:
-            import_module("src.report").write_report([self.folder], self.folder / "report.html")
-        except Exception as error:  # the run is complete
-            self.say(f"WARNING: no report: {error!r}")
         talks, folder = run.task.name == "causal_lm", shlex.quote(str(self.folder))
         self._bar.set_description_str(self._facts)
         self._bar.close()
@@ -172,7 +167,6 @@ class Tracker:
             *(f"  {name:<10} {course}" for name, course in charts.items() if course),
             f"  model      {self.folder}/model",
             fit(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml"),
-            *(f"  report     {page}" for page in self.folder.glob("*.html")),
             f"  talk       python -m src.generate {folder}" if talks else None,
             f"  evaluate   python -m src.evaluate {folder}" if not talks else None,
             *(logger.closing_line() for logger in self._loggers),
