@@ -160,8 +160,6 @@ class Tracker:
         records = [json.loads(line) for line in self._metrics]
         charts = {name: chart([r[name] for r in records if name in r]) for name in ("train/loss", "eval/loss")}
         talks, folder = run.task.name == "causal_lm", shlex.quote(str(self.folder))
-        self._bar.set_description_str(self._facts)
-        self._bar.close()
         lines = [
             fit(f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}"),
             *(f"  {name:<10} {course}" for name, course in charts.items() if course),
@@ -171,6 +169,8 @@ class Tracker:
             f"  evaluate   python -m src.evaluate {folder}" if not talks else None,
             *(logger.closing_line() for logger in self._loggers),
         ]
+        self._bar.set_description_str(self._facts)
+        self._bar.close()
         print(*filter(None, lines), sep="\n", flush=True)
 
     def say(self, line: str) -> None:
