@@ -131,6 +131,7 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(
     assert set(re.findall(r"\x1b\[[\d;?]*[A-Za-z]", output)) <= {"\x1b[A"}
     for expected in (" 50% ", "3/6  eta", "evaluating", "  batches", "saving"):
         assert expected in output, shown
+    assert output.count("eta ?  batches") == 2  # evaluations begin, on one process
     (last,) = [line for line in shown if line.startswith("100% █")]
     assert re.search(r"6/6  eta 00:00  loss \d", last) or number == 40
     assert not [line for line in shown if "evaluating" in line or "batches evaluated" in line]
