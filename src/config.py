@@ -15,6 +15,7 @@ from src.process import UserError, cause
 from src.settings import Settings, describe, nearest, read_arguments, validate
 from src.tasks import TASKS, load_task
 from src.tasks.base import Task
+from src.trackers import Trackers
 from src.wandb_settings import Wandb
 
 USAGE = """\
@@ -138,6 +139,8 @@ class Config(Settings):
     """Steps in a row skipped because of gradients that are not finite, after which the run fails."""
     timeout_minutes: PositiveFloat = 30.0
     """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
+    trackers: Trackers = ["wandb"]
+    """What records the run besides metrics.jsonl: any of wandb, trackio and tensorboard."""
     check: bool = False
     """Check whether this run would be right, instead of training; `--check` alone is enough. See docs/check.md."""
     push_to_hub: str | None = None

@@ -21,6 +21,7 @@ from src.distributed import Launch, peak_memory, processes
 from src.progress import StepResult
 from src.run import Evaluation, Run, startup_summary
 from src.tasks.base import Table
+from src.trackers import start_trackers
 
 
 def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **arguments: Any) -> list[Any]:
@@ -31,7 +32,7 @@ def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **
         arguments: of the W&B run: dir, id, resume, job_type.
     """
     arguments |= {"name": config.run_name, "config": config.model_dump(mode="json") | {"launch": launch.as_dict()}}
-    return config.wandb.start(say, **arguments)
+    return start_trackers(config, say, **arguments)
 
 
 class Tracker:
@@ -132,7 +133,7 @@ class Tracker:
         if not self._run.is_main:
             return {}
         os.fsync(self._metrics.fileno())
-        wandb_id = next((logger.id for logger in self._loggers), None)
+        wandb_id = next((logger.id for logger in self._loggers if logger.id), None)
         return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
 
     def write_stopped(self, reason: str, checkpoint: Path | None) -> None:

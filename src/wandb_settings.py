@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from src.settings import Settings
 
+Keep = Literal["no", "reference", "copy"]
+
 
 class Wandb(Settings):
     """Weights & Biases. Its own WANDB_* environment variables work too."""
@@ -18,9 +20,19 @@ class Wandb(Settings):
     """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
     tags: list[str] = []
     """Labels to find the run by."""
+    group: str | None = None
+    """Runs that belong together have the same group; null: WANDB_RUN_GROUP."""
+    job_type: str | None = None
+    """What the run is for, such as train; null: WANDB_JOB_TYPE."""
+    notes: str | None = None
+    """What to remember about the run; null: WANDB_NOTES."""
+    model: Keep = "reference"
+    """Record the exported model as an artifact that names its files, or with a copy of them, or no such artifact."""
+    checkpoints: Keep = "no"
+    """Record each checkpoint likewise, with the aliases latest, best and step-N."""
 
     def start(self, say: Callable[[str], None], **arguments: Any) -> list[Any]:
         """Import and start the logger, and return it in a list; an empty list if W&B is disabled."""
         if self.mode == "disabled":
             return []
-        return [import_module("src.wandb_logger").WandbLogger(say, **self.model_dump(), **arguments)]
+        return [import_module("src.wandb_logger").WandbLogger(say, **self.model_dump() | arguments)]
