@@ -57,7 +57,7 @@ class Logger:
             self._fail(TimeoutError(f"it has not started within {START_SECONDS:.0f} seconds"))
         if self.failure:
             self.where, self._is_said = f"not recorded: {self.failure}", True
-        elif record and (size := record.stat().st_size):
+        elif record and record.exists() and (size := record.stat().st_size):
             self.tell(lambda: self._catch_up(record, size))
 
     def log(self, record: Record, tables: dict[str, list[Record]]) -> None:

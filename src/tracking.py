@@ -214,8 +214,9 @@ class Tracker:
             self._metrics.close()
         for logger in self._loggers:
             logger.finish(exit_code=1 if kind or not self._summary else 0)
-            if self._summary and logger.failure:
-                write_json(self.folder / "summary.json", self._summary | {"wandb_failure": logger.failure})
+        failures = {logger.title: logger.failure for logger in self._loggers if logger.failure}
+        if self._summary and failures:
+            write_json(self.folder / "summary.json", self._summary | {"tracker_failures": failures})
 
 
 def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:

@@ -64,7 +64,8 @@ class WandbLogger(Logger):
             if mode and not wandb.login(prompt=False, verify=False):
                 mode, why = "offline", "no credentials: `wandb login` for online"
         arguments["project"] = arguments["project"] or os.environ.get("WANDB_PROJECT", "accelerate-template")
-        arguments["settings"] = wandb.Settings(silent=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True)
+        more = {"finish_timeout": FINISH_SECONDS, "finish_timeout_raises": True, "save_code": True}  # with the git diff
+        arguments["settings"] = wandb.Settings(silent=True, **more)
         try:
             run = wandb.init(mode=mode, **arguments)
         except wandb.errors.Error as error:
@@ -92,7 +93,7 @@ class WandbLogger(Logger):
                 command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file.absolute())]
                 lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
                 items = (json.loads(line).get("history", {}).get("item", {}) for line in lines)
-                yield from (item for item in items if item.get("step", known + 1) <= known)
+                yield from (item for item in items if "step" in item and item["step"] <= known)
 
     def pass_on(self, record: Record, tables: dict[str, Table]) -> None:
         super().pass_on(record, tables)
