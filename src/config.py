@@ -132,7 +132,7 @@ class Config(Settings):
     """Steps between checkpoints. The last step is always followed by one."""
     resume: str = "auto"
     """auto: from the newest valid checkpoint in output_dir, or from the start if there is no run; never: refuse an
-    output_dir that holds a run; or the folder of a checkpoint, which may be another run's."""
+    output_dir that holds a run; or a checkpoint's folder, even another run's, or wandb:entity/project/name:alias."""
     max_hours: PositiveFloat | None = None
     """Hours after which to save and stop, so that the run can be continued; null: no limit."""
     max_bad_steps: PositiveInt = 10
@@ -190,6 +190,7 @@ def load_config(argv: list[str]) -> Config:
         mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(TASKS))} ({', '.join(TASKS)})")
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
         name = "mnist"
+    mistakes.extend(Wandb.download(values))
     config_class = _config_class(name)
     if wants_help:
         print(USAGE.format(tasks=" | ".join(TASKS)), describe(config_class), sep="\n")

@@ -24,15 +24,18 @@ from src.tasks.base import Table
 from src.trackers import start_trackers
 
 
-def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **arguments: Any) -> list[Any]:
+def start_loggers(
+    config: Config, launch: Launch, say: Callable[[str], None], origin: dict[str, Any], **arguments: Any
+) -> list[Any]:
     """Return what records the run besides metrics.jsonl.
 
     Args:
         say: tells the user, once, that a logger failed.
+        origin: what the run started from: fingerprints of its data; the parent's id and step if it branched off.
         arguments: of the W&B run: dir, id, resume, job_type.
     """
-    arguments |= {"name": config.run_name, "config": config.model_dump(mode="json") | {"launch": launch.as_dict()}}
-    return start_trackers(config, say, **arguments)
+    arguments["config"] = config.model_dump(mode="json") | {"launch": launch.as_dict()} | origin
+    return start_trackers(config, say, name=config.run_name, **arguments)
 
 
 class Tracker:
@@ -64,8 +67,11 @@ class Tracker:
         write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         for of_an_earlier_end in ("status.json", "summary.json"):
             (self.folder / of_an_earlier_end).unlink(missing_ok=True)
-        identity = {"id": wandb_id, "resume": "allow" if wandb_id else None}
-        self._loggers = start_loggers(config, run.launch, self.say, dir=self.folder, **identity)
+        identity: dict[str, Any] = {"id": wandb_id, "resume": "allow" if wandb_id else None}
+        origin: dict[str, Any] = {"data": run.metadata["data"]}
+        if resume.state and not is_continued:
+            origin["parent"] = {"id": resume.state.wandb_id, "step": self._first, "checkpoint": str(resume.checkpoint)}
+        self._loggers = start_loggers(config, run.launch, self.say, origin, dir=self.folder, **identity)
         self._print_summary()
         self._bar = tqdm(  # disable=None: shown in a terminal only
             initial=self._first, total=run.total_steps, unit="step", dynamic_ncols=True, smoothing=0.05, disable=None

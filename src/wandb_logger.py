@@ -58,7 +58,7 @@ class WandbLogger(Logger):
     def start(self) -> bool:
         arguments, why = self._arguments, "as asked"
         mode: Any = arguments.pop("mode")
-        used = arguments.pop("used", [])
+        arguments["tags"] = [*arguments["tags"], *(["branch"] if "parent" in arguments["config"] else [])]
         if mode == "auto":
             mode = None if "WANDB_MODE" in os.environ else "online"
             if mode and not wandb.login(prompt=False, verify=False):
@@ -80,8 +80,9 @@ class WandbLogger(Logger):
         if self._output:
             (self._output / "wandb" / "run_id").write_text(run.id)
             self._save_files(self._output / "config.yaml", Path(arguments["config"]["launch"]["config_file"] or ""))
-        for artifact in used if not run.offline else ():
-            run.use_artifact(artifact)
+        for source in (arguments["config"]["resume"], arguments["config"]["task"].get("model")):
+            if (used := Path(f"{source}.used")).exists() and not run.offline:
+                run.use_artifact(used.read_text())
         return True
 
     def recorded(self) -> Iterator[Record]:
