@@ -154,11 +154,13 @@ class WandbLogger(Logger):
         folder = self._output / "checkpoints" if self._output and self._checkpoints != "no" else Path("none")
         for checkpoint in reversed(list_checkpoints(folder)):
             if (step := step_of(checkpoint)) > self._newest:
-                self._newest, evaluations = step, read_state(checkpoint).progress.evaluations
-                steps = [checkpoint.with_name(f"step_{evaluated:08d}") for evaluated in evaluations]
-                is_best = best_first(steps, self._ranking, evaluations)[:1] == [checkpoint]
-                aliases = [f"step-{step}", *(["best"] if is_best else [])]
-                self._save_folder(checkpoint, "checkpoint", self._checkpoints, aliases)
+                self._newest = step
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    evaluations = read_state(checkpoint).progress.evaluations
+                    steps = [checkpoint.with_name(f"step_{evaluated:08d}") for evaluated in evaluations]
+                    is_best = best_first(steps, self._ranking, evaluations)[:1] == [checkpoint]
+                    aliases = [f"step-{step}", *(["best"] if is_best else [])]
+                    self._save_folder(checkpoint, "checkpoint", self._checkpoints, aliases)
 
     def _save_folder(self, folder: Path, kind: str, how: Keep, aliases: list[str]) -> None:
         """Record a folder as an artifact, which W&B calls `latest` too."""

@@ -3,6 +3,7 @@
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,9 +92,10 @@ def test_a_tracker_that_hangs_raises_or_fills_the_disk(launch: Launch, tmp_path:
 def test_they_have_each_record_once_over_a_kill_and_a_resume(
     launch: Launch, tmp_path: Path, trackio_folder: Path
 ) -> None:
-    """Value by value, in order, in one run each, with the settings. TensorBoard keeps numbers in single precision. Tried
-    without `recorded`: trackio has steps twice; without `purge_step`: so has TensorBoard."""
-    arguments, folder, home = (*SHORT, BOTH), tmp_path / "run", {"TRACKIO_DIR": str(trackio_folder)}
+    """Value by value, in order, in one run each, with the settings. TensorBoard keeps single precision. Tried without
+    `recorded`: trackio has steps twice; without `purge_step`: so has TensorBoard."""
+    arguments, folder = (*SHORT, BOTH), tmp_path / "run"
+    home: dict[str, Any] = {"TRACKIO_DIR": str(trackio_folder)}
     with Started("cpu", *arguments, folder=folder, **home) as started:
         started.wait_for("step     12/").wait_until(lambda: 8 in checkpoints(folder)).kill_all()
     run = launch("cpu", *arguments, folder=folder, **home).succeeded()
@@ -101,12 +103,14 @@ def test_they_have_each_record_once_over_a_kill_and_a_resume(
     logs = SQLiteStorage.get_logs("accelerate-template", name)
     logs = [{n: v for n, v in log.items() if n != "timestamp"} for log in logs]
     assert without_times(logs) == without_times(run.records)
-    assert SQLiteStorage.get_run_config("accelerate-template", name)["task"]["source"] == "digits"
+    settings = SQLiteStorage.get_run_config("accelerate-template", name)
+    assert settings
+    assert settings["task"]["source"] == "digits"
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     for tag in events.Tags()["scalars"]:
         shown = [(event.step, event.value) for event in events.Scalars(tag)]
         assert shown == [(r["step"], float(np.float32(r[tag]))) for r in run.records if tag in r]
-    assert {tag for tag in events.Tags()["scalars"]} == {n for r in run.records for n in r} - {"step"}
+    assert set(events.Tags()["scalars"]) == {n for r in run.records for n in r} - {"step"}
     assert f"trackio    {name} in {trackio_folder}" in run.stdout
     assert [*lines(run, "trackio    trackio show"), *lines(run, "TensorBoard tensorboard --logdir")]
     assert not (folder / "wandb").exists()

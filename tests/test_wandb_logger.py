@@ -37,12 +37,12 @@ def service(signal):
 def full(folder):
     raise OSError(28, "No space left on device")
 
-config = load_config(["--task.source=digits", f"--output_dir={'/proc/x' if fault == 'no folder' else '.'}"])
-settings = config.wandb.model_dump() | {"mode": "offline", "checkpoints": "copy"}
+config = load_config(["--task.source=digits", "--output_dir=."])
+settings = config.wandb.model_dump() | {"mode": "offline", "model": "copy"}
 facts = config.model_dump() | {"launch": {"config_file": None}}
-Path("checkpoints/step_00000001").mkdir(parents=True)
-Path("checkpoints/step_00000001/weights").write_bytes(bytes(2**20))
-logger = WandbLogger(print, dir=config.folder, config=facts, **settings)
+Path("model").mkdir()
+Path("model/weights").write_bytes(bytes(2**20))
+logger = WandbLogger(print, dir=Path("/proc/x" if fault == "no folder" else "."), config=facts, **settings)
 assert logger.where.startswith("offline") == (fault != "no folder"), logger.where
 for step in range(3):
     logger.log({"step": step, "text": "x" * 2**21 * (fault == "hangs")}, {"table": [{"a": "b", "image": picture}]})
