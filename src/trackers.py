@@ -1,7 +1,5 @@
 """The trackers that a run can choose: Weights & Biases and, through Accelerate's own, trackio and TensorBoard."""
 
-import contextlib
-import io
 import shlex
 import uuid
 from collections.abc import Callable
@@ -54,8 +52,7 @@ class Trackio(Logger):
 
     def start(self) -> bool:
         self._tracker = TrackioTracker(PROJECT, name=self._name, resume="allow")
-        with contextlib.redirect_stdout(io.StringIO()):
-            self._tracker.start()
+        self._tracker.start()
         self._tracker.store_init_configuration(self._config)
         self._folder = import_module("trackio.utils").TRACKIO_DIR
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -69,8 +66,7 @@ class Trackio(Logger):
         self._tracker.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
 
     def end(self, exit_code: int) -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            self._tracker.finish()
+        self._tracker.finish()
 
     def closing_line(self) -> str | None:
         return None if self.failure else f"  trackio    trackio show --project {PROJECT}"
