@@ -23,7 +23,7 @@ PROJECT = "accelerate-template"
 
 
 def _require_installed(names: list[str]) -> list[str]:
-    if absent := [name for name in names if find_spec(name) is None]:
+    if absent := [name for name in names if name != "wandb" and find_spec(name) is None]:
         raise ValueError(f"not installed: pip install {' '.join(absent)}")
     return names
 
@@ -34,7 +34,7 @@ Trackers = Annotated[list[Literal["wandb", "trackio", "tensorboard"]], AfterVali
 def start_trackers(config: "Config", say: Callable[[str], None], /, **arguments: Any) -> list[Any]:
     """Return the loggers of `config.trackers`; a check, which has no `dir`, is recorded in W&B alone. The others take
     their run's name from the id of W&B's run, or from the one of their own that a checkpoint has kept."""
-    loggers = config.wandb.start(say, **arguments) if "wandb" in config.trackers else []
+    loggers: list[Any] = config.wandb.start(say, **arguments) if "wandb" in config.trackers else []
     kept = next((logger.id for logger in loggers), None) or arguments.get("id") or uuid.uuid4().hex[:8]
     others = [kind for kind in (Trackio, TensorBoard) if kind.title.lower() in config.trackers and "dir" in arguments]
     return loggers + [kind(say, arguments["dir"], kept, arguments["config"]) for kind in others]
