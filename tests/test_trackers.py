@@ -17,10 +17,12 @@ BOTH = "--trackers=[trackio, tensorboard]"
 SCRIPT = """
 import sys, time
 from pathlib import Path
+from accelerate import PartialState
 from src import loggers
 from src.config import load_config
 from src.trackers import start_trackers
 
+PartialState(cpu=True)
 loggers.HANG_SECONDS = loggers.FINISH_SECONDS = 1.0
 config = load_config(["--task.source=digits", "--output_dir=run", "--trackers=[trackio,tensorboard]"])
 require_room = loggers.require_room
