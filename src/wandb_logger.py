@@ -88,7 +88,7 @@ class WandbLogger(Logger):
     def recorded(self) -> Iterator[Record]:
         """Read the files of the run's other sessions, of which a killed service may have lost the end. Of what it was
         to send to the server, only that counts which the server knows of."""
-        known = float("inf") if self.run.offline else self.run.summary.get("step", 0)
+        known = float("inf") if self.run.offline else self.run.summary.get("step", float("inf"))
         for file in sorted(self._output.glob(f"wandb/*run-*-{self.id}/*.wandb")):
             if file.parent.name != Path(self.run.settings.sync_dir).name:
                 command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file.absolute())]

@@ -30,7 +30,7 @@ require_room = loggers.require_room
 def full(folder):
     raise OSError(28, "No space left on device")
 
-def crash(*_):
+def crash(*_, **__):
     raise RuntimeError("a bug of theirs")
 
 def log(logger, step):
