@@ -15,6 +15,7 @@ from src.process import UserError, cause
 from src.settings import Settings, describe, nearest, read_arguments, validate
 from src.tasks import TASKS, load_task
 from src.tasks.base import Task
+from src.trackers import Trackers
 from src.wandb_settings import Wandb
 
 USAGE = """\
@@ -131,13 +132,15 @@ class Config(Settings):
     """Steps between checkpoints. The last step is always followed by one."""
     resume: str = "auto"
     """auto: from the newest valid checkpoint in output_dir, or from the start if there is no run; never: refuse an
-    output_dir that holds a run; or the folder of a checkpoint, which may be another run's."""
+    output_dir that holds a run; or a checkpoint's folder, even another run's, or wandb:entity/project/name:alias."""
     max_hours: PositiveFloat | None = None
     """Hours after which to save and stop, so that the run can be continued; null: no limit."""
     max_bad_steps: PositiveInt = 10
     """Steps in a row skipped because of gradients that are not finite, after which the run fails."""
     timeout_minutes: PositiveFloat = 30.0
     """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
+    trackers: Trackers = ["wandb"]
+    """What records the run besides metrics.jsonl: any of wandb, trackio and tensorboard."""
     check: bool = False
     """Check whether this run would be right, instead of training; `--check` alone is enough. See docs/check.md."""
     dry_run: bool = False
@@ -189,6 +192,7 @@ def load_config(argv: list[str]) -> Config:
         mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(TASKS))} ({', '.join(TASKS)})")
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
         name = "mnist"
+    mistakes.extend(Wandb.download(values))
     config_class = _config_class(name)
     if wants_help:
         print(USAGE.format(tasks=" | ".join(TASKS)), describe(config_class), sep="\n")

@@ -23,17 +23,21 @@ from src.progress import StepResult
 from src.run import Evaluation, Run, startup_summary
 from src.tasks.base import Table
 from src.terminal import bar, chart, fit
+from src.trackers import start_trackers
 
 
-def start_loggers(config: Config, launch: Launch, say: Callable[[str], None], **arguments: Any) -> list[Any]:
+def start_loggers(
+    config: Config, launch: Launch, say: Callable[[str], None], origin: dict[str, Any], **arguments: Any
+) -> list[Any]:
     """Return what records the run besides metrics.jsonl.
 
     Args:
         say: tells the user, once, that a logger failed.
+        origin: what the run started from: fingerprints of its data; the parent's id and step if it branched off.
         arguments: of the W&B run: dir, id, resume, job_type.
     """
-    arguments |= {"name": config.run_name, "config": config.model_dump(mode="json") | {"launch": launch.as_dict()}}
-    return config.wandb.start(say, **arguments)
+    arguments["config"] = config.model_dump(mode="json") | {"launch": launch.as_dict()} | origin
+    return start_trackers(config, say, name=config.run_name, **arguments)
 
 
 class Tracker:
@@ -65,8 +69,11 @@ class Tracker:
         write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         for of_an_earlier_end in ("status.json", "summary.json"):
             (self.folder / of_an_earlier_end).unlink(missing_ok=True)
-        identity = {"id": wandb_id, "resume": "allow" if wandb_id else None}
-        self._loggers = start_loggers(config, run.launch, self.say, dir=self.folder, **identity)
+        identity: dict[str, Any] = {"id": wandb_id, "resume": "allow" if wandb_id else None}
+        origin: dict[str, Any] = {"data": run.metadata["data"]}
+        if resume.state and not is_continued:
+            origin["parent"] = {"id": resume.state.wandb_id, "step": self._first, "checkpoint": str(resume.checkpoint)}
+        self._loggers = start_loggers(config, run.launch, self.say, origin, dir=self.folder, **identity)
         _print_summary(run, {logger.title: logger.where for logger in self._loggers})
         self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True)
         self._facts = ""
@@ -118,7 +125,7 @@ class Tracker:
             return {}
         self._bar.set_description_str("saving")
         os.fsync(self._metrics.fileno())
-        wandb_id = next((logger.id for logger in self._loggers), None)
+        wandb_id = next((logger.id for logger in self._loggers if logger.id), None)
         return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
 
     def write_stopped(self, reason: str, checkpoint: Path | None) -> None:
@@ -207,8 +214,9 @@ class Tracker:
             self._metrics.close()
         for logger in self._loggers:
             logger.finish(exit_code=1 if kind or not self._summary else 0)
-            if self._summary and logger.failure:
-                write_json(self.folder / "summary.json", self._summary | {"wandb_failure": logger.failure})
+        failures = {logger.title: logger.failure for logger in self._loggers if logger.failure}
+        if self._summary and failures:
+            write_json(self.folder / "summary.json", self._summary | {"tracker_failures": failures})
 
 
 def dry_run(run: Run) -> bool:

@@ -1,166 +1,185 @@
-"""A run in Weights & Biases that neither ends nor delays the training, whatever happens to it."""
+"""A run in Weights & Biases."""
 
+import base64
 import contextlib
+import io
+import json
 import logging
 import os
-import queue
 import shlex
-import tempfile
-import threading
-import time
-from collections.abc import Callable
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import wandb
+from PIL import Image
 
-from src.process import cause
+from src.checkpoint.format import best_first, read_state, step_of
+from src.checkpoint.output_folder import list_checkpoints
+from src.config import Checkpoint
+from src.loggers import FINISH_SECONDS, Logger, Record
+from src.progress import score
+from src.tasks.base import Table
+from src.wandb_settings import Keep
 
-FINISH_SECONDS = 120.0
-"""How long the end of a run waits for pending uploads; `wandb sync` uploads the rest."""
-HANG_SECONDS = 60.0
-"""How long W&B's service, which only has to accept a record from this machine, may take before it counts as hung."""
-PROBE_BYTES = 2**16
-"""Written to make sure that there is room: on a full disk the service silently loses records."""
+PICTURE = "data:image/png;base64,"
 
 
-class WandbLogger:
-    """Passes records on to W&B in a thread of its own, one after the other; after a failure, drops them."""
+class WandbLogger(Logger):
+    """Records in W&B: online, or in files that `wandb sync` uploads."""
 
     title = "W&B"
 
-    def __init__(self, say: Callable[[str], None], **arguments: Any) -> None:
+    def __init__(self, say: Callable[[str], None], model: Keep, checkpoints: Keep, **arguments: Any) -> None:
         """Start the run; go offline if it can't go online.
 
         Args:
-            say: tells the user, once, that it failed.
-            arguments: of wandb.init, whose `mode` may be "auto" too; `dir` is the run's output folder.
+            model: how the exported model is recorded.
+            checkpoints: how each checkpoint is.
+            arguments: of wandb.init, whose `mode` may be "auto" too; `dir` is the run's output folder, None for a
+                check, and `config` the settings of the run.
         """
-        self.failure: str | None = None
-        """Why the run is not recorded, or not to its end; None if it is."""
         self.run: Any = None
         """The W&B run, only to be read from; None if there is none."""
-        self._say = say
-        self._is_said = False
-        self._queue: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()
-        self._busy_since: float | None = None
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self.where = ""
-        """Where the run is recorded, in a few words."""
-        # it is reported once, here, that the service is gone, and not by asyncio for each record
+        self._arguments, self._model, self._checkpoints = arguments, model, checkpoints
+        self._ranking = Checkpoint(**arguments["config"]["checkpoint"])
+        self._output: Any = arguments.get("dir")
+        self._best: dict[str, float] = {}
+        self._newest = 0
+        # it is reported once, by the logger, that the service is gone, and not by asyncio for each record
         logging.getLogger("asyncio").addFilter(lambda record: record.msg != "socket.send() raised exception.")
+        folder, record = (self._output / "wandb", self._output / "metrics.jsonl") if self._output else (Path(), None)
+        super().__init__(say, folder, record)
+
+    def start(self) -> bool:
+        arguments, why = self._arguments, "as asked"
+        mode: Any = arguments.pop("mode")
+        arguments["tags"] = [*arguments["tags"], *(["branch"] if "parent" in arguments["config"] else [])]
+        if mode == "auto":
+            mode = None if "WANDB_MODE" in os.environ else "online"
+            if mode and not wandb.login(prompt=False, verify=False):
+                mode, why = "offline", "no credentials: `wandb login` for online"
+        arguments["project"] = arguments["project"] or os.environ.get("WANDB_PROJECT", "accelerate-template")
+        more = {"finish_timeout": FINISH_SECONDS, "finish_timeout_raises": True, "save_code": True}  # with the git diff
+        arguments["settings"] = wandb.Settings(silent=True, **more)
         try:
-            self.run, self.where = _start(**arguments)
-        except Exception as error:  # from W&B or the file system: no reason not to train
-            self._fail(error)
-            self.where, self._is_said = f"not recorded: {self.failure}", True
-        self._thread.start()
-        if "dir" in arguments:
-            self.tell(lambda run: Path(arguments["dir"], "wandb", "run_id").write_text(run.id))
+            run = wandb.init(mode=mode, **arguments)
+        except wandb.errors.Error as error:
+            mode, why = "offline", f"could not go online: {str(error).splitlines()[0]}"
+            run = wandb.init(mode=mode, **arguments)
+        if run.disabled:
+            self.where = "disabled"
+            return False
+        self.run, self.id, self.where = run, run.id, f"offline ({why})" if run.offline else str(run.url)
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
+        if self._output:
+            (self._output / "wandb" / "run_id").write_text(run.id)
+            self._save_files(self._output / "config.yaml", Path(arguments["config"]["launch"]["config_file"] or ""))
+        for source in (arguments["config"]["resume"], arguments["config"]["task"].get("model")):
+            if (used := Path(f"{source}.used")).exists() and not run.offline:
+                run.use_artifact(used.read_text())
+        return True
 
-    @property
-    def id(self) -> str | None:
-        """The id by which a later session continues the run; None if there is none."""
-        return self.run.id if self.run else None
+    def recorded(self) -> Iterator[Record]:
+        """Read the files of the run's other sessions, of which a killed service may have lost the end. Of what it was
+        to send to the server, only that counts which the server knows of."""
+        known = float("inf") if self.run.offline else self.run.summary.get("step", float("inf"))
+        for file in sorted(self._output.glob(f"wandb/*run-*-{self.id}/*.wandb")):
+            if file.parent.name != Path(self.run.settings.sync_dir).name:
+                command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file.absolute())]
+                lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+                items = (json.loads(line).get("history", {}).get("item", {}) for line in lines)
+                yield from (item for item in items if "step" in item and item["step"] <= known)
 
-    def tell(self, do: Callable[[Any], object]) -> None:
-        """Have the thread call `do` with the W&B run."""
-        if self._busy_since is not None and time.monotonic() - self._busy_since > HANG_SECONDS:
-            self._fail(TimeoutError(f"its service has not answered for {HANG_SECONDS:.0f} seconds"))
-        self._say_failure()
-        if self.run is not None and self.failure is None:
-            self._queue.put(do)
+    def pass_on(self, record: Record, tables: dict[str, Table]) -> None:
+        super().pass_on(record, tables)
+        for name in (name for name, value in record.items() if name.startswith("eval/") and value is not None):
+            mode = self._ranking.mode if name == self._ranking.metric else None
+            if name not in self._best or score(record, name, mode) > score(self._best, name, mode):
+                self._best[name] = record[name]  # a sweep needs the summary's `name` itself: W&B keeps the last there
+                self.run.summary[f"best/{name}"] = record[name]
+        self._save_checkpoints()
 
-    def log(self, record: dict[str, Any], tables: dict[str, list[dict[str, Any]]]) -> None:
-        """Record numbers, and tables whose rows have the same keys."""
-        self.tell(lambda run: run.log(record | {name: _table(rows) for name, rows in tables.items()}))
+    def write(self, record: Record, tables: dict[str, Table]) -> None:
+        self.run.log(record | {name: _table(rows) for name, rows in tables.items()})
 
-    def summarize(self, summary: dict[str, Any]) -> None:
-        self.tell(lambda run: run.summary.update(summary))
+    def summary(self, summary: Record) -> None:
+        self.run.summary.update(summary)
 
-    def mark_stopped(self) -> None:
-        self.tell(lambda run: run.mark_preempting())
+    def alerted(self, title: str, text: str) -> None:
+        self.run.alert(title, text)
 
-    def finish(self, exit_code: int) -> None:
-        """End the run, and wait until all is written and, online, uploaded."""
-        self.tell(lambda run: run.finish(exit_code=exit_code))
-        self._queue.put(None)
-        self._thread.join(FINISH_SECONDS + HANG_SECONDS)
-        if self._thread.is_alive():
-            self._fail(TimeoutError(f"its service has not answered for {FINISH_SECONDS + HANG_SECONDS:.0f} seconds"))
-        self._say_failure()
+    def stopped(self) -> None:
+        self.run.mark_preempting()
+
+    def end(self, exit_code: int) -> None:
+        self._save_checkpoints()
+        if self._output and exit_code == 0:
+            self._save_files(self._output / "model" / "chat_template.jinja")
+            self._save_folder(self._output / "model", "model", self._model, [])
+        self.run.finish(exit_code=exit_code)
+
+    def abandon(self) -> None:
+        """Kill W&B's service, whatever its state: this process could not end while one hangs."""
+        logging.getLogger("wandb").handlers = [logging.NullHandler()]  # its file may be on a full disk
+        for child in psutil.Process().children():
+            if child.name().startswith("wandb-core"):
+                for process in (*child.children(recursive=True), child):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+        with contextlib.suppress(Exception):
+            wandb.teardown()
 
     def closing_line(self) -> str | None:
-        """Return where to see the run, or how to upload it; None if it failed."""
         if self.run is None or self.failure:
             return None
         if self.run.offline:
             return f"  upload     wandb sync {shlex.quote(str(Path(self.run.settings.sync_dir)))}"
         return f"  W&B        {self.run.url}"
 
-    def _work(self) -> None:
-        while self.failure is None and (do := self._queue.get()) is not None:
-            self._busy_since = time.monotonic()
-            try:
-                _require_room(os.path.dirname(self.run.settings.sync_dir))
-                do(self.run)
-            except Exception as error:
-                self._fail(error)
-            self._busy_since = None
+    def _save_files(self, *files: Path) -> None:
+        """Copy those that are there into the run: W&B would link to them, and this run's next session changes some."""
+        folder = Path(self.run.dir, "run")
+        folder.mkdir(exist_ok=True)
+        for file in filter(Path.is_file, files):
+            self.run.save(shutil.copy(file, folder), base_path=self.run.dir, policy="now")
 
-    def _fail(self, error: Exception) -> None:
-        if self.failure is None:
-            self.failure = cause(error)
-            logging.getLogger("wandb").handlers = [logging.NullHandler()]  # its file may be on a full disk
-            if self.run is not None:
-                threading.Thread(target=_abandon, daemon=True).start()
+    def _save_checkpoints(self) -> None:
+        """Record the checkpoints that have appeared since the last call."""
+        folder = self._output / "checkpoints" if self._output and self._checkpoints != "no" else Path("none")
+        for checkpoint in reversed(list_checkpoints(folder)):
+            if (step := step_of(checkpoint)) > self._newest:
+                self._newest = step
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    evaluations = read_state(checkpoint).progress.evaluations
+                    steps = [checkpoint.with_name(f"step_{evaluated:08d}") for evaluated in evaluations]
+                    is_best = best_first(steps, self._ranking, evaluations)[:1] == [checkpoint]
+                    aliases = [f"step-{step}", *(["best"] if is_best else [])]
+                    self._save_folder(checkpoint, "checkpoint", self._checkpoints, aliases)
 
-    def _say_failure(self) -> None:
-        if self.failure and not self._is_said:
-            self._is_said = True
-            self._say(f"WARNING: W&B failed ({self.failure}): the run goes on, recorded in metrics.jsonl alone")
-
-
-def _start(mode: Any, project: str | None = None, **arguments: Any) -> tuple[Any, str]:
-    why = "as asked"
-    if mode == "auto":
-        mode = None if "WANDB_MODE" in os.environ else "online"
-        if mode and not wandb.login(prompt=False, verify=False):
-            mode, why = "offline", "no credentials: `wandb login` for online"
-    if "dir" in arguments:
-        folder = Path(arguments["dir"], "wandb")
-        _require_room(folder if folder.exists() else folder.parent)
-    arguments["project"] = project or os.environ.get("WANDB_PROJECT", "accelerate-template")
-    arguments["settings"] = wandb.Settings(silent=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True)
-    try:
-        run = wandb.init(mode=mode, **arguments)
-    except wandb.errors.Error as error:
-        mode, why = "offline", f"could not go online: {str(error).splitlines()[0]}"
-        run = wandb.init(mode=mode, **arguments)
-    if run.disabled:
-        return None, "disabled"
-    run.define_metric("step", hidden=True)
-    run.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
-    return run, f"offline ({why})" if run.offline else str(run.url)
+    def _save_folder(self, folder: Path, kind: str, how: Keep, aliases: list[str]) -> None:
+        """Record a folder as an artifact, which W&B calls `latest` too."""
+        artifact = wandb.Artifact(f"{kind}-{self.id}", kind, metadata={"folder": str(folder.absolute())})
+        for file in sorted(folder.rglob("*")) if how != "no" else ():
+            name = str(file.relative_to(folder))
+            if file.is_file() and how == "copy":  # uploaded from where it is: a copy of W&B's own would fill the disk
+                artifact.add_file(str(file), name, skip_cache=True, policy="immutable")
+            elif file.is_file():
+                artifact.add_reference(file.absolute().as_uri(), name, checksum=False)
+        if how != "no":
+            self.run.log_artifact(artifact, aliases=["latest", *aliases])
 
 
-def _require_room(folder: str | Path) -> None:
-    """Raise an OSError if nothing more can be written there."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(PROBE_BYTES))
+def _table(rows: Table) -> wandb.Table:
+    return wandb.Table(columns=list(rows[0]), data=[[_cell(value) for value in row.values()] for row in rows])
 
 
-def _abandon() -> None:
-    """Kill W&B's service, whatever its state: this process could not end while one hangs."""
-    for child in psutil.Process().children():
-        if child.name().startswith("wandb-core"):
-            for process in (*child.children(recursive=True), child):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-    with contextlib.suppress(Exception):
-        wandb.teardown()
-
-
-def _table(rows: list[dict[str, Any]]) -> Any:
-    return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+def _cell(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(PICTURE):
+        return wandb.Image(Image.open(io.BytesIO(base64.b64decode(value.removeprefix(PICTURE)))))
+    return value

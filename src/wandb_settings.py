@@ -1,11 +1,20 @@
 """The settings of Weights & Biases, apart from its logger, whose import takes half a second."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock
+
+from src.process import cause
 from src.settings import Settings
+
+ARTIFACTS = Path("artifacts")
+"""Folder that artifacts are downloaded into, in the current one."""
+
+Keep = Literal["no", "reference", "copy"]
 
 
 class Wandb(Settings):
@@ -19,9 +28,44 @@ class Wandb(Settings):
     """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
     tags: list[str] = []
     """Labels to find the run by."""
+    group: str | None = None
+    """Runs that belong together have the same group; null: WANDB_RUN_GROUP."""
+    job_type: str | None = None
+    """What the run is for, such as train; null: WANDB_JOB_TYPE."""
+    notes: str | None = None
+    """What to remember about the run; null: WANDB_NOTES."""
+    model: Keep = "reference"
+    """Record the exported model as an artifact that names its files, or with a copy of them, or no such artifact."""
+    checkpoints: Keep = "no"
+    """Record each checkpoint likewise, with the aliases latest, best and step-N."""
+
+    @staticmethod
+    def download(values: dict[str, Any]) -> Iterator[str]:
+        """Replace wandb:entity/project/name:alias in task.model and resume by the folder of the downloaded artifact,
+        beside which a file NAME.used has its name; yield a line for each that can't be had. The first process of a
+        machine downloads, which the others wait for."""
+        for name in ("task.model", "resume"):
+            written = str(values.get(name))
+            if not written.startswith("wandb:"):
+                continue
+            try:
+                wandb = import_module("wandb")
+                if not wandb.login(prompt=False, verify=False):
+                    raise ValueError("no credentials: `wandb login` first")
+                artifact = wandb.Api().artifact(written.removeprefix("wandb:"))
+                folder = ARTIFACTS / artifact.qualified_name.replace("/", "_")  # with its version in place of an alias
+                ARTIFACTS.mkdir(exist_ok=True)
+                with FileLock(f"{folder}.lock"):
+                    if not (used := Path(f"{folder}.used")).exists():
+                        artifact.download(root=str(folder))
+                        used.write_text(artifact.qualified_name)
+                values[name] = str(folder)
+            except Exception as error:  # from W&B, the network or the disk: in any case, there is nothing to start from
+                del values[name]
+                yield f"{name}={written}: cannot be downloaded, {cause(error)}"
 
     def start(self, say: Callable[[str], None], **arguments: Any) -> list[Any]:
         """Import and start the logger, and return it in a list; an empty list if W&B is disabled."""
         if "disabled" in (self.mode, self.mode == "auto" and os.environ.get("WANDB_MODE")):
             return []
-        return [import_module("src.wandb_logger").WandbLogger(say, **self.model_dump(), **arguments)]
+        return [import_module("src.wandb_logger").WandbLogger(say, **self.model_dump() | arguments)]

@@ -24,7 +24,7 @@ ELSEWHERE = "choose another --run_name or --output_dir"
 RESUME_SAFE_SETTINGS = (
     "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
     "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
-    "ddp_comm_hook", "fsdp_reduce_each_micro_batch", "push_to_hub", "wandb", "checkpoint", "early_stopping",
+    "ddp_comm_hook", "fsdp_reduce_each_micro_batch", "push_to_hub", "trackers", "wandb", "checkpoint", "early_stopping",
     "profile_steps", "task.data_dir", "task.sample_prompts", "task.sample_tokens", "task.sample_temperature",
     "task.attention", "task.lora.base_dtype", "task.lora.merge", "dry_run",
 )  # fmt: skip

@@ -39,7 +39,8 @@ class ModelSource(Settings):
     """Settings that tasks on transformers share, and the loading of their model and tokenizer."""
 
     model: str | None = None
-    """A model on the Hub or a local folder, to start from. Weights are loaded as fp32; code in it is never run."""
+    """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
+    fp32; code in it is never run."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None

@@ -57,7 +57,11 @@ def refusal(folder: Path, *arguments: str) -> list[str]:
 
 def curve(run: Run) -> list[dict[str, Any]]:
     """metrics.jsonl without the times."""
-    return [{n: v for n, v in record.items() if not n.startswith("perf/")} for record in run.records]
+    return without_times(run.records)
+
+
+def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{n: v for n, v in record.items() if not n.startswith("perf/")} for record in records]
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:

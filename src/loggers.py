@@ -1,0 +1,170 @@
+"""What every tracker of a run has in common: whatever happens to it, the training neither ends nor waits for it."""
+
+import json
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from src.process import cause
+
+START_SECONDS = 240.0
+"""How long a tracker may take to start: W&B gives up on its server after 90."""
+HANG_SECONDS = 60.0
+"""How long it may then take for one record, which it only has to accept from this machine, before it counts as hung."""
+FINISH_SECONDS = 120.0
+"""How long the end of a run waits for pending uploads."""
+PROBE_BYTES = 2**16
+"""Written to make sure that there is room: on a full disk trackers silently lose records."""
+
+Record = dict[str, Any]
+
+
+class Logger:
+    """Passes records on to a tracker in a thread of its own, one after the other; after a failure, drops them.
+
+    A subclass talks to the tracker in `start`, `recorded`, `write`, `summary`, `alerted`, `stopped` and `end`, which
+    the thread calls and which may raise or hang, and cuts off one that did in `abandon`.
+    """
+
+    title = ""
+    where = ""
+    """Where the run is recorded, in a few words."""
+    id: str | None = None
+    """By which a later session continues the run; None if it can't."""
+
+    def __init__(self, say: Callable[[str], None], folder: Path, record: Path | None) -> None:
+        """Start the tracker and wait for it.
+
+        Args:
+            say: tells the user, once, that it failed.
+            folder: where it writes, which has to have room.
+            record: the run's metrics.jsonl, as far as the run goes on from it; None: there is none.
+        """
+        self.failure: str | None = None
+        """Why the run is not recorded, or not to its end; None if it is."""
+        self._say, self._folder, self._is_said = say, folder, False
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._busy_since: float | None = None
+        self._earlier: dict[int, list[Record]] = {}
+        self._is_started = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+        if not self._is_started.wait(START_SECONDS):
+            self._fail(TimeoutError(f"it has not started within {START_SECONDS:.0f} seconds"))
+        if self.failure:
+            self.where, self._is_said = f"not recorded: {self.failure}", True
+        elif record and record.exists() and (size := record.stat().st_size):
+            self.tell(lambda: self._catch_up(record, size))
+
+    def log(self, record: Record, tables: dict[str, list[Record]]) -> None:
+        """Record numbers, and tables whose rows have the same keys."""
+        self.tell(lambda: self.pass_on(record, tables))
+
+    def summarize(self, summary: Record) -> None:
+        """Record what came out of the run."""
+        self.tell(lambda: self.summary(summary))
+
+    def alert(self, title: str, text: str) -> None:
+        """Notify those who watch the run."""
+        self.tell(lambda: self.alerted(title, text))
+
+    def mark_stopped(self) -> None:
+        """Record that the run was stopped and will be continued."""
+        self.tell(self.stopped)
+
+    def finish(self, exit_code: int) -> None:
+        """End the run, and wait until all is written and, online, uploaded."""
+        self.tell(lambda: self.end(exit_code))
+        self._queue.put(None)
+        self._thread.join(FINISH_SECONDS + HANG_SECONDS)
+        if self._thread.is_alive():
+            self._fail(TimeoutError(f"it has not answered for {FINISH_SECONDS + HANG_SECONDS:.0f} seconds"))
+        self._say_failure()
+
+    def tell(self, do: Callable[[], object]) -> None:
+        """Have the thread call `do`."""
+        if self._busy_since is not None and time.monotonic() - self._busy_since > HANG_SECONDS:
+            self._fail(TimeoutError(f"it has not answered for {HANG_SECONDS:.0f} seconds"))
+        self._say_failure()
+        if self.failure is None and self._thread.is_alive():
+            self._queue.put(do)
+
+    def closing_line(self) -> str | None:
+        """Return where to see the run; None if it failed."""
+        return None
+
+    def start(self) -> bool:
+        """Begin or continue the run. Return False if the tracker is switched off."""
+        raise NotImplementedError
+
+    def recorded(self) -> Iterable[Record]:
+        """Return the numbers that earlier sessions have left there, with their steps."""
+        return ()
+
+    def write(self, record: Record, tables: dict[str, list[Record]]) -> None:
+        raise NotImplementedError
+
+    def summary(self, summary: Record) -> None: ...
+
+    def alerted(self, title: str, text: str) -> None: ...
+
+    def stopped(self) -> None: ...
+
+    def end(self, exit_code: int) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def pass_on(self, record: Record, tables: dict[str, list[Record]]) -> None:
+        """Write a record, unless an earlier session has: up to perf/…, a resumed run computes the same once more."""
+        self._busy_since = time.monotonic()
+        numbers = {name: value for name, value in record.items() if not name.startswith("perf/")}.items()
+        earlier = self._earlier.get(record["step"], ())
+        if not any(all(there.get(name) == value for name, value in numbers) for there in earlier):
+            self.write(record, tables)
+
+    def _catch_up(self, file: Path, size: int) -> None:
+        """Pass on the first `size` bytes of metrics.jsonl: a tracker that was killed or failed lacks some of them."""
+        for there in self.recorded():
+            self._earlier.setdefault(there["step"], []).append(there)
+        with file.open("rb") as lines:
+            while lines.tell() < size:
+                record = json.loads(lines.readline())
+                tables = {name: value for name, value in record.items() if isinstance(value, list)}
+                self.pass_on({name: value for name, value in record.items() if name not in tables}, tables)
+
+    def _work(self) -> None:
+        try:
+            require_room(self._folder)
+            is_on = self.start()
+        except Exception as error:  # from the tracker or the file system: no reason not to train
+            is_on = self._fail(error)
+        self._is_started.set()
+        while is_on and self.failure is None and (do := self._queue.get()) is not None:
+            self._busy_since = time.monotonic()
+            try:
+                require_room(self._folder)
+                do()
+            except Exception as error:
+                self._fail(error)
+            self._busy_since = None
+
+    def _fail(self, error: Exception) -> bool:
+        if self.failure is None:
+            self.failure = cause(error)
+            threading.Thread(target=self.abandon, daemon=True).start()
+        return False
+
+    def _say_failure(self) -> None:
+        if self.failure and not self._is_said:
+            self._is_said = True
+            self._say(f"WARNING: {self.title} failed ({self.failure}): the run goes on, recorded in metrics.jsonl")
+
+
+def require_room(folder: Path) -> None:
+    """Raise an OSError if nothing more can be written there, or where it will be made."""
+    with tempfile.TemporaryFile(dir=folder if folder.exists() else folder.parent) as file:
+        file.write(bytes(PROBE_BYTES))

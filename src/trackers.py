@@ -1,0 +1,100 @@
+"""The trackers that a run can choose: Weights & Biases and, through Accelerate's own, trackio and TensorBoard."""
+
+import shlex
+import uuid
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
+from pydantic import AfterValidator
+
+from src.loggers import Logger, Record
+from src.settings import flatten
+from src.tasks.base import Table
+
+if TYPE_CHECKING:  # not at run time: src.config imports this file
+    from src.config import Config
+
+PROJECT = "accelerate-template"
+"""Project of trackio that the run is filed under."""
+
+
+def _require_installed(names: list[str]) -> list[str]:
+    if absent := [name for name in names if name != "wandb" and find_spec(name) is None]:
+        raise ValueError(f"not installed: pip install {' '.join(absent)}")
+    return names
+
+
+Trackers = Annotated[list[Literal["wandb", "trackio", "tensorboard"]], AfterValidator(_require_installed)]
+
+
+def start_trackers(config: "Config", say: Callable[[str], None], /, **arguments: Any) -> list[Any]:
+    """Return the loggers of `config.trackers`; a check, which has no `dir`, is recorded in W&B alone. The others take
+    their run's name from the id of W&B's run, or from the one of their own that a checkpoint has kept."""
+    loggers: list[Any] = config.wandb.start(say, **arguments) if "wandb" in config.trackers else []
+    kept = next((logger.id for logger in loggers), None) or arguments.get("id") or uuid.uuid4().hex[:8]
+    others = [kind for kind in (Trackio, TensorBoard) if kind.title.lower() in config.trackers and "dir" in arguments]
+    return loggers + [kind(say, arguments["dir"], kept, arguments["config"]) for kind in others]
+
+
+class Trackio(Logger):
+    """Records numbers where trackio's variables say: by default in a database under the user's home."""
+
+    title = "trackio"
+    _tracker: GeneralTracker
+
+    def __init__(self, say: Callable[[str], None], folder: Path, run_id: str, config: dict[str, Any]) -> None:
+        self.id, self._name, self._config = run_id, f"{config['run_name']}-{run_id}", config
+        super().__init__(say, folder, folder / "metrics.jsonl")
+
+    def start(self) -> bool:
+        self._tracker = TrackioTracker(PROJECT, name=self._name, resume="allow")
+        self._tracker.start()
+        self._tracker.store_init_configuration(self._config)
+        self._folder = import_module("trackio.utils").TRACKIO_DIR
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.where = f"{self._name} in {self._folder}"
+        return True
+
+    def recorded(self) -> list[Record]:
+        return import_module("trackio.sqlite_storage").SQLiteStorage.get_logs(PROJECT, self._name)
+
+    def write(self, record: Record, tables: dict[str, Table]) -> None:
+        self._tracker.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
+
+    def end(self, exit_code: int) -> None:
+        self._tracker.finish()
+
+    def closing_line(self) -> str | None:
+        return None if self.failure else f"  trackio    trackio show --project {PROJECT}"
+
+
+class TensorBoard(Trackio):
+    """Records numbers, in single precision, in the run's folder `tensorboard`."""
+
+    title = "TensorBoard"
+
+    def start(self) -> bool:
+        self._folder /= "tensorboard"
+        is_new = not self._folder.exists()
+        self._tracker = TensorBoardTracker(
+            "", logging_dir=self._folder, purge_step=0
+        )  # hides what is there: `recorded`
+        self._tracker.start()
+        if is_new:
+            settings = {
+                name: value if isinstance(value, int | float) else str(value) for name, value in flatten(self._config)
+            }
+            self._tracker.store_init_configuration(settings)
+        self.where = str(self._folder)
+        return True
+
+    def recorded(self) -> list[Record]:
+        """Return nothing, as earlier sessions' records are hidden: what counts of them is in metrics.jsonl."""
+        return []
+
+    def closing_line(self) -> str | None:
+        return None if self.failure else f"  TensorBoard tensorboard --logdir {shlex.quote(str(self._folder))}"

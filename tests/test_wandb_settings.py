@@ -1,0 +1,51 @@
+"""Artifacts of W&B as a start: what stands in for its server is a folder."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from src.config import load_config
+from tests.launching import Whole, mistakes
+
+EXPECTED = "resume=wandb:me/digits/checkpoint-x:best: cannot be downloaded, "
+ARGUMENTS = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best")
+
+
+def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alias becomes a version, which is downloaded once. Tried without `used`: each process downloads it."""
+    monkeypatch.chdir(tmp_path)
+    source = whole("cpu", "--max_steps=4").folder / "checkpoints" / "step_00000004"
+    downloads: list[str] = []
+
+    def artifact(_: Any, name: str) -> SimpleNamespace:
+        def download(root: str) -> None:
+            downloads.append(root)
+            shutil.copytree(source, root)
+
+        return SimpleNamespace(qualified_name=name.replace(":best", ":v3"), download=download)
+
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setattr("wandb.Api", lambda: type("Api", (), {"artifact": artifact})())
+    for _ in range(2):
+        config = load_config([*ARGUMENTS, "--max_steps=8"])
+        assert config.resume == "artifacts/me_digits_checkpoint-x:v3"
+    assert downloads == [config.resume]
+    assert Path(f"{config.resume}.used").read_text() == "me/digits/checkpoint-x:v3"
+
+
+def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without credentials, a network, or such an artifact: one line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("wandb.login", lambda **_: False)
+    assert mistakes(*ARGUMENTS) == [f"{EXPECTED}no credentials: `wandb login` first"]
+
+    def artifact(*_: Any) -> None:
+        raise ValueError("Unable to fetch artifact\nwith name me/digits/checkpoint-x:best")
+
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setattr("wandb.Api", lambda: SimpleNamespace(artifact=artifact))
+    says = "Unable to fetch artifact with name me/digits/checkpoint-x:best"
+    assert mistakes(*ARGUMENTS) == [EXPECTED + says]
