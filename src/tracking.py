@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import yaml
 from tqdm import tqdm
 
+from src.alerts import Events
 from src.checkpoint.format import ResumePoint, write_json, write_text
 from src.checkpoint.output_folder import parent_checkpoint, saved_settings
 from src.config import Config
@@ -65,6 +66,7 @@ class Tracker:
             (self.folder / of_an_earlier_end).unlink(missing_ok=True)
         identity = {"id": wandb_id, "resume": "allow" if wandb_id else None}
         self._loggers = start_loggers(config, run.launch, self.say, dir=self.folder, **identity)
+        self._loggers = [Events(run, self.say, self._loggers), *self._loggers]
         self._print_summary()
         self._bar = tqdm(  # disable=None: shown in a terminal only
             initial=self._first, total=run.total_steps, unit="step", dynamic_ncols=True, smoothing=0.05, disable=None
@@ -132,7 +134,7 @@ class Tracker:
         if not self._run.is_main:
             return {}
         os.fsync(self._metrics.fileno())
-        wandb_id = next((logger.id for logger in self._loggers), None)
+        wandb_id = next((logger.id for logger in self._loggers if logger.id), None)
         return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
 
     def write_stopped(self, reason: str, checkpoint: Path | None) -> None:

@@ -79,6 +79,10 @@ class WandbLogger:
     def summarize(self, summary: dict[str, Any]) -> None:
         self.tell(lambda run: run.summary.update(summary))
 
+    def alert(self, title: str, text: str) -> None:
+        """Notify those who watch the run."""
+        self.tell(lambda run: run.alert(title, text))
+
     def mark_stopped(self) -> None:
         self.tell(lambda run: run.mark_preempting())
 

@@ -83,7 +83,7 @@ def test_their_sums_are_the_evaluations_loss_on_any_number_of_processes(
 ) -> None:
     """Tried without the dummies' outputs cut off: targets count twice."""
     task = ("--task.name=causal_lm", f"--task.model={models / 'llama'}", "--task.sequence_length=64",
-            f"--task.dataset={tiny.questions(tmp_path / 'data.jsonl', 100)}")  # fmt: skip
+            f"--task.dataset={tiny.questions(tmp_path / 'data.jsonl', 110)}", "--task.packing=false")  # fmt: skip
     settings = (*task, "--max_steps=2", "--global_batch_size=8", "--log_every=2", "--eval_every=2")
     alone, sharded = (
         launch(yaml, *settings, processes=processes).succeeded().records[-1]
