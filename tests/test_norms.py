@@ -18,6 +18,7 @@ from tests.launching import Launch, slow
 SETTINGS = (
     "--max_steps=5", "--log_every=2", "--log_norms=true", "--task.dropout=0", "--task.rotation=0", "--task.shift=0",
     "--micro_batch_size=8", "--optim.name=sgd", "--optim.weight_decay=0", "--optim.max_grad_norm=0.5",
+    "--optim.lr=0.1", "--optim.schedule=constant", "--optim.warmup_steps=0",
 )  # fmt: skip
 
 
@@ -54,7 +55,8 @@ def by_hand() -> dict[int, tuple[dict[str, float], dict[str, float]]]:
 def test_they_are_those_of_the_whole_model_and_add_up_to_the_norm_of_all(
     launch: Launch, yaml: str, processes: int
 ) -> None:
-    """At recorded steps, under accumulation and clipping."""
+    """At recorded steps, under accumulation and clipping. Tried without undoing the clipping; without the sum over
+    shards; with one over replicas; a step later; after the update."""
     run = launch(yaml, *SETTINGS, processes=processes).succeeded()
     records = [record for record in run.records if "train/loss" in record]
     assert [record["step"] for record in records] == [2, 4, 5]
@@ -68,7 +70,7 @@ def test_they_are_those_of_the_whole_model_and_add_up_to_the_norm_of_all(
 
 
 def test_off_they_cost_nothing(launch: Launch) -> None:
-    """Neither a record nor a hook."""
+    """Neither a record nor a hook. Tried with a hook in any case."""
     watch = "import src.norms as n; n.Norms._measure = None"
     run = launch("cpu", "--max_steps=2", "--log_every=1", before=watch).succeeded()
     assert not [name for record in run.records for name in record if "_norm/" in name]
