@@ -60,7 +60,10 @@ CALM = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.1, 0.9, 1.0, 1.02]
 
 
 def test_a_loss_far_above_the_last_ones_is_a_spike(tmp_path: Path) -> None:
-    """Tried without the deviation's lower bound, and with falling losses counted too."""
+    """Tried with falling losses counted too, and without asking for ten records."""
+    Stage(tmp_path).record(*CALM[:9], 9.0)
+    assert [event["kind"] for event in events(tmp_path)] == ["start"]
+    (tmp_path / "events.jsonl").unlink()
     stage = Stage(tmp_path)
     stage.record(*CALM, 1.3, None, 0.1)
     assert len(stage.file) == 1
@@ -74,6 +77,7 @@ def test_a_loss_far_above_the_last_ones_is_a_spike(tmp_path: Path) -> None:
 
 
 def test_a_constant_loss_spikes_only_by_more_than_rounding(tmp_path: Path) -> None:
+    """Tried without the deviation's lower bound."""
     stage = Stage(tmp_path, spike_z=3)
     stage.record(*[2.0] * 12, 2.05)
     assert len(stage.file) == 1
@@ -98,6 +102,7 @@ def test_what_a_resumed_run_finds_is_what_it_would_have_found(tmp_path: Path) ->
 
 
 def test_steps_that_fp16_skips_to_find_its_scale_are_no_event(tmp_path: Path) -> None:
+    """Tried without looking for the scale."""
     stage = Stage(tmp_path)
     stage.record(1.0, **{"train/skipped_steps": 3, "train/loss_scale": 1024.0})
     assert [event["kind"] for event in stage.file] == ["start"]
@@ -139,6 +144,9 @@ def test_evaluating_saving_stopping_and_the_first_steps_are_no_stall(
         for _ in range(119):
             stage.events.look()
         assert stage.said == []
+        for _ in range(2):
+            stage.events.look()
+        assert len(stage.said) == 1
 
 
 def test_who_is_told_of_what_is_a_setting(tmp_path: Path) -> None:
