@@ -42,17 +42,15 @@ class Norms:
             squares = accelerator.reduce(squares.to(accelerator.device), "sum")
         gradients, parameters = squares.sqrt().view(2, -1)
         gradients /= min(max_norm / (norm + 1e-6), 1.0)  # as scale_and_clip_ has multiplied them
-        named = (("grad_norm", gradients), ("param_norm", parameters))
-        return {
-            f"train/{kind}/{part}": v for kind, vs in named for part, v in zip(self._parts, vs.tolist(), strict=True)
-        }
+        names = [f"train/{kind}/{part}" for kind in ("grad_norm", "param_norm") for part in self._parts]
+        return dict(zip(names, [*gradients.tolist(), *parameters.tolist()], strict=True))
 
     def _measure(self, *_: Any) -> None:
         step = self._run.progress.step + 1
         if step % self._run.config.log_every and step != self._run.total_steps:
             return
-        parameters = [[to_local(parameter.detach()) for parameter in part] for part in self._parts.values()]
-        gradients = [local_gradients(part) for part in self._parts.values()]
-        pairs = zip(gradients, parameters, strict=True)
-        gradients = [found or [of[0].new_zeros(1)] for found, of in pairs]  # the loss may not depend on some
+        parts = self._parts.values()
+        parameters = [[to_local(parameter.detach()) for parameter in part] for part in parts]
+        # the loss may not depend on some of the parameters
+        gradients = [local_gradients(part) or [to_local(part[0].detach()).new_zeros(1)] for part in parts]
         self._squares = torch.stack([grad_square_sum(tensors) for tensors in gradients + parameters])

@@ -18,7 +18,6 @@ from tests.launching import Launch, slow
 SETTINGS = (
     "--max_steps=5", "--log_every=2", "--log_norms=true", "--task.dropout=0", "--task.rotation=0", "--task.shift=0",
     "--micro_batch_size=8", "--optim.name=sgd", "--optim.weight_decay=0", "--optim.max_grad_norm=0.5",
-    "--optim.lr=0.1", "--optim.schedule=constant", "--optim.warmup_steps=0",
 )  # fmt: skip
 
 
@@ -56,7 +55,7 @@ def test_they_are_those_of_the_whole_model_and_add_up_to_the_norm_of_all(
     launch: Launch, yaml: str, processes: int
 ) -> None:
     """At recorded steps, under accumulation and clipping. Tried without undoing the clipping; without the sum over
-    shards; with one over replicas; a step later; after the update."""
+    shards; with one over replicas; a step later."""
     run = launch(yaml, *SETTINGS, processes=processes).succeeded()
     records = [record for record in run.records if "train/loss" in record]
     assert [record["step"] for record in records] == [2, 4, 5]
