@@ -29,6 +29,7 @@ from src.distributed import build_accelerator, float64_zeros, local_main_process
 from src.export import export_model, push_to_hub
 from src.launch_guard import resume_command
 from src.model_transforms import transform
+from src.norms import Norms
 from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr, step_if_finite
 from src.performance import Performance
 from src.preemption import StopSignal
@@ -103,6 +104,7 @@ def fit(run: Run) -> bool:
     config, progress, performance = run.config, run.progress, Performance(run)
     if config.dry_run:
         return dry_run(run)
+    norms = Norms(run)
     with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
         checkpoints = CheckpointWriter(run, tracker.say)
         steps, is_stopping = training_steps(run, progress.step), False
@@ -139,7 +141,7 @@ def fit(run: Run) -> bool:
                 checkpoints.close()
                 raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
-                tracker.log_training(result, performance.metrics())
+                tracker.log_training(result, performance.metrics() | norms.metrics(result))
 
         checkpoints.close()
         if is_stopping:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
+from src.alerts import Alerts
 from src.checkpoint.output_folder import folder_errors
 from src.process import UserError, cause
 from src.settings import Settings, describe, nearest, read_arguments, validate
@@ -126,6 +127,8 @@ class Config(Settings):
     """The first and the last step to profile, such as 10:15, into `profile` in output_dir; null: none."""
     log_every: PositiveInt = 50
     """Steps between records of the training metrics."""
+    log_norms: bool = False
+    """Record the norms of the gradients and the parameters of each block too."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations; null: at the end of each epoch. The last step is always followed by one."""
     save_every: PositiveInt = 500
@@ -152,6 +155,7 @@ class Config(Settings):
     checkpoint: Checkpoint = Checkpoint()
     early_stopping: EarlyStopping = EarlyStopping()
     wandb: Wandb = Wandb()
+    alerts: Alerts = Alerts()
 
     def model_post_init(self, _: Any) -> None:
         self.run_name = self.run_name or self.task.name

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import yaml
 from tqdm import tqdm
 
+from src.alerts import Events
 from src.checkpoint.format import ResumePoint, write_json, write_text
 from src.checkpoint.output_folder import parent_checkpoint, saved_settings
 from src.config import Config
@@ -74,6 +75,7 @@ class Tracker:
         if resume.state and not is_continued:
             origin["parent"] = {"id": resume.state.wandb_id, "step": self._first, "checkpoint": str(resume.checkpoint)}
         self._loggers = start_loggers(config, run.launch, self.say, origin, dir=self.folder, **identity)
+        self._loggers = [Events(run, self.say, self._loggers), *self._loggers]
         _print_summary(run, {logger.title: logger.where for logger in self._loggers})
         self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True)
         self._facts = ""

@@ -112,16 +112,15 @@ class LanguageModel(nn.Module):
     def score(
         self, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, **lengths: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return, for the arguments of `loss`, what each sequence contributes to it, and how many of its targets were
-        the likeliest token; both of shape (batch,), fp32. Without gradients."""
+        """Return, for the arguments of `loss`, what each target contributes to it, and 1 if it was the likeliest token,
+        else 0; both of shape (targets,), fp32. Without gradients."""
         states = self._states(input_ids, position_ids, **lengths).flatten(0, 1).index_select(0, index)
         losses, correct = [], []
         for chunk, expected in self._chunks(states, targets):
             logits = self._logits(chunk).float()
             losses.append(F.cross_entropy(logits, expected, reduction="none"))
             correct.append((logits.argmax(-1) == expected).float())
-        rows, zeros = index // input_ids.shape[1], torch.zeros(len(input_ids), device=index.device)
-        return zeros.index_add(0, rows, torch.cat(losses)), zeros.index_add(0, rows, torch.cat(correct))
+        return torch.cat(losses), torch.cat(correct)
 
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
         """Return `input_ids` with their continuation by transformers' generate, whose cache needs masked attention."""

@@ -36,6 +36,8 @@ NO_ROUTER_LOSS = (
     "the auxiliary loss of a mixture of experts is not added here: it depends on the whole batch's routing, and would "
     "differ with the number of processes"
 )
+BUCKETS = 16
+"""Of positions, and of documents' lengths, that tables of the loss have a row for."""
 
 
 class CausalLM(TextSource, ModelSource, Task):
@@ -176,6 +178,10 @@ class CausalLM(TextSource, ModelSource, Task):
         check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
+    @property
+    def _bucket_width(self) -> int:
+        return -(-self.sequence_length // BUCKETS)
+
     @cached_property
     def _window(self) -> int | None:
         return getattr(self._config.get_text_config(), "sliding_window", None)
@@ -270,18 +276,31 @@ class CausalLM(TextSource, ModelSource, Task):
         return model("loss", **batch["inputs"]), len(batch["inputs"]["targets"])
 
     def evaluate(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
-        inputs = batch["inputs"]
+        inputs, index = batch["inputs"], batch["inputs"]["index"]
         nats, correct = model("score", **inputs)
-        targets = (inputs["index"] // inputs["input_ids"].shape[1]).bincount(minlength=len(nats))
-        outputs = {"nats": nats, "correct": correct, "targets": targets, "bytes": batch["bytes"]}
-        return nats.sum(), len(inputs["targets"]), outputs
+        values = torch.stack([nats, torch.ones_like(nats), correct], 1)
+        positions, lengths = inputs["position_ids"].flatten(), inputs["cu_seq_lens"].diff().long()
+        outputs = {"bytes": batch["bytes"]}
+        for name, places in (("by_position", positions), ("by_length", lengths.repeat_interleave(lengths) - 1)):
+            cells = index // inputs["input_ids"].shape[1] * BUCKETS + places[index] // self._bucket_width
+            sums = values.new_zeros(len(batch["bytes"]) * BUCKETS, 3).index_add(0, cells, values)
+            outputs[name] = sums.view(-1, BUCKETS, 3)
+        return nats.sum(), len(index), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        total = {name: values.double().sum().item() for name, values in outputs.items()}
+        nats, targets, correct = outputs["by_position"].double().sum((0, 1)).tolist()
         return {
-            "perplexity": math.exp(min(total["nats"] / total["targets"], 700.0)),
-            "bits_per_byte": total["nats"] / math.log(2) / max(total["bytes"], 1),
-            "accuracy": total["correct"] / total["targets"],
+            "perplexity": math.exp(min(nats / targets, 700.0)),
+            "bits_per_byte": nats / math.log(2) / max(outputs["bytes"].sum().item(), 1),
+            "accuracy": correct / targets,
+        }
+
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+        width = self._bucket_width
+        ends = range(width, width * BUCKETS + 1, width)
+        return {
+            "loss_by_position": _rows("position", [f"{end - width}-{end - 1}" for end in ends], outputs["by_position"]),
+            "loss_by_length": _rows("tokens", [f"<= {end}" for end in ends], outputs["by_length"]),
         }
 
     def report(self, model: Any, device: torch.device) -> dict[str, Table]:
@@ -335,3 +354,8 @@ class CausalLM(TextSource, ModelSource, Task):
     def card(self) -> dict[str, Any]:
         adapter = {"library_name": "peft"} if self.lora.r else {}
         return {"pipeline_tag": "text-generation", **self.model_card(), **self.source_card(), **adapter}
+
+
+def _rows(column: str, names: list[str], sums: Tensor) -> Table:
+    rows = zip(names, sums.double().sum(0).tolist(), strict=True)
+    return [{column: name, "targets": int(count), "loss": nats / count} for name, (nats, count, _) in rows if count]

@@ -1,8 +1,11 @@
 """Handwritten digits with the CNN of pytorch/examples: `--task.name=mnist`."""
 
+import io
+from base64 import b64encode
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from PIL import Image
 from pydantic import Field, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -10,7 +13,8 @@ from torch.nn.functional import cross_entropy
 from src.data.mnist import Digits, bundled_digits, mnist
 from src.models.mnist_cnn import MnistCnn
 from src.tasks import load_metric
-from src.tasks.base import Task
+from src.tasks.base import Table, Task
+from src.tasks.tables import label_tables
 
 
 class Mnist(Task):
@@ -61,8 +65,16 @@ class Mnist(Task):
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
         logits, labels = model(batch["images"]).float(), batch["labels"]
-        outputs = {"predictions": logits.argmax(1), "references": labels}
+        outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        return load_metric("Accuracy").compute(**outputs)
+        return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
+
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+        def show(index: int) -> dict[str, str]:
+            image, png = dataset.__getitems__([index])["images"][0], io.BytesIO()
+            Image.fromarray(image.numpy(force=True)).save(png, "png")
+            return {"image": "data:image/png;base64," + b64encode(png.getvalue()).decode()}
+
+        return label_tables(outputs, list("0123456789"), show)

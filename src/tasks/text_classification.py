@@ -21,10 +21,13 @@ from src.models.lean import NewWeights
 from src.models.pretrained import ModelSource, check_fit, fsdp_blocks, save, save_merged, save_sharded
 from src.process import UserError
 from src.tasks import load_metric
-from src.tasks.base import Task
+from src.tasks.base import Table, Task
+from src.tasks.tables import label_tables
 
 SHOWN = 20
 """Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
+MOST_CHARACTERS = 200
+"""Of a text in a table."""
 
 
 class TextClassification(TextSource, ModelSource, Task):
@@ -46,6 +49,7 @@ class TextClassification(TextSource, ModelSource, Task):
     """A token to pad with where the tokenizer has none of its own."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
     _labels: list[str] = PrivateAttr(default_factory=list)
+    _texts: Dataset = PrivateAttr()
 
     def validation_errors(self) -> Iterator[str]:
         yield from self.source_errors()
@@ -61,9 +65,11 @@ class TextClassification(TextSource, ModelSource, Task):
         train, evaluation = self.usable_parts(*self.load_rows(), columns)
         train_ids, eval_ids = self._label_ids(*label_names([train, evaluation], self.label_column))
         tokenizer, length = self._tokenizer, self.sequence_length
-        train = tokenize_texts(train.select_columns(texts), train_ids, tokenizer, length, "training data")
-        evaluation = tokenize_texts(evaluation.select_columns(texts), eval_ids, tokenizer, length, "evaluation data")
+        train, eval_texts = train.select_columns(texts), evaluation.select_columns(texts)
+        train = tokenize_texts(train, train_ids, tokenizer, length, "training data")
+        evaluation = tokenize_texts(eval_texts, eval_ids, tokenizer, length, "evaluation data")
         by_length = np.argsort(evaluation.with_format("numpy")["length"][:], kind="stable")
+        self._texts = eval_texts.select(by_length)
         return train, evaluation.select(by_length)  # batches of similar lengths need less padding
 
     def _label_ids(self, train: list[str], evaluation: list[str]) -> tuple[list[int], list[int]]:
@@ -175,12 +181,20 @@ class TextClassification(TextSource, ModelSource, Task):
 
     def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
-        outputs = {"predictions": logits.argmax(1), "references": labels}
+        outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        f1 = load_metric("F1").compute(**outputs, labels=len(self._labels))
-        return load_metric("Accuracy").compute(**outputs) | f1 | load_metric("Matthews").compute(**outputs)
+        labels = {name: outputs[name] for name in ("predictions", "references")}
+        f1 = load_metric("F1").compute(**labels, labels=len(self._labels))
+        return load_metric("Accuracy").compute(**labels) | f1 | load_metric("Matthews").compute(**labels)
+
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+        def show(index: int) -> dict[str, str]:
+            texts = zip(("text", "text_pair"), self._texts[index].values(), strict=False)
+            return {name: text[:MOST_CHARACTERS] for name, text in texts}
+
+        return label_tables(outputs, self._labels, show)
 
     def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
         if self.lora.r:  # adapters alone would not say which labels there are

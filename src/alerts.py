@@ -1,0 +1,125 @@
+"""What happens to a run besides its metrics: events.jsonl, lines in the terminal, and alerts to those who watch it."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean, median, pstdev
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import PositiveFloat
+
+from src.process import SIGNALS
+from src.settings import Settings
+
+if TYPE_CHECKING:  # not at run time: src.config imports this file
+    from src.run import Run
+
+USUAL, FEW = 30, 10
+"""How many records of the loss, or times between steps, say what is usual: at most, and at least."""
+STALL_SECONDS = 120
+"""What is no stall however fast the steps are: it may be compiling."""
+COMMIT = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+
+
+class Alerts(Settings):
+    """What those who watch the run in Weights & Biases are told. events.jsonl has all of it."""
+
+    kinds: list[Literal["crash", "skipped", "spike", "stall", "end"]] = ["crash", "skipped", "spike", "stall"]
+    """Of crash, skipped (steps, as their gradients were not finite), spike (of the training loss), stall and end."""
+    spike_z: PositiveFloat = 5.0
+    """Standard deviations above the mean of the last records from which a loss is a spike."""
+    stall_factor: PositiveFloat = 10.0
+    """How many times as long as usual a step takes before it is a stall; two minutes at least."""
+
+
+class Events:
+    """One of the run's loggers, on the main process: makes events of what it is told."""
+
+    title = where = ""
+    id = failure = None
+
+    def __init__(self, run: "Run", say: Callable[[str], None], loggers: list[Any]) -> None:
+        """Record the start. `say` prints a line; `loggers` are the others, to be alerted."""
+        self._run, self._say, self._loggers, self._settings = run, say, loggers, run.config.alerts
+        self._losses: deque[float] = deque(maxlen=USUAL)
+        self._seconds_per_step: deque[float] = deque(maxlen=USUAL)
+        self._skipped, self._seconds, self._seen = 0, 0, (0, 0)
+        with (run.config.folder / "metrics.jsonl").open() as earlier:
+            for line in earlier:
+                list(self._judge(json.loads(line)))
+        commit = ""
+        with contextlib.suppress(OSError):  # there is no git
+            commit = subprocess.run(COMMIT, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        text = run.resume.summary or "from the beginning"
+        self._add("start", text, command=run.resume_command, commit=commit or None)
+        self._is_over = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def log(self, record: dict[str, Any], tables: dict[str, Any]) -> None:
+        for kind, text in self._judge(record):
+            self._add(kind, text)
+
+    def summarize(self, summary: dict[str, Any]) -> None:
+        self._add("end", ", ".join(f"{name} {summary[name]:.4g}" for name in summary if name.startswith("eval/")))
+
+    def mark_stopped(self) -> None:
+        self._add("stopped", json.loads((self._run.config.folder / "status.json").read_text())["reason"])
+
+    def closing_line(self) -> None: ...
+
+    def finish(self, exit_code: int) -> None:
+        self._is_over.set()
+        if error := sys.exc_info()[1]:  # that the run ends by
+            self._add("crash", f"{type(error).__name__}: {error}".splitlines()[-1])
+
+    def look(self) -> None:
+        """Report once if no step is taken, evaluations excepted. To be called every second: a process that is paused
+        does not call it, and so loses no time."""
+        run, seen = self._run, (self._run.progress.step, len(self._run.progress.evaluations))
+        self._seconds += 1
+        if seen != self._seen:
+            if 0 < self._seen[0] < seen[0]:  # the first step of a session takes longer
+                self._seconds_per_step.append(self._seconds / (seen[0] - self._seen[0]))
+            self._seen, self._seconds = seen, 0
+        if len(self._seconds_per_step) < FEW or run.is_evaluation_due() or SIGNALS.name:
+            return
+        usual = median(self._seconds_per_step)
+        limit = max(self._settings.stall_factor * usual, STALL_SECONDS)
+        if run.is_save_due() or run.is_evaluated():  # it may be saving, exporting or compiling
+            limit = max(limit, 60 * run.config.timeout_minutes)
+        if limit <= self._seconds < limit + 1:
+            self._add("stall", f"no step has been taken for {self._seconds} seconds; one usually takes {usual:.2g}")
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(1):
+            self.look()
+
+    def _judge(self, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield kind and text of what a record shows, which depends on it and earlier records alone."""
+        if (loss := record.get("train/loss")) is not None:
+            if len(self._losses) >= FEW:
+                mean = fmean(self._losses)
+                deviation = max(pstdev(self._losses), 0.01 * abs(mean))
+                if loss > mean + self._settings.spike_z * deviation:
+                    yield "spike", f"the training loss is {loss:.4g}, after {mean:.4g} ± {deviation:.2g}"
+            self._losses.append(loss)
+        skipped = record.get("train/skipped_steps", self._skipped) - self._skipped
+        self._skipped += skipped
+        if skipped and "train/loss_scale" not in record:  # in fp16 it is how the scale is found
+            yield "skipped", f"{skipped} steps since the last record, as their gradients were not finite"
+
+    def _add(self, kind: str, text: str, **more: Any) -> None:
+        step, time = self._run.progress.step, datetime.now().isoformat(timespec="seconds")
+        event = {"time": time, "step": step, "kind": kind, "text": text, **more}
+        with contextlib.suppress(OSError), (self._run.config.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
+        if kind in ("skipped", "spike", "stall"):  # the terminal has the others in any case
+            self._say(f"WARNING: {kind}: {text}")
+        for logger in self._loggers if kind in self._settings.kinds else ():
+            logger.alert(f"{self._run.config.run_name}: {kind}", f"step {step}: {text}")

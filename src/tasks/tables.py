@@ -1,0 +1,42 @@
+"""Tables of a classifier's evaluation: its worst mistakes, what it takes for what, its accuracy by label."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from src.tasks.base import Table
+
+MOST_MISTAKES = 24
+MOST_LABELS = 50
+"""Labels in a table: where there are more, those that are wrongly predicted most often."""
+
+
+def label_tables(
+    outputs: dict[str, Tensor], labels: list[str], show: Callable[[int], dict[str, Any]]
+) -> dict[str, Table]:
+    """Return the tables `mistakes` (left out if there are none), `confusion` and `classes`.
+
+    Args:
+        outputs: predictions and references, shape (examples,), int64, and probabilities, shape (examples, labels).
+        labels: their names.
+        show: returns, for an example's index, the first cells of its row among the mistakes.
+    """
+    predictions, references, probabilities = (outputs[n] for n in ("predictions", "references", "probabilities"))
+    wrong = (predictions != references).nonzero()[:, 0]
+    confidences = probabilities[wrong, predictions[wrong]]
+    order = confidences.argsort(descending=True, stable=True)[:MOST_MISTAKES]
+    mistakes = [
+        {**show(i), "label": labels[references[i]], "prediction": labels[predictions[i]], "confidence": c, "index": i}
+        for i, c in zip(wrong[order].tolist(), confidences[order].tolist(), strict=True)
+    ]
+    times_wrong = predictions[wrong].bincount(minlength=len(labels))
+    shown = times_wrong.argsort(descending=True, stable=True)[:MOST_LABELS].sort().values.tolist()
+    confusion, classes = [], []
+    for label in shown:
+        counts = predictions[references == label].bincount(minlength=len(labels)).tolist()
+        examples = sum(counts)
+        confusion.append({"label": labels[label]} | {labels[i]: counts[i] for i in shown})
+        accuracy = counts[label] / examples if examples else None
+        classes.append({"label": labels[label], "examples": examples, "accuracy": accuracy})
+    return ({"mistakes": mistakes} if mistakes else {}) | {"confusion": confusion, "classes": classes}

@@ -1,0 +1,187 @@
+"""Events: what happened to a run is in events.jsonl, in the terminal and, by setting, at those who watch it."""
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from src.alerts import Alerts, Events
+from src.process import SIGNALS
+from tests.faults.runs import SHORT
+from tests.launching import PROJECT, Launch, Run
+
+
+class Stage:
+    """A run on the main process, as Events sees it, and what it makes known."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.alerts: list[tuple[str, str]] = []
+        self.said: list[str] = []
+        self.progress = SimpleNamespace(step=0, evaluations={})
+        run: Any = SimpleNamespace(
+            progress=self.progress,
+            resume=SimpleNamespace(summary=""),
+            resume_command="train.py",
+            config=SimpleNamespace(alerts=Alerts(**settings), folder=folder, run_name="mine", timeout_minutes=30.0),
+            is_evaluation_due=lambda: False,
+            is_evaluated=lambda: False,
+            is_save_due=lambda: False,
+        )
+        self.run = run
+        (folder / "metrics.jsonl").touch()
+        logger = SimpleNamespace(alert=lambda title, text: self.alerts.append((title, text)))
+        self.events = Events(run, self.said.append, [logger])
+        self.events._is_over.set()  # the tests look themselves
+
+    @property
+    def file(self) -> list[dict[str, Any]]:
+        return events(self.run.config.folder)
+
+    def train(self, steps: int, seconds: int) -> None:
+        for _ in range(steps):
+            for _ in range(seconds):
+                self.events.look()
+            self.progress.step += 1
+
+    def record(self, *losses: float | None, **more: Any) -> None:
+        for loss in losses:
+            self.progress.step += 10
+            self.events.log({"step": self.progress.step, "train/loss": loss, **more}, {})
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+CALM = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.1, 0.9, 1.0, 1.02]
+
+
+def test_a_loss_far_above_the_last_ones_is_a_spike(tmp_path: Path) -> None:
+    """Tried with falling losses counted too, and without asking for ten records."""
+    Stage(tmp_path).record(*CALM[:9], 9.0)
+    assert [event["kind"] for event in events(tmp_path)] == ["start"]
+    (tmp_path / "events.jsonl").unlink()
+    stage = Stage(tmp_path)
+    stage.record(*CALM, 1.3, None, 0.1)
+    assert len(stage.file) == 1
+    stage.record(4.0)
+    stage.record(4.0)  # now some of the last are as high
+    spike = stage.file[1]
+    assert (spike["kind"], spike["step"], len(stage.file)) == ("spike", 150, 2)
+    assert spike["text"].startswith("the training loss is 4, after 0.9")
+    assert stage.said == [f"WARNING: spike: {spike['text']}"]
+    assert stage.alerts == [("mine: spike", f"step 150: {spike['text']}")]
+
+
+def test_a_constant_loss_spikes_only_by_more_than_rounding(tmp_path: Path) -> None:
+    """Tried without the deviation's lower bound."""
+    stage = Stage(tmp_path, spike_z=3)
+    stage.record(*[2.0] * 12, 2.05)
+    assert len(stage.file) == 1
+    stage.record(2.1)
+    assert stage.file[1]["kind"] == "spike"
+
+
+def test_what_a_resumed_run_finds_is_what_it_would_have_found(tmp_path: Path) -> None:
+    """Tried without reading metrics.jsonl: too few records are known to find the spike."""
+    stage = Stage(tmp_path)
+    stage.record(*CALM, **{"train/skipped_steps": 3})
+    records = [{"step": 10 * i, "train/loss": loss, "train/skipped_steps": 3} for i, loss in enumerate(CALM, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    resumed = Stage(tmp_path)
+    before = len(resumed.file)
+    for each in (stage, resumed):
+        each.record(3.0, **{"train/skipped_steps": 5})
+    whole, after = resumed.file[before:-2], resumed.file[-2:]
+    assert [event["kind"] for event in after] == ["spike", "skipped"]
+    assert [event["text"] for event in whole] == [event["text"] for event in after]
+    assert resumed.file[-1]["text"] == "2 steps since the last record, as their gradients were not finite"
+
+
+def test_steps_that_fp16_skips_to_find_its_scale_are_no_event(tmp_path: Path) -> None:
+    """Tried without looking for the scale."""
+    stage = Stage(tmp_path)
+    stage.record(1.0, **{"train/skipped_steps": 3, "train/loss_scale": 1024.0})
+    assert [event["kind"] for event in stage.file] == ["start"]
+
+
+def test_no_step_for_long_is_a_stall_told_once(tmp_path: Path) -> None:
+    """Tried with `>=` alone: it is told each second."""
+    stage = Stage(tmp_path)
+    stage.train(20, seconds=30)
+    for _ in range(299):
+        stage.events.look()
+    assert stage.said == []
+    for _ in range(500):
+        stage.events.look()
+    (line,) = stage.said
+    assert line == "WARNING: stall: no step has been taken for 300 seconds; one usually takes 30"
+    stage.train(1, seconds=1)
+    stage.train(1, seconds=310)
+    assert len(stage.said) == 2
+
+
+@pytest.mark.parametrize("name", ["is_evaluation_due", "is_evaluated", "is_save_due", "the first steps", "a signal"])
+def test_evaluating_saving_stopping_and_the_first_steps_are_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Tried without each of the conditions."""
+    stage = Stage(tmp_path)
+    stage.train(3 if name == "the first steps" else 20, seconds=2)
+    if name.startswith("is_"):
+        setattr(stage.run, name, lambda: True)
+    if name == "a signal":
+        monkeypatch.setattr(SIGNALS, "name", "SIGTERM")
+    for _ in range(1500):
+        stage.events.look()
+    assert stage.said == []
+    if name == "is_evaluation_due":  # and nothing is left of that time afterwards
+        stage.progress.evaluations[20] = {}
+        stage.run.is_evaluation_due = lambda: False
+        for _ in range(119):
+            stage.events.look()
+        assert stage.said == []
+        for _ in range(2):
+            stage.events.look()
+        assert len(stage.said) == 1
+
+
+def test_who_is_told_of_what_is_a_setting(tmp_path: Path) -> None:
+    """Tried without the setting: the spike is sent."""
+    stage = Stage(tmp_path, kinds=["end", "crash"])
+    stage.record(*CALM, 5.0)
+    assert stage.alerts == []
+    stage.events.summarize({"eval/loss": 0.25, "eval/accuracy": 0.9, "seconds": 12.0})
+    assert stage.alerts == [("mine: end", "step 120: eval/loss 0.25, eval/accuracy 0.9")]
+
+
+def kinds(run: Run) -> list[tuple[str, int]]:
+    return [(event["kind"], event["step"]) for event in events(run.folder)]
+
+
+def test_a_stopped_and_resumed_run_has_its_events_in_one_file(launch: Launch, tmp_path: Path) -> None:
+    """Tried with the file opened anew: the first start is gone."""
+    folder = tmp_path / "run"
+    stopped_run = launch("ddp", *SHORT, "--max_hours=1e-9", folder=folder, processes=2).succeeded()
+    step = stopped_run.status["step"]
+    run = launch("ddp", *SHORT, folder=folder, processes=2).succeeded()
+    assert kinds(run) == [("start", 0), ("stopped", step), ("start", step), ("end", 30)]
+    start, stopped, again, end = events(folder)
+    assert start["command"].startswith("accelerate launch --config_file")
+    assert "--max_steps=30" in start["command"]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PROJECT, capture_output=True, text=True).stdout.strip()
+    assert start["commit"].removesuffix("-dirty") == head
+    assert stopped["text"] == "max_hours=1e-09"
+    assert again["text"].startswith(f"after step {step}, from {folder}")
+    assert f"eval/accuracy {run.summary['eval/accuracy']:.4g}" in end["text"]
+
+
+def test_a_run_that_raises_leaves_the_last_line_of_it(launch: Launch) -> None:
+    """And steps that it skipped before. Tried without sys.exc_info: no crash."""
+    run = launch("cpu", *SHORT, "--max_bad_steps=3", FAULT="nan forever", FAULT_RANK="0", FAULT_STEP="10")
+    assert run.exit_code == 1
+    assert kinds(run) == [("start", 0), ("skipped", 10), ("skipped", 11), ("crash", 12)]
+    assert events(run.folder)[-1]["text"].startswith("RunError: 3 steps in a row had gradients that are not finite")
