@@ -30,177 +30,179 @@ from src.tasks.base import Table
 
 PICTURE = "data:image/png;base64,"
 DETAILED, ROOM, LONGEST = 4, 400_000, 1500
-"""Runs whose tables are shown; the characters that these may have together, and a text in them."""
-PANELS: tuple[tuple[str, float, dict[str, str]], ...] = (
+"""Runs whose tables are shown; the characters that all tables may take; those of a text in one."""
+PANELS: list[tuple[str, float, dict[str, str]]] = [
     ("Loss", 1, {"train/loss": "training", "eval/loss": "evaluation"}),
-    ("Learning rate", 1, {"train/lr": "learning rate"}),
-    ("Tokens per second", 1, {"perf/tokens_per_second": "tokens per second"}),
-    ("Examples per second", 1, {"perf/samples_per_second": "examples per second"}),
+    ("Learning rate", 1, {"train/lr": ""}),
+    ("Gradient norm", 1, {"train/grad_norm": ""}),
+    ("Tokens per second", 1, {"perf/tokens_per_second": ""}),
+    ("Examples per second", 1, {"perf/samples_per_second": ""}),
     ("Milliseconds per step", 1e3, {f"perf/{part}_seconds": part for part in ("data", "compute", "waiting")}),
-    ("Peak memory, GiB", 2**-30, {"perf/peak_memory_bytes": "peak memory"}),
-    ("Gradient norm", 1, {"train/grad_norm": "gradient norm"}),
-)
-"""Pictures of the training: title, factor, and labels by metric."""
-SMOOTH = ("eval/", "train/lr", "perf/peak_memory_bytes")
-"""What metrics begin with that need no smoothing."""
+    ("Peak memory, GiB", 2**-30, {"perf/peak_memory_bytes": ""}),
+]
+"""Pictures: title, factor, and what tells its metrics apart."""
+PLAIN = ("train/lr", "perf/peak_memory_bytes")
+"""Training metrics without noise."""
 
 
 class Recorded:
-    """What a run's folder says about it."""
+    """What a run's folder holds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name, self.settings = folder, folder.resolve().name, saved_settings(folder)
         self.summary, self.status, self.check = (_json(folder / f"{n}.json") for n in ("summary", "status", "check"))
-        self.events = list(_lines(folder / "events.jsonl"))
-        self.curves: dict[str, tuple[array[float], array[float]]] = {}
-        """Steps and values by metric, without values that are not finite."""
-        self.step, self.results, self.tables = 0, dict[str, float](), dict[str, Table]()
-        """Of the last record; the last evaluation's metrics and tables."""
+        task, checkpoint = (self.settings.get(part) or {} for part in ("task", "checkpoint"))
+        self.task, self.events = str(task.get("name", "?")), list(_lines(folder / "events.jsonl"))
+        self.curves: dict[str, tuple[array[float], array[float]]] = {}  # steps and values that are finite
         self.samples: dict[int, Table] = {}
-        """By step."""
-        self.marks: dict[str, list[int]] = {}
-        """Steps by what happened there."""
+        self.marks: dict[str, list[int]] = {}  # steps by what happened there
+        self.step, self.results, self.tables, skipped = 0, dict[str, float](), dict[str, Table](), 0
         for event in self.events:
-            if event["step"] and event.get("kind") not in ("end", "skipped"):
-                kind = str(event.get("kind")).replace("start", "resumed")
+            kind = str(event.get("kind")).replace("start", "resumed")
+            if event["step"] and kind not in ("end", "skipped"):
                 self.marks.setdefault(kind, []).append(event["step"])
-        skipped = 0
         for record in _lines(folder / "metrics.jsonl"):
             self.step = record["step"]
             if record.get("train/skipped_steps", 0) > skipped or record.get("train/loss", 0) is None:
                 skipped = record.get("train/skipped_steps", 0)
                 self.marks.setdefault("skipped steps", []).append(self.step)
-            tables = {name: value for name, value in record.items() if isinstance(value, list) and value}
             if "eval/loss" in record:
-                self.results = {n: math.nan if v is None else v for n, v in record.items() if n.startswith("eval/")}
-                self.tables = {name: self.results.pop(name) for name in tables}
-                self.samples |= {self.step: tables["eval/samples"]} if "eval/samples" in tables else {}
+                found = {name: math.nan if v is None else v for name, v in record.items() if name.startswith("eval/")}
+                self.results = {name: v for name, v in found.items() if isinstance(v, int | float)}
+                self.tables = {name: v for name, v in found.items() if isinstance(v, list) and v}
+                self.samples |= {self.step: found["eval/samples"]} if "eval/samples" in self.tables else {}
             for name, value in record.items():
                 if isinstance(value, int | float) and math.isfinite(value):
                     steps, values = self.curves.setdefault(name, (array("d"), array("d")))
                     steps.append(self.step)
                     values.append(value)
-        self.results |= {name: value for name, value in self.summary.items() if name in self.results}
-        task, checkpoint = (self.settings.get(part) or {} for part in ("task", "checkpoint"))
-        self.task: str = task.get("name", "a task")
-        self.metric, self.mode = checkpoint.get("metric", "eval/loss"), checkpoint.get("mode")
-
-    @property
-    def score(self) -> float:
-        """What the run is ranked by; higher is better."""
-        return score(self.results, self.metric, self.mode) if self.metric in self.results else -math.inf
+        self.results |= {name: self.summary[name] for name in self.results if self.summary.get(name) is not None}
+        metric = checkpoint.get("metric", "eval/loss")
+        self.score = score(self.results, metric, checkpoint.get("mode")) if metric in self.results else -math.inf
 
     def sentence(self) -> str:
         """Return what was run and what came out."""
-        summary, results = self.summary, ", ".join(f"{_short(n)} {number(v)}" for n, v in self.results.items())
-        checked = {True: "All checks passed. ", False: "Checks FAILED. "}.get(self.check.get("passed", ""), "")
-        said = f"{self.task}, recorded up to step {self.step:,} and not finished"
+        summary, results = self.summary, ", ".join(f"{_short(n)} {number(v)}" for n, v in self.metrics().items())
+        said = f"{self.task}: not finished, recorded up to step {self.step:,}"
+        if self.status.get("reason"):
+            said = f"{self.task}: stopped after step {self.step:,} by {self.status['reason']}, and can be continued"
         if "seconds" in summary:
-            said = f"{self.task}, trained for {self.step:,} steps ({summary['epoch']:.3g} epochs) in "
-            said += f"{_duration(summary['seconds'])} on {processes(summary['num_processes'])} "
-            said += f"({summary['strategy']}, {summary['device']}, {summary['precision']})"
-        elif self.status.get("reason"):
-            said = f"{self.task}, stopped after step {self.step:,} by {self.status['reason']}, and can be continued"
-        return checked + (f"{said}: {results or 'not evaluated'}." if self.step or not checked else "")
+            said = f"{self.task}: {self.step:,} steps ({summary['epoch']:.3g} epochs) in {_time(summary['seconds'])} "
+            said += f"on {processes(summary['num_processes'])} ({summary['strategy']}, {summary['device']}, "
+            said += f"{summary['precision']})"
+        if self.check and not self.step:
+            return f"{self.task}: " + ("all checks passed." if self.check.get("passed") else "checks FAILED.")
+        return f"{said} gave {results}." if results else f"{said}; not evaluated."
+
+    def metrics(self) -> dict[str, float]:
+        return {name: value for name, value in self.results.items() if name != "eval/examples"}
 
     def cards(self) -> Iterator[tuple[str, str, str]]:
         """Yield title, value and a note of each figure that matters."""
-        for name, value in self.results.items():
-            if name in self.curves and name != "eval/examples":
-                steps, values = self.curves[name]
-                best = max(range(len(values)), key=lambda i: score({name: values[i]}, name, None))
-                yield _short(name), number(value), f"best {number(values[best])} at step {steps[best]:,.0f}"
-        summary = self.summary
-        if summary.get("train/loss") is not None:
-            yield "training loss", number(summary["train/loss"]), "over the last interval"
-        if "seconds" in summary:
-            yield "time", _duration(summary["seconds"]), f"{self.step:,} steps"
+        for name, value in self.metrics().items():
+            steps, values = self.curves.get(name, ([], []))
+            best = max(range(len(values)), key=lambda i: score({name: values[i]}, name, None), default=None)
+            note = "" if best is None else f"best {number(values[best])} at step {steps[best]:,.0f}"
+            yield _short(name), number(value), note
+        if "seconds" in (summary := self.summary):
             unit = "tokens" if "tokens_per_second" in summary else "samples"
-            yield f"{unit} per second", f"{summary[f'{unit}_per_second']:,.0f}", processes(summary["num_processes"])
+            yield "time", _time(summary["seconds"]), f"{summary[f'{unit}_per_second']:,.0f} {unit} per second"
             yield "parameters", f"{summary['parameters']:,}", f"{summary['trained_parameters']:,} trained"
-            yield "peak memory", f"{max(summary['peak_memory_bytes']) / 2**30:.2f} GiB", "of one process"
-            yield "skipped steps", f"{summary['skipped_steps']:,}", "gradients not finite"
+            yield "peak memory", f"{max(summary['peak_memory_bytes']) / 2**30:.2f} GiB", "the process with the most"
 
-    def commands(self) -> Table:
-        """Return when and by which commands the run was made, and the one that repeats it."""
+    def commands(self) -> Iterator[tuple[str, str]]:
+        """Yield when, and by which command, the run was started; last the one that repeats it."""
         starts = [event for event in self.events if event.get("kind") == "start"]
-        made = [{"when": e.get("time"), "from step": e["step"], "command": e.get("command")} for e in starts]
+        for event in starts:
+            yield f"{event.get('time')}, from step {event['step']:,}", str(event.get("command"))
         words = shlex.split(str(starts[0].get("command"))) if starts else []
-        script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+        script = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
         yaml = self.summary.get("config_file") or "accelerate_configs/cpu.yaml"
-        launch = words[: script + 1] if script else ["accelerate", "launch", "--config_file", yaml, "train.py"]
-        again = [*launch, "--config", str(self.folder / "config.yaml"), f"--run_name={self.name}-again"]
-        return [*made, {"when": "to repeat it", "from step": 0, "command": shlex.join(again)}]
+        again = words[:script] or ["accelerate", "launch", "--config_file", yaml, "train.py"]
+        again += ["--config", str(self.folder / "config.yaml"), f"--run_name={self.name}-again"]
+        yield "To repeat it", shlex.join(again)
 
     def shown_tables(self, room: int) -> Iterator[tuple[str, Table, int]]:
         """Yield name, rows and number of all rows of each table, in `room` characters together."""
-        tables = {n: rows for n, rows in self.tables.items() if n != "eval/samples"}
+        tables = dict(self.tables)
         if self.samples:
-            steps = [*self.samples][:: -(-len(self.samples) // 4)]
-            steps += [step for step in [*self.samples][-1:] if step not in steps]
-            at_steps = zip(*(self.samples[step] for step in steps), strict=False)
+            steps = sorted({*[*self.samples][:: -(-len(self.samples) // 3)], max(self.samples)})
             tables["eval/samples"] = [
                 {"prompt": next(iter(rows[0].values()))}
                 | {f"step {step:,}": [*row.values()][-1] for step, row in zip(steps, rows, strict=True)}
-                for rows in at_steps
+                for rows in zip(*(self.samples[step] for step in steps), strict=False)
             ]
         for name, rows in tables.items():
             yield name, fitting(rows, room // len(tables)), len(rows)
 
 
 def write_report(folders: list[Path], target: Path) -> None:
-    """Write the report of these runs, and its pictures into a folder named after it.
+    """Write the report of these runs, and its curves into a folder with the target's name.
 
     Raises:
-        UserError: some of them are no runs.
+        UserError: some of them hold no run; a line for each.
     """
     empty = [f for f in folders if not any((f / name).is_file() for name in ("metrics.jsonl", "check.json"))]
     if empty:
-        raise UserError("\n".join(f"{f}: holds no run, as there is no metrics.jsonl; name a run's folder" for f in empty))
+        raise UserError("\n".join(f"{f}: holds no run (no metrics.jsonl); name a run's folder" for f in empty))
     runs = [Recorded(folder) for folder in folders]
-    tasks = [run.task for run in runs]
+    tasks = list(dict.fromkeys(run.task for run in runs))
     runs.sort(key=lambda run: (tasks.index(run.task), -run.score))
-    settings = [dict(flatten(run.settings)) for run in runs]
-    names = list(dict.fromkeys(name for each in settings for name in each))
-    differing = [n for n in names if len({json.dumps(each.get(n)) for each in settings}) > 1]
-    page = {
-        "runs": runs,
-        "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs of {' and '.join(dict.fromkeys(tasks))}",
-        "ranking": [_row(run, [n for n in differing if n not in ("run_name", "output_dir")][:6]) for run in runs],
-        "differing": [{"setting": n} | {r.name: _text(s, n) for r, s in zip(runs, settings)} for n in differing],
-        "alike": [{"setting": n, "value": _text(settings[0], n)} for n in names if n not in differing],
-        "figures": [Markup(svg) for svg in _draw(runs, target.with_suffix(""))],
-        "tables": [(run, list(run.shown_tables(ROOM / len(runs[:DETAILED])))) for run in runs[:DETAILED]],
-    }
-    template = Environment(autoescape=True, trim_blocks=True).from_string(Path(__file__).with_suffix(".html").read_text())
-    template.environment.filters["number"] = number
-    write_text(target, template.render(page).encode(errors="replace").decode())
+    for run in runs if len({run.name for run in runs}) < len(runs) else []:
+        run.name = str(run.folder)
+    settings = [{n: v if isinstance(v, str) else json.dumps(v) for n, v in flatten(run.settings)} for run in runs]
+    names = dict.fromkeys(name for each in settings for name in each)
+    differing = [name for name in names if len({each.get(name) for each in settings}) > 1]
+    chosen = [n for n in differing if n not in ("run_name", "output_dir")][:6]
+    ranking = [
+        {"run": run.name, **{_short(n): v for n, v in run.metrics().items()}, "step": run.step}
+        | {n: each.get(n) for n in chosen}
+        for run, each in zip(runs, settings, strict=True)
+    ]
+    differences = [{"setting": n} | {r.name: s.get(n) for r, s in zip(runs, settings, strict=True)} for n in differing]
+    text = Path(__file__).with_suffix(".html").read_text()
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": number, "short": _short, "fitting": fitting}
+    page = environment.from_string(text).render(
+        runs=runs,
+        tasks=tasks,
+        ranking=ranking,
+        differences=differences,
+        settings=[{"setting": n, "value": v} for n, v in settings[0].items() if n not in differing],
+        figures=[Markup(svg) for svg in draw(runs, target.with_suffix(""))],
+        detailed=[(run, list(run.shown_tables(ROOM // len(runs[:DETAILED])))) for run in runs[:DETAILED]],
+    )
+    write_text(target, page.encode(errors="replace").decode())
 
 
-def _draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
-    figures = import_module("src.report_figures")
+def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
+    """Draw the curves of the runs, best first, into PNGs in the folder; yield each as SVG."""
+    figures, is_alone, best = import_module("src.report_figures"), len(runs) == 1, runs[:DETAILED]
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = {name for run in runs for name in run.curves if name.startswith("eval/")} - {"eval/examples", "eval/loss"}
-    first, *others = PANELS
-    panels = [first, *((_short(n).capitalize(), 1, {n: _short(n)}) for n in sorted(metrics)[:6]), *others]
-    if len(runs) > 1:
-        panels = [(f"{title}: {label}" if len(m) > 1 else title, factor, {n: label}) for title, factor, m in panels for n, label in m.items()]
+    metrics = sorted({n for run in runs for n in run.curves if n.startswith("eval/")} - {"eval/loss", "eval/examples"})
+    panels = [PANELS[0], *((_short(n).capitalize(), 1, {n: ""}) for n in metrics[:6]), *PANELS[1:]]
+    if not is_alone:  # a picture for each metric
+        panels = [(f"{t} {label}".strip(), factor, {n: label}) for t, factor, m in panels for n, label in m.items()]
     for title, factor, labels in panels:
         curves = [
-            figures.Curve(label if len(runs) == 1 else run.name, x, [y * factor for y in ys], not n.startswith(SMOOTH))
-            for run in runs for n, label in labels.items() if n in run.curves for x, ys in [run.curves[n]]
+            figures.Curve(label if is_alone else run.name, steps, [factor * v for v in values], _kind(name))
+            for run in runs
+            for name, label in labels.items()
+            for steps, values in [run.curves.get(name, ((), ()))]
+            if steps
         ]
+        marks = runs[0].marks if is_alone and "train/loss" in labels else {}
         if curves:
-            png = re.sub(r"\W+", "_", title.lower()).strip("_")
-            yield figures.draw(title, curves, runs[0].marks if len(runs) == 1 else {}, [], folder / f"{png}.png")
-    for name in sorted({n for run in runs[:DETAILED] for n in run.tables if n.startswith("eval/loss_by")}):
-        curves = [figures.Curve(run.name, range(len(rows)), [row["loss"] for row in rows]) for run in runs[:DETAILED] if (rows := run.tables.get(name))]
-        ticks = [str(next(iter(row.values()))) for row in next(r.tables[name] for r in runs if name in r.tables)]
-        yield figures.draw(_short(name).capitalize(), curves, {}, ticks, folder / f"{name.partition('/')[2]}.png")
+            yield figures.draw(title, curves, marks, (), folder / f"{re.sub('[^a-z]+', '_', title.lower())}.png")
+    for name in sorted({n for run in best for n in run.tables if n.startswith("eval/loss_by_")}):
+        tables = {run.name: run.tables[name] for run in best if name in run.tables}
+        curves = [figures.Curve(n, range(len(rows)), [row["loss"] for row in rows], "dotted") for n, rows in tables.items()]
+        ticks = [str(next(iter(row.values()))) for row in max(tables.values(), key=len)]
+        yield figures.draw(_short(name).capitalize(), curves, {}, ticks, folder / f"{name[5:]}.png")
 
 
 def report_line(folder: Path) -> str:
-    """Write the report of a run that ends; return its line in the closing block, which says why if there is none."""
+    """Write the report of a run that ends; return its line of the closing block, which says why if there is none."""
     try:
         write_report([folder], folder / "report.html")
     except Exception as error:  # no reason to fail a run that has come to its end
@@ -209,14 +211,11 @@ def report_line(folder: Path) -> str:
 
 
 def fitting(rows: Table, room: int) -> Table:
-    """Return the first rows, as many as take at most `room` characters of the page, with long texts cut short."""
-    cut = [{n: f"{v[:LONGEST]} …" if _is_long(v) else v for n, v in row.items()} for row in rows]
+    """Return the first rows, as many as fit into `room` characters of the page, with the same keys; cut long texts."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    cut = [{key: _cut(row.get(key)) for key in keys} for row in rows]
     sizes = accumulate(len(escape(json.dumps(row))) + 30 * len(row) for row in cut)
     return [row for row, size in zip(cut, sizes, strict=True) if size <= room]
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, str) and len(value) > LONGEST and not value.startswith(PICTURE)
 
 
 def number(value: float) -> str:
@@ -226,53 +225,48 @@ def number(value: float) -> str:
     return f"{value:,.4f}" if 1e-3 <= abs(value) < 100 else f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _row(run: Recorded, differing: list[str]) -> dict[str, Any]:
-    settings = dict(flatten(run.settings))
-    results = {_short(n): v for n, v in run.results.items() if n != "eval/examples"}
-    return {"run": run.name, **results, "step": run.step, **{n: _text(settings, n) for n in differing}}
+def _cut(value: Any) -> Any:
+    is_long = isinstance(value, str) and len(value) > LONGEST and not value.startswith(PICTURE)
+    return f"{value[:LONGEST]} …" if is_long else value
 
 
-def _text(settings: dict[str, Any], name: str) -> str:
-    value = settings.get(name, "")
-    return value if isinstance(value, str) else json.dumps(value)
+def _kind(metric: str) -> str:
+    return "dotted" if metric.startswith("eval/") else "plain" if metric in PLAIN else "noisy"
 
 
 def _short(name: str) -> str:
     return name.partition("/")[2].replace("_", " ")
 
 
-def _duration(seconds: float) -> str:
-    short = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    return short if seconds < 6000 else f"{seconds / 3600:.1f} hours"
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; none if it is absent. What a kill cut short is left out."""
-    if file.is_file():
-        with file.open("rb") as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError):
-                    record = json.loads(line)
-                    if isinstance(record, dict) and isinstance(record.get("step"), int):
-                        yield record
+    """Yield the records of a file of JSON lines; none if it is absent. What a kill cut short is left out."""
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    yield record
 
 
 def _json(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(file.read_text())
-        return content if isinstance(content, dict) else {}
+        return dict(json.loads(file.read_text()))
     return {}
 
 
 def main(argv: list[str]) -> None:
-    folders = [Path(word) for word in argv if not word.startswith("-")]
     options = [word for word in argv if word.startswith("-")]
+    folders = [Path(word) for word in argv if word not in options]
     if not argv or options in (["-h"], ["--help"]):
         print(__doc__)
         return
-    wrong = [word for word in options if not word.startswith("--output=")]
+    wrong = [word for word in options if not re.fullmatch("--output=.+", word)]
     if wrong or not folders:
-        raise UserError("\n".join(f"{word}: no such option; --output=FILE.html is the only one" for word in wrong) or "name a run's folder")
+        raise UserError("\n".join(f"{w}: only --output=FILE.html is an option" for w in wrong) or "name a run's folder")
     target = Path(options[-1].partition("=")[2]) if options else folders[0] / "report.html"
     try:
         write_report(folders, target)
