@@ -1,15 +1,14 @@
-"""A report of runs, best first: python -m src.report runs/A [runs/B ...] [--output=FILE.html]
+"""A report of runs, best first: a page that needs no server, no network and no JavaScript, and its curves as PNGs.
 
-One page that needs no server, no network and no JavaScript, by default report.html in the first run's folder; beside it
-a folder with its curves as PNGs. It shows what runs and --check have written; what of that is missing is left out.
+It shows what runs and --check have written into their folders; what of that is missing is left out.
 """
 
+import argparse
 import contextlib
 import json
 import math
 import re
 import shlex
-import sys
 from array import array
 from collections.abc import Iterator
 from importlib import import_module
@@ -23,7 +22,7 @@ from markupsafe import Markup, escape
 from src.checkpoint.format import write_text
 from src.checkpoint.output_folder import saved_settings
 from src.distributed import processes
-from src.process import UserError, cause, exit_codes
+from src.process import UserError, cause, exit_codes, explained
 from src.progress import score
 from src.settings import flatten
 from src.tasks.base import Table
@@ -67,7 +66,9 @@ class Recorded:
                 skipped = record.get("train/skipped_steps", 0)
                 self.marks.setdefault("skipped steps", []).append(self.step)
             if "eval/loss" in record:
-                found = {name: math.nan if v is None else v for name, v in record.items() if name.startswith("eval/")}
+                found: dict[str, Any] = {
+                    name: math.nan if v is None else v for name, v in record.items() if name.startswith("eval/")
+                }
                 self.results = {name: v for name, v in found.items() if isinstance(v, int | float)}
                 self.tables = {name: v for name, v in found.items() if isinstance(v, list) and v}
                 self.samples |= {self.step: found["eval/samples"]} if "eval/samples" in self.tables else {}
@@ -154,12 +155,13 @@ def write_report(folders: list[Path], target: Path) -> None:
     names = dict.fromkeys(name for each in settings for name in each)
     differing = [name for name in names if len({each.get(name) for each in settings}) > 1]
     chosen = [n for n in differing if n not in ("run_name", "output_dir")][:6]
-    ranking = [
+    by_run = dict(zip((run.name for run in runs), settings, strict=True))
+    ranking: Table = [
         {"run": run.name, **{_short(n): v for n, v in run.metrics().items()}, "step": run.step}
-        | {n: each.get(n) for n in chosen}
-        for run, each in zip(runs, settings, strict=True)
+        | {n: by_run[run.name].get(n) for n in chosen}
+        for run in runs
     ]
-    differences = [{"setting": n} | {r.name: s.get(n) for r, s in zip(runs, settings, strict=True)} for n in differing]
+    differences = [{"setting": n, **{name: each.get(n) for name, each in by_run.items()}} for n in differing]
     text = Path(__file__).with_suffix(".html").read_text()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "short": _short, "fitting": fitting}
@@ -182,7 +184,9 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
     metrics = sorted({n for run in runs for n in run.curves if n.startswith("eval/")} - {"eval/loss", "eval/examples"})
     panels = [PANELS[0], *((_short(n).capitalize(), 1, {n: ""}) for n in metrics[:6]), *PANELS[1:]]
     if not is_alone:  # a picture for each metric
-        panels = [(f"{t} {label}".strip(), factor, {n: label}) for t, factor, m in panels for n, label in m.items()]
+        panels = [
+            (f"{t}, {label}".strip(", "), factor, {n: label}) for t, factor, m in panels for n, label in m.items()
+        ]
     for title, factor, labels in panels:
         curves = [
             figures.Curve(label if is_alone else run.name, steps, [factor * v for v in values], _kind(name))
@@ -196,7 +200,9 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
             yield figures.draw(title, curves, marks, (), folder / f"{re.sub('[^a-z]+', '_', title.lower())}.png")
     for name in sorted({n for run in best for n in run.tables if n.startswith("eval/loss_by_")}):
         tables = {run.name: run.tables[name] for run in best if name in run.tables}
-        curves = [figures.Curve(n, range(len(rows)), [row["loss"] for row in rows], "dotted") for n, rows in tables.items()]
+        curves = [
+            figures.Curve(n, range(len(rows)), [row["loss"] for row in rows], "dotted") for n, rows in tables.items()
+        ]
         ticks = [str(next(iter(row.values()))) for row in max(tables.values(), key=len)]
         yield figures.draw(_short(name).capitalize(), curves, {}, ticks, folder / f"{name[5:]}.png")
 
@@ -258,23 +264,14 @@ def _json(file: Path) -> dict[str, Any]:
     return {}
 
 
-def main(argv: list[str]) -> None:
-    options = [word for word in argv if word.startswith("-")]
-    folders = [Path(word) for word in argv if word not in options]
-    if not argv or options in (["-h"], ["--help"]):
-        print(__doc__)
-        return
-    wrong = [word for word in options if not re.fullmatch("--output=.+", word)]
-    if wrong or not folders:
-        raise UserError("\n".join(f"{w}: only --output=FILE.html is an option" for w in wrong) or "name a run's folder")
-    target = Path(options[-1].partition("=")[2]) if options else folders[0] / "report.html"
-    try:
-        write_report(folders, target)
-    except PermissionError as error:
-        raise UserError(f"{error.filename}: {error.strerror}") from error
-    print(target)
-
-
 if __name__ == "__main__":
-    with exit_codes("report"):
-        main(sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        "python -m src.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--output", type=Path, help="the page to write; default: report.html in the first run's folder")
+    arguments = parser.parse_args()
+    target = arguments.output or arguments.runs[0] / "report.html"
+    with exit_codes("report"), explained("cannot write the report: ", PermissionError):
+        write_report(arguments.runs, target)
+    print(target)

@@ -20,7 +20,7 @@ VARIABLES = {BLACK: "currentColor", GREY: "var(--grey)"} | {c: f"var(--c{i})" fo
 MARKERS = {"resumed": "|", "skipped steps": "^", "spike": "d"}
 POINTS, SMOOTHED = 1200, 25
 """What a picture's curves have together, each the mean of some records; smoothing averages 1/25 of a curve."""
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "font.size": 8, "axes.grid": True,
     "figure.facecolor": "none", "axes.facecolor": "none", "axes.edgecolor": GREY, "axes.linewidth": 0.6,
     "axes.spines.top": False, "axes.spines.right": False, "grid.color": GREY, "grid.alpha": 0.25, "grid.linewidth": 0.5,
@@ -46,13 +46,14 @@ def draw(title: str, curves: list[Curve], marks: Mapping[str, list[int]], ticks:
         marks: steps by what happened there.
         ticks: names of the steps 0, 1, …; empty: they are numbers.
     """
-    with mpl.rc_context(STYLE), warnings.catch_warnings(action="ignore"):  # the PNG's font lacks some scripts' letters
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the PNG's font lacks the letters of some scripts
         labels = [curve.label[:40] for curve in curves[: len(COLOURS)]]
         labels += [f"{len(curves) - len(labels)} others"] * (len(curves) > len(labels)) + list(marks)
         columns = 3 if max(map(len, labels)) <= 12 else 2 if max(map(len, labels)) <= 22 else 1
         height = 2.2 + 0.17 * -(-len(labels) // columns) * (len(labels) > 1)  # inches
         figure = Figure(figsize=(3.75, height))
-        axes = figure.add_axes((0.135, 0.36 / height, 0.84, 1.5 / height))
+        axes = figure.add_axes((0.135, 0.36 / height, 0.8, 1.5 / height))
         handles: list[Any] = []
         for i, (_, steps, values, kind) in reversed(list(enumerate(curves))):  # the most important above the others
             style: dict[str, Any] = {"color": GREY, "linewidth": 0.5}
@@ -74,7 +75,7 @@ def draw(title: str, curves: list[Curve], marks: Mapping[str, list[int]], ticks:
             axes.yaxis.set_minor_formatter(NullFormatter())
         else:
             axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         if ticks:
@@ -86,8 +87,8 @@ def draw(title: str, curves: list[Curve], marks: Mapping[str, list[int]], ticks:
             handles += axes.plot(x, y, transform=axes.get_xaxis_transform(), clip_on=False, **style)
         figure.text(0.02, 1 - 0.16 / height, title, fontsize=9.5, fontweight="bold")
         if len(labels) > 1:
-            place = {"loc": "lower left", "bbox_to_anchor": (-0.13, 1.04), "ncols": columns, "columnspacing": 1.2}
-            axes.legend(handles, labels, **place)
+            place = (-0.13, 1.04)
+            axes.legend(handles, labels, loc="lower left", bbox_to_anchor=place, ncols=columns, columnspacing=1.2)
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata={"Title": title, "Date": None})
         figure.savefig(png, dpi=200, facecolor="white")
