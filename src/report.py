@@ -48,8 +48,9 @@ class Recorded:
     """What a run's folder holds."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.name, self.settings = folder, folder.resolve().name, saved_settings(folder)
+        self.folder, self.name = folder, folder.resolve().name
         self.summary, self.status, self.check = (_json(folder / f"{n}.json") for n in ("summary", "status", "check"))
+        self.settings = saved_settings(folder) or self.check.get("config", {})
         task, checkpoint = (self.settings.get(part) or {} for part in ("task", "checkpoint"))
         self.task, self.events = str(task.get("name", "?")), list(_lines(folder / "events.jsonl"))
         self.curves: dict[str, tuple[array[float], array[float]]] = {}  # steps and values that are finite
@@ -116,6 +117,8 @@ class Recorded:
         starts = [event for event in self.events if event.get("kind") == "start"]
         for event in starts:
             yield f"{event.get('time')}, from step {event['step']:,}", str(event.get("command"))
+        if not (self.folder / "config.yaml").exists():  # a check
+            return
         words = shlex.split(str(starts[0].get("command"))) if starts else []
         script = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
         yaml = self.summary.get("config_file") or "accelerate_configs/cpu.yaml"

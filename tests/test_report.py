@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import sync_playwright
 
 from src.process import UserError
 from src.report import report_line, write_report
@@ -107,7 +107,7 @@ def test_whatever_a_run_recorded_is_text_and_no_markup(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", records, name=HOSTILE)
     (folder / "events.jsonl").write_text(json.dumps({"step": 0, "kind": "start", "command": HOSTILE, "text": HOSTILE}))
     html = page(folder)
-    assert not re.search(r"<script|<img src=x|onerror=alert\(1\)>(?!&)", html.replace("&lt;", "‹"))
+    assert not re.search(r"<script|<img src=x", html)
     assert "早上好" in html
 
 
@@ -230,7 +230,7 @@ def test_the_command_writes_it_where_it_is_told(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> Iterator[Any]:
     with sync_playwright() as playwright:
         yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
@@ -239,7 +239,7 @@ def browser() -> Iterator[Browser]:
 @pytest.mark.parametrize("mode", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1400])
 def test_a_browser_shows_it_without_javascript_a_network_or_scrolling_sideways(
-    tmp_path: Path, browser: Browser, width: int, mode: Any
+    tmp_path: Path, browser: Any, width: int, mode: Any
 ) -> None:
     """Tried with a picture from a server, with a table that does not scroll by itself, and with black text."""
     many = {f"prediction {i}": i for i in range(40)}
@@ -266,8 +266,8 @@ def test_a_browser_shows_it_without_javascript_a_network_or_scrolling_sideways(
         assert max(right) <= width
         tab.mouse.wheel(500, 0)
         assert tab.locator("h1").bounding_box()["x"] >= 0
-        screen = Image.open(io.BytesIO(tab.screenshot(clip={"x": 0, "y": 0, "width": 10, "height": 10})))
-        assert (screen.convert("L").getpixel((2, 2)) > 128) == (mode == "light")
+        corner = Image.open(io.BytesIO(tab.screenshot(clip={"x": 0, "y": 0, "width": 10, "height": 10})))
+        assert (corner.convert("L").tobytes()[0] > 128) == (mode == "light")
         context.close()
-    assert {url.partition(":")[0] for url in requests} == {"file", "data"}
+    assert [url for url in requests if not url.startswith("data:image/png;base64,")] == [f"file://{run}/report.html"] * 2
     assert messages == []
