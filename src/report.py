@@ -54,13 +54,15 @@ class Recorded:
         self.summary, self.status, self.check = (_json(folder / f"{n}.json") for n in ("summary", "status", "check"))
         self.settings = saved_settings(folder) or self.check.get("config", {})
         task, checkpoint = (self.settings.get(part) or {} for part in ("task", "checkpoint"))
-        self.task, self.events = str(task.get("name", "?")), list(_lines(folder / "events.jsonl"))
+        self.task, events = str(task.get("name", "?")), list(_lines(folder / "events.jsonl"))
+        self.starts = [event for event in events if event.get("kind") == "start"]
+        self.events = [{name: event.get(name) for name in ("time", "step", "kind", "text")} for event in events]
         self.curves: dict[str, tuple[array[float], array[float]]] = {}  # steps and values that are finite
         self.samples: dict[int, Table] = {}
         self.marks: dict[str, list[int]] = {}  # steps by what happened there
         self.step, self.results, self.tables, skipped = 0, dict[str, float](), dict[str, Table](), 0
         for event in self.events:
-            kind = str(event.get("kind")).replace("start", "resumed")
+            kind = str(event["kind"]).replace("start", "resumed")
             if event["step"] and kind not in ("end", "skipped"):
                 self.marks.setdefault(kind, []).append(event["step"])
         for record in _lines(folder / "metrics.jsonl"):
@@ -72,7 +74,7 @@ class Recorded:
                 found: dict[str, Any] = {
                     name: math.nan if v is None else v for name, v in record.items() if name.startswith("eval/")
                 }
-                self.results = {name: v for name, v in found.items() if isinstance(v, int | float)}
+                self.results = {n: v for n, v in found.items() if isinstance(v, int | float) and n != "eval/examples"}
                 self.tables = {name: v for name, v in found.items() if isinstance(v, list) and v}
                 self.samples |= {self.step: found["eval/samples"]} if "eval/samples" in self.tables else {}
             for name, value in record.items():
@@ -86,7 +88,7 @@ class Recorded:
 
     def sentence(self) -> str:
         """Return what was run and what came out."""
-        summary, results = self.summary, ", ".join(f"{_short(n)} {number(v)}" for n, v in self.metrics().items())
+        summary, results = self.summary, ", ".join(f"{_short(n)} {number(v)}" for n, v in self.results.items())
         said = f"{self.task}: not finished, recorded up to step {self.step:,}"
         if self.status.get("reason"):
             said = f"{self.task}: stopped after step {self.step:,} by {self.status['reason']}, and can be continued"
@@ -98,12 +100,9 @@ class Recorded:
             return f"{self.task}: " + ("all checks passed." if self.check.get("passed") else "checks FAILED.")
         return f"{said} gave {results}." if results else f"{said}; not evaluated."
 
-    def metrics(self) -> dict[str, float]:
-        return {name: value for name, value in self.results.items() if name != "eval/examples"}
-
     def cards(self) -> Iterator[tuple[str, str, str]]:
         """Yield title, value and a note of each figure that matters."""
-        for name, value in self.metrics().items():
+        for name, value in self.results.items():
             steps, values = self.curves.get(name, ([], []))
             best = max(range(len(values)), key=lambda i: score({name: values[i]}, name, None), default=None)
             note = "" if best is None else f"best {number(values[best])} at step {steps[best]:,.0f}"
@@ -116,12 +115,12 @@ class Recorded:
 
     def commands(self) -> Iterator[tuple[str, str]]:
         """Yield when, and by which command, the run was started; last the one that repeats it."""
-        starts = [event for event in self.events if event.get("kind") == "start"]
-        for event in starts:
-            yield f"{event.get('time')}, from step {event['step']:,}", str(event.get("command"))
+        for event in self.starts:
+            when = f"{event.get('time')}, from step {event['step']:,}, commit {event.get('commit')}"
+            yield when, str(event.get("command"))
         if not (self.folder / "config.yaml").exists():  # a check
             return
-        words = shlex.split(str(starts[0].get("command"))) if starts else []
+        words = shlex.split(str(self.starts[0].get("command"))) if self.starts else []
         script = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
         yaml = self.summary.get("config_file") or "accelerate_configs/cpu.yaml"
         again = words[:script] or ["accelerate", "launch", "--config_file", yaml, "train.py"]
@@ -162,7 +161,7 @@ def write_report(folders: list[Path], target: Path) -> None:
     chosen = [n for n in differing if n not in ("run_name", "output_dir")][:6]
     by_run = dict(zip((run.name for run in runs), settings, strict=True))
     ranking: Table = [
-        {"run": run.name, **{_short(n): v for n, v in run.metrics().items()}, "step": run.step}
+        {"run": run.name, **{_short(n): v for n, v in run.results.items()}, "step": run.step}
         | {n: by_run[run.name].get(n) for n in chosen}
         for run in runs
     ]
