@@ -71,9 +71,7 @@ class Recorded:
                 skipped = record.get("train/skipped_steps", 0)
                 self.marks.setdefault("skipped steps", []).append(self.step)
             if "eval/loss" in record:
-                found: dict[str, Any] = {
-                    name: math.nan if v is None else v for name, v in record.items() if name.startswith("eval/")
-                }
+                found: dict[str, Any] = {n: v for n, v in record.items() if n.startswith("eval/") and v is not None}
                 self.results = {n: v for n, v in found.items() if isinstance(v, int | float) and n != "eval/examples"}
                 self.tables = {name: v for name, v in found.items() if isinstance(v, list) and v}
                 self.samples |= {self.step: found["eval/samples"]} if "eval/samples" in self.tables else {}
@@ -120,12 +118,11 @@ class Recorded:
             yield when, str(event.get("command"))
         if not (self.folder / "config.yaml").exists():  # a check
             return
-        words = shlex.split(str(self.starts[0].get("command"))) if self.starts else []
-        script = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
+        script = re.match(r".*?\.py\b", str(self.starts[0].get("command"))) if self.starts else None
         yaml = self.summary.get("config_file") or "accelerate_configs/cpu.yaml"
-        again = words[:script] or ["accelerate", "launch", "--config_file", yaml, "train.py"]
-        again += ["--config", str(self.folder / "config.yaml"), f"--run_name={self.name}-again"]
-        yield "To repeat it", shlex.join(again)
+        launch = script[0] if script else f"accelerate launch --config_file {yaml} train.py"
+        again = [f"--config={self.folder / 'config.yaml'}", f"--run_name={self.name}-again"]
+        yield "To repeat it", f"{launch} {shlex.join(again)}"
 
     def shown_tables(self, room: int) -> Iterator[tuple[str, Table, int]]:
         """Yield name, rows and number of all rows of each table, in `room` characters together."""

@@ -179,7 +179,7 @@ def test_events_are_marks_and_say_how_to_repeat_the_run(tmp_path: Path) -> None:
     text = readable(page(folder))
     assert re.search(r"Loss training resumed spike skipped steps", " ".join(re.findall(r"[A-Za-z]+", text)))
     assert text.count(started) >= 2
-    assert f"accelerate launch --num_processes 2 train.py --config {folder}/config.yaml --run_name=run-again" in text
+    assert f"accelerate launch --num_processes 2 train.py --config={folder}/config.yaml --run_name=run-again" in text
 
 
 def test_the_last_evaluations_tables_are_shown_and_samples_over_time(tmp_path: Path) -> None:
