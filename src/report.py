@@ -246,7 +246,8 @@ def _short(name: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"
+    size, unit = (1, "s") if seconds < 100 else (60, "min") if seconds < 6000 else (3600, "h")
+    return f"{seconds / size:.0f} {unit}"
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
