@@ -90,7 +90,7 @@ def draw(title: str, curves: list[Curve], marks: Mapping[str, list[int]], ticks:
             place = (-0.13, 1.04)
             axes.legend(handles, labels, loc="lower left", bbox_to_anchor=place, ncols=columns, columnspacing=1.2)
         svg = io.StringIO()
-        figure.savefig(svg, format="svg", metadata={"Title": title, "Date": None})
+        figure.savefig(svg, format="svg", metadata={"Title": title})
         figure.savefig(png, dpi=200, facecolor="white")
     # without what repeats in each picture, and with coordinates to a tenth of a point
     text = re.sub(r"<metadata>.*?</metadata>|(?<=<g) id=\"[^\"]*\"", "", svg.getvalue(), flags=re.DOTALL)

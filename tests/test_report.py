@@ -78,7 +78,6 @@ def readable(html: str) -> str:
     ids=["nothing", "one record", "one evaluation", "None", "NaN", "infinite"],
 )
 def test_a_run_may_have_hardly_anything(tmp_path: Path, records: list[dict[str, Any]], says: str) -> None:
-    """Tried with values that are not finite among those that are drawn: matplotlib raises."""
     assert says in readable(page(run_folder(tmp_path / "run", records)))
 
 
@@ -122,13 +121,13 @@ def test_the_page_names_nothing_outside_itself(tmp_path: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
-    """Tried without svg.hashsalt, and with the date in the SVG."""
+    """Tried without svg.hashsalt: names within the pictures differ."""
     folder = run_folder(tmp_path / "run", [*map(training, range(1, 100)), evaluation(99, 0.5)])
     assert page(folder) == page(folder)
 
 
 def test_a_million_records_and_huge_tables_stay_below_a_megabyte(tmp_path: Path) -> None:
-    """Tried without thinning, without `fitting`, and without its cut."""
+    """Tried without `fitting`'s limit: 6 MB."""
     noise = (f'{{"step": {step}, "train/loss": {2 + step % 7}}}\n' for step in range(1, 1_000_001))
     rows = [{"text": "<" * 100_000, "label": "3"}] * 30
     pictures = [{"image": PIXEL + "A" * 50_000, "label": "3"}] * 24
