@@ -241,7 +241,7 @@ def browser() -> Iterator[Any]:
 def test_a_browser_shows_it_without_javascript_a_network_or_scrolling_sideways(
     tmp_path: Path, browser: Any, width: int, mode: Any
 ) -> None:
-    """Tried with a picture from a server, with a table that does not scroll by itself, and with black text."""
+    """Tried with a picture from a server, and with a table that does not scroll by itself."""
     many = {f"prediction {i}": i for i in range(40)}
     tables = {"mistakes": [{"image": PIXEL, "label": HOSTILE}] * 24, "confusion": [{"label": "a"} | many]}
     tables |= {"samples": [{"prompt": "w" * 3000, "continuation": HOSTILE}], "odd": [{"text": "早" * 900, "n": 1}]}
