@@ -21,6 +21,7 @@ from src.config import Config
 from src.data.loading import examples_seen
 from src.distributed import Launch, peak_memory, processes
 from src.progress import StepResult
+from src.report import report_line
 from src.run import Evaluation, Run, startup_summary
 from src.tasks.base import Table
 from src.terminal import bar, chart, fit
@@ -174,6 +175,7 @@ class Tracker:
             *(f"  {name:<10} {course}" for name, course in charts.items() if course),
             f"  model      {self.folder}/model",
             fit(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml"),
+            report_line(self.folder),
             f"  talk       python -m src.generate {folder}" if talks else None,
             f"  evaluate   python -m src.evaluate {folder}" if not talks else None,
             *(logger.closing_line() for logger in self._loggers),

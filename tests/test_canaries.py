@@ -186,5 +186,5 @@ train.main()
     run = run_command([sys.executable, "-c", code], tmp_path)
     assert run.exit_code == 7, run.stderr
     heavy = {"evaluate", "datasets", "sklearn", "transformers.modeling_utils", "peft", "pandas", "scipy", "wandb"}
-    heavy |= {"trackio", "tensorboard"}
+    heavy |= {"trackio", "tensorboard", "matplotlib"}
     assert not heavy & set(run.stdout.splitlines())

@@ -33,7 +33,9 @@ def test_the_digits_are_learnt(digits: Run) -> None:
 
 def test_exactly_these_files_are_written(digits: Run) -> None:
     assert {path.name for path in digits.folder.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "events.jsonl", "summary.json", "status.json", "checkpoints", "model", "wandb",
+        "config.yaml", "metrics.jsonl", "summary.json", "status.json", "checkpoints", "model", "wandb",
+        *(["events.jsonl"] if (PROJECT / "src/alerts.py").exists() else []),
+        *(["report.html", "report"] if (PROJECT / "src/report.py").exists() else []),
     }  # fmt: skip
     assert {path.name for path in (digits.folder / "model").iterdir()} == {"README.md", "model.safetensors"}
 

@@ -23,6 +23,7 @@ from src.check.steps import check_accumulation, check_steps
 from src.check.subject import Evaluate, Subject, TrainStep
 from src.checkpoint.format import write_json
 from src.process import lost_peers
+from src.report import report_line
 from src.run import Run
 from src.tracking import start_loggers
 
@@ -90,4 +91,4 @@ def _report(run: Run, rows: list[Row], seconds: float) -> None:
         logger.summarize({"check/passed": not failed})
         logger.finish(exit_code=1 if failed else 0)
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks passed"
-    print(f"{verdict}, in {seconds:.0f} s; {file}", flush=True)
+    print(f"{verdict}, in {seconds:.0f} s; {file}", report_line(config.folder), sep="\n", flush=True)
