@@ -16,13 +16,12 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-from accelerate.utils import set_seed
 
 from src.checkpoint.format import MANIFEST, STATE, evaluation_of, problems, read_state
+from src.checkpoint.model import config_of, load_model
 from src.checkpoint.output_folder import list_checkpoints
 from src.checkpoint.rng import absent_random_file
-from src.checkpoint.tensors import frozen_square_sum, load_tensors, read, require_same_frozen, saved_tensors
-from src.config import config_from
+from src.checkpoint.tensors import read, saved_tensors
 from src.export import export_weights, replacing
 from src.process import UserError, exit_codes
 from src.settings import flatten
@@ -58,18 +57,13 @@ def verify(paths: list[str]) -> int:
 
 
 def export(paths: list[str]) -> int:
-    """Check the checkpoint and write its model. Takes the memory of one model: the tensors are read in place."""
+    """Check the checkpoint and write its model."""
     path = _whole(paths[0], contents=True)
     folder = Path(paths[1]) if paths[1:] else path.parent.parent / f"model_{path.name}"
     if folder.exists():
         raise UserError(f"{folder}: exists already; name another folder")
-    state = read_state(path)
-    config = config_from(state.config)
-    config.task.load_data_state(state.data_state)
-    set_seed(config.seed)
-    model = config.task.build_model()
-    require_same_frozen(path, state.frozen_norm, frozen_square_sum(model).sqrt().item())
-    load_tensors(path, model)
+    config = config_of(path)
+    model = load_model(path, config)
     with replacing(folder) as unfinished:
         export_weights(config, model, model.state_dict(), evaluation_of(path), unfinished)
     print(folder)

@@ -1,4 +1,4 @@
-"""A run's model outside of the run: where it is, what its settings are, how it is loaded."""
+"""A run's model outside of the run: where it is, under which settings it was trained, how it is loaded."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from src.process import UserError
 
 
 def find_model(source: str) -> Path:
-    """Return where the model of a run's output folder is: its folder `model` or, without one, its newest checkpoint;
-    `source` may also be one of these itself. Raise a UserError if there is none, or the checkpoint is damaged."""
+    """Return the folder `model` of a run's output folder or, without one, its newest checkpoint; or `source` itself, if
+    it is such a folder. Raise a UserError if there is none, or the checkpoint is damaged."""
     path = Path(source)
-    for place in (path / "model", *list_checkpoints(path / "checkpoints"), *list_checkpoints(path), path):
+    for place in (path / "model", *list_checkpoints(path / "checkpoints"), path):
         if is_checkpoint(place) and (wrong := next(problems(place), None)):
             raise UserError(f"{place}: {wrong}")
         if any(place.glob("*.safetensors")):
@@ -25,20 +25,17 @@ def find_model(source: str) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder with a model is a checkpoint, not an export."""
+    """Return whether a folder that has a model is a checkpoint, not an export."""
     return (path / MANIFEST).exists() or (path / STATE).exists()
 
 
 def config_of(path: Path) -> Config:
-    """Return the settings of the run that a model is of; raise a UserError if they are not there."""
-    saved = read_state(path).config if is_checkpoint(path) else saved_settings(path.absolute().parent)
-    if not saved:
-        raise UserError(f"{path}: no config.yaml beside it to say how it was trained; name the run's output folder")
-    return config_from(saved)
+    """Return the settings of the run that the model is of; raise a UserError if they are not beside it."""
+    return config_from(read_state(path).config if is_checkpoint(path) else saved_settings(path.absolute().parent))
 
 
 def load_model(path: Path, config: Config) -> nn.Module:
-    """Return the model, fp32, on the CPU. A checkpoint's takes the memory of one: the tensors are read in place."""
+    """Return the model, fp32, on the CPU. A checkpoint takes the memory of one: the tensors are read in place."""
     set_seed(config.seed)
     if not is_checkpoint(path):
         return config.task.load_export(path)

@@ -38,9 +38,10 @@ def tokenize_texts(
     rows: Dataset, labels: list[int], tokenizer: PreTrainedTokenizerFast, sequence_length: int, desc: str
 ) -> Dataset:
     """Return a table of the model's inputs, made from all columns (on a second call, from the cache), with `label`,
-    `length` in tokens, and whether the text was `truncated`."""
+    `row`, `length` in tokens, and whether the text was `truncated`."""
     tokenize = partial(_tokenize, columns=rows.column_names, tokenizer=tokenizer, sequence_length=sequence_length)
-    return cached_map(rows, tokenize, f"tokenizing {desc}").add_column("label", labels)
+    tokenized = cached_map(rows, tokenize, f"tokenizing {desc}")
+    return tokenized.add_column("label", labels).add_column("row", range(len(rows)))
 
 
 def _tokenize(

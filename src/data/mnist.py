@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.datasets.mnist import MNIST, read_image_file, read_label_file
 
-from src.process import UserError
+from src.process import UserError, explained
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
@@ -81,6 +82,21 @@ def bundled_digits() -> tuple[Digits, Digits]:
     data = large.squeeze(1).round().to(torch.uint8), torch.from_numpy(labels[order]).long()
     split = len(labels) // 5
     return Digits(data[0][split:], data[1][split:]), Digits(data[0][:split], data[1][:split])
+
+
+def read_pictures(files: list[str]) -> Digits:
+    """Return pictures of digits as MNIST has them, light on black, whatever their size and colours; without labels.
+    Raise a UserError if a file is not a picture."""
+    images = []
+    for file in files:
+        with explained(f"{file}: cannot be read as a picture, ", OSError), Image.open(file) as picture:
+            paper = Image.new("RGBA", picture.size, "white")  # where the picture is transparent
+            grey = Image.alpha_composite(paper, picture.convert("RGBA")).convert("L")
+        pixels = np.asarray(grey)
+        border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+        grey = ImageOps.invert(grey) if np.median(border) > 127 else grey
+        images.append(torch.from_numpy(np.array(ImageOps.pad(grey, (28, 28)))))
+    return Digits(torch.stack(images), torch.full((len(files),), -100))
 
 
 def _download(data_dir: str) -> None:

@@ -45,8 +45,9 @@ class TextSource(Settings):
     """Split to evaluate on; null: validation, dev or test where there is one, else a part of train_split."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of train_split that is kept for evaluation if there is no split for it."""
-    eval_from: Literal["random", "last"] = "random"
-    """Which share: rows drawn with split_seed, or the last ones. A single document is always cut near its end."""
+    eval_from: Literal["random", "last", "all"] = "random"
+    """Which share: rows drawn with split_seed, or the last ones. A single document is always cut near its end. all: not
+    a share, but all that is trained on, as src.evaluate has it for other data."""
     split_seed: NonNegativeInt = 0
     """Seed of that draw; not the run's seed, so that runs with other seeds evaluate on the same rows."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
@@ -139,6 +140,8 @@ class TextSource(Settings):
     def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
         """Return `rows` split in two: one part to train on, one to evaluate on. Raise a UserError if there are too few
         rows."""
+        if self.eval_from == "all":
+            return rows, rows
         size = round(len(rows) * self.eval_fraction)
         if not 0 < size < len(rows):
             says = f"{len(rows)} rows are too few to keep {self.eval_fraction:g} of them for evaluation"

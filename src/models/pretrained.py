@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -47,6 +47,7 @@ class ModelSource(Settings):
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
+    model_settings: ClassVar[tuple[str, ...]] = ("model", "revision", "dropout", "lora")
     _new_weights: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     def model_errors(self) -> Iterator[str]:

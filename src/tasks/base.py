@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from src.process import UserError
 from src.settings import Settings
 
 
@@ -25,6 +27,19 @@ Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON. A cell that begins with `data:image/png;base64,` is a picture."""
 
 
+def label_columns(outputs: dict[str, Tensor], labels: list[str]) -> dict[str, list[Any]]:
+    """Return the columns of a classifier's predictions. `outputs` are predictions and references, shape (examples,),
+    int64, and probabilities, shape (examples, labels); where a label is not known, the reference is negative."""
+    names = [*labels, None]
+    named = {
+        "label": [names[max(i, -1)] for i in outputs["references"].tolist()],
+        "prediction": [names[i] for i in outputs["predictions"].tolist()],
+    }
+    return named | {
+        f"probability_{n}": column.tolist() for n, column in zip(labels, outputs["probabilities"].T, strict=True)
+    }
+
+
 class Task(Settings, ABC):
     """Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
     (`--task.<field>`). All methods but `metrics`, `tables` and `export` are called on every process."""
@@ -33,6 +48,8 @@ class Task(Settings, ABC):
     """The task to train."""
     metric_names: ClassVar[tuple[str, ...] | None] = None
     """Names that `metrics` returns, so that settings that name one are checked at the start; None: not known then."""
+    model_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings, or groups of them, that an evaluation of a trained model must not change."""
 
     def validation_errors(self) -> Iterator[str]:
         """Yield what no single field can tell, one line each, before anything is loaded: settings that contradict each
@@ -72,7 +89,7 @@ class Task(Settings, ABC):
         return {}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
-        """Restore what `data_state` returned, in place of `build_datasets`."""
+        """Restore what `data_state` returned, in place of `build_datasets`, or before it, to evaluate on other data."""
 
     def fingerprint(self, dataset: Any) -> str:
         """Return a string that changes when the examples or their order do; empty: unknown. A run refuses to resume on
@@ -157,6 +174,20 @@ class Task(Settings, ABC):
         """Write what `export` would from a sharded model, on all processes, none of which then has to hold the whole of
         it. Return False, before anything is written, if that is not possible. Collective."""
         return False
+
+    def load_export(self, folder: Path) -> nn.Module:
+        """Return the model that `export` wrote, fp32, on the CPU; restore of `data_state` what an evaluation needs."""
+        model = self.build_model()
+        load_model(model, folder / "model.safetensors")
+        return model
+
+    def unlabelled(self, inputs: list[str]) -> Examples:
+        """Return examples made of what is to be predicted, such as names of files; where the label would be, -100."""
+        raise UserError(f"{inputs[0]}: the task {self.name} has no prediction for it, only for the data of task.*")
+
+    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
+        """Return the columns of predictions.parquet, a row for each example. The arguments are those of `tables`."""
+        return {name: values.tolist() for name, values in outputs.items()}
 
     def card(self) -> dict[str, Any]:
         """Return metadata for the model card: fields of huggingface_hub.ModelCardData, such as license or tags."""

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
@@ -77,6 +78,7 @@ class CausalLM(TextSource, ModelSource, Task):
     sample_temperature: NonNegativeFloat = 0.8
     """Temperature to sample at; 0: the likeliest token each time."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
+    model_settings: ClassVar[tuple[str, ...]] = (*ModelSource.model_settings, "architecture", "tokenizer")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
     _attention: str = PrivateAttr("sdpa")
 
@@ -224,7 +226,7 @@ class CausalLM(TextSource, ModelSource, Task):
 
     def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
         column = self._row_format.text
-        if column is None or len(rows) > 1:
+        if column is None or len(rows) > 1 or self.eval_from == "all":
             return super().split(rows)
         length = len(rows[0][column])
         cut = round(length * (1 - self.eval_fraction))
@@ -303,6 +305,13 @@ class CausalLM(TextSource, ModelSource, Task):
             "loss_by_length": _rows("tokens", [f"<= {end}" for end in ends], outputs["by_length"]),
         }
 
+    def predictions(self, outputs: dict[str, Tensor], dataset: Sequences) -> dict[str, list[Any]]:
+        sequences = dataset.__getitems__(list(range(len(dataset))))
+        texts = [self._tokenizer.decode(np.concatenate([c["input_ids"] for c in chunks])) for chunks in sequences]
+        targets = outputs["targets"]
+        means = {"loss": outputs["nats"] / targets, "accuracy": outputs["correct"] / targets}
+        return {"text": texts, "targets": targets.tolist()} | {name: mean.tolist() for name, mean in means.items()}
+
     def report(self, model: Any, device: torch.device) -> dict[str, Table]:
         samples = [{"prompt": p, "continuation": self._continuation(model, p, device)} for p in self.sample_prompts]
         return {"samples": samples} if samples else {}
@@ -339,6 +348,11 @@ class CausalLM(TextSource, ModelSource, Task):
         save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
             save_merged(self._build_lm(), self._tokenizer, weights, folder / "merged")
+
+    def load_export(self, folder: Path) -> LanguageModel:
+        with explained(f"{folder}: cannot be loaded, "):
+            lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # with adapters, if it has any
+        return LanguageModel(lm, self._small_model, self._attention)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         has_adapters = self.lora.r is not None

@@ -18,11 +18,13 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 from src.data.classification import label_names, length_grouped, sorted_labels, tokenize_texts
 from src.data.text import ColumnKind, TextSource, table_checksum
 from src.models.lean import NewWeights
+from src.models.lora import Lora
 from src.models.pretrained import ModelSource, check_fit, fsdp_blocks, save, save_merged, save_sharded
 from src.process import UserError
 from src.tasks import load_metric
 from src.tasks.base import Table, Task
 from src.tasks.tables import label_tables
+from src.tasks.base import Task, label_columns
 
 SHOWN = 20
 """Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
@@ -48,6 +50,7 @@ class TextClassification(TextSource, ModelSource, Task):
     pad_token: str | None = None
     """A token to pad with where the tokenizer has none of its own."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
+    model_settings: ClassVar[tuple[str, ...]] = (*ModelSource.model_settings, "pad_token")
     _labels: list[str] = PrivateAttr(default_factory=list)
     _texts: Dataset = PrivateAttr()
 
@@ -73,15 +76,16 @@ class TextClassification(TextSource, ModelSource, Task):
         return train, evaluation.select(by_length)  # batches of similar lengths need less padding
 
     def _label_ids(self, train: list[str], evaluation: list[str]) -> tuple[list[int], list[int]]:
-        """Return the labels of both parts as positions among the training data's, which are kept."""
-        names = sorted_labels(train)
+        """Return the labels of both parts as positions among those that the model was trained on, or else among the
+        training data's, which are kept."""
+        names = self._labels or sorted_labels(train)
         known: dict[Any, Any] = self._config.label2id or {}
         if set(names) == set(known):  # a head that knows them keeps its order
             names = sorted(names, key=known.__getitem__)
         where = f"task.label_column={self.label_column}"
         if len(names) < 2:
             raise UserError(f"{where}: all rows to train on have the same label, {names[0]}")
-        if unseen := ", ".join(sorted(set(evaluation) - set(names))):
+        if unseen := ", ".join(sorted({*train, *evaluation} - set(names))):
             says = f"is in the data to evaluate on, but not in the data to train on ({', '.join(names)})"
             raise UserError(f"{where}: {unseen} {says}")
         self._labels, ids = names, {name: i for i, name in enumerate(names)}
@@ -202,8 +206,21 @@ class TextClassification(TextSource, ModelSource, Task):
         else:
             save(model, self._tokenizer, weights, folder)
 
+    def load_export(self, folder: Path) -> Any:
+        self.model, self.revision, self.lora = str(folder), None, Lora()  # adapters were added to the weights
+        self._labels = list((self._config.id2label or {}).values())
+        return self.build_model()
+
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         return save_sharded(model, self._tokenizer, folder, accelerator)
+
+    def unlabelled(self, inputs: list[str]) -> Dataset:
+        self._texts = Dataset.from_dict({self.text_column: inputs})
+        labels = [-100] * len(inputs)
+        return tokenize_texts(self._texts, labels, self._tokenizer, self.sequence_length, "texts")
+
+    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
+        return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}
 
     def card(self) -> dict[str, Any]:
         return {"pipeline_tag": "text-classification", **self.model_card(), **self.source_card()}

@@ -1,0 +1,92 @@
+"""Evaluate a trained model, as its training did: prints the metrics, and writes what it says of each example.
+
+Settings of the task name other data: --task.dataset=other.tsv, all of which counts unless it has an evaluation split.
+Computes in fp32, on a GPU if there is one; as trained in bf16: accelerate launch --mixed_precision bf16 -m src.evaluate
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from pyarrow import parquet
+from torch import Tensor, nn
+
+from src.checkpoint.model import config_of, find_model, load_model
+from src.config import RENAMED, Config
+from src.data.loading import fetch
+from src.process import UserError, exit_codes
+from src.settings import flatten, read_arguments, validate
+from src.tasks.base import Examples, Task
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser("python -m src.evaluate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("source", help="a run's output folder, its model, or a checkpoint")
+    parser.add_argument("inputs", nargs="*", help="pictures of digits, or texts, to predict instead of evaluating")
+    parser.add_argument("--output", type=Path, help="file for the predictions; predictions.parquet beside the model")
+    options, settings = parser.parse_known_args(argv)
+    path = find_model(options.source)
+    config = _with_settings(config_of(path), settings, needs_data=not options.inputs)
+    output = options.output or (None if options.inputs else path.with_name("predictions.parquet"))
+    if output and output.exists():
+        raise UserError(f"{output}: exists already; name another file by --output=")
+    task, model = config.task, load_model(path, config)
+    dataset = task.unlabelled(options.inputs) if options.inputs else task.build_datasets()[1]
+    loss, outputs = evaluate(task, model, dataset, config.micro_batch(1))
+    columns = task.predictions(outputs, dataset)
+    for row, name in enumerate(options.inputs):
+        print(name, json.dumps({key: values[row] for key, values in columns.items() if values[row] is not None}))
+    if not options.inputs:
+        metrics = {"loss": loss, "examples": len(dataset), **task.metrics(outputs)}
+        print(json.dumps({f"eval/{name}": value for name, value in metrics.items()}, indent=2))
+    if output:
+        unfinished = output.with_name(f"tmp_{output.name}")
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pa.table(columns), unfinished)
+        unfinished.rename(output)
+        print(f"predictions: {output}", file=sys.stderr)
+
+
+def _with_settings(config: Config, arguments: list[str], needs_data: bool) -> Config:
+    """Return `config` with other settings of its task. Raise a UserError if they have mistakes, one per line, or would
+    change the model."""
+    mistakes: list[str] = []
+    values, written = read_arguments(arguments, mistakes)
+    saved = dict(flatten(config.model_dump(mode="json")))
+    if "task.dataset" in values and "task.eval_from" in saved:
+        saved["task.eval_from"] = "all"
+    new, bad = validate(type(config), saved | values, written, mistakes, RENAMED)
+    assert isinstance(new, Config)
+    for name, how in written.items():
+        group, _, setting = name.partition(".")
+        if group != "task" or setting.partition(".")[0] in new.task.model_settings:
+            mistakes.append(f"{how}: does not say which data to evaluate on, as other settings of the task do")
+    if needs_data and not bad:
+        mistakes.extend(new.task.validation_errors())
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return new
+
+
+@torch.no_grad()
+def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss over the targets, and what Task.evaluate returned of each example by name, on the CPU."""
+    accelerator = Accelerator()
+    model = accelerator.prepare_model(model, evaluation_mode=True).eval()
+    total, num_targets, found = 0.0, 0, []
+    for start in range(0, len(dataset), batch_size):
+        batch = fetch(task, dataset, list(range(start, min(start + batch_size, len(dataset)))))
+        loss, targets, outputs = task.evaluate(model, send_to_device(batch, accelerator.device))
+        total, num_targets = total + float(loss), num_targets + int(targets)
+        found.append({name: output.cpu() for name, output in outputs.items()})
+    return total / max(num_targets, 1), {name: torch.cat([batch[name] for batch in found]) for name in found[0]}
+
+
+if __name__ == "__main__":
+    with exit_codes("evaluate"):
+        main(sys.argv[1:])

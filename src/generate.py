@@ -1,0 +1,120 @@
+"""Continue a prompt with a trained language model, or chat with it, on a GPU if there is one.
+
+Without --prompt it reads lines until Ctrl-D: a chat with its history if there is a chat template, otherwise each line
+is continued by itself.
+"""
+
+import signal
+import sys
+
+if __name__ == "__main__":  # during the imports, which take seconds, Ctrl-C has nothing to clean up
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+from accelerate.utils import set_seed
+
+from src.checkpoint.model import config_of, find_model, is_checkpoint, load_model
+from src.data.byte_tokenizer import CHAT_TEMPLATE
+from src.export import export_weights
+from src.models.pretrained import max_length
+from src.process import UserError, exit_codes, explained
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser("python -m src.generate", description=__doc__)
+    parser.add_argument("source", help="a run's output folder, a model or adapters that it exported, or a checkpoint")
+    parser.add_argument("--prompt", help="text to continue; where there is a chat template, a message to answer")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="most tokens to generate; 256")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token each time; 0.8")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; 0")
+    options = parser.parse_args(argv)
+    if options.prompt == "":
+        raise UserError("--prompt is empty")
+    model, tokenizer = load(options.source)
+    is_chat = tokenizer.chat_template not in (None, CHAT_TEMPLATE)  # any model on bytes has that one
+    lines: Iterable[str] = [options.prompt]
+    if options.prompt is None:
+        print("a chat" if is_chat else "no chat template: each line is continued by itself", "(Ctrl-D ends it)")
+        lines = filter(str.strip, iter(partial(input, "> "), None))
+    chat: list[dict[str, str]] = []
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the output may have enough of it
+    with explained("", ValueError):  # of the options' values
+        set_seed(options.seed)
+        for line in lines:
+            chat = [*chat, {"role": "user", "content": line}] if is_chat else [{"content": line}]
+            tokens = encode(chat, tokenizer, is_chat, max_length(model.config, tokenizer))
+            answer = generate(model, tokenizer, tokens, options.max_new_tokens, options.temperature)
+            chat.append({"role": "assistant", "content": answer})
+
+
+def load(source: str) -> tuple[Any, Any]:
+    """Return a language model and its tokenizer, as transformers loads what a run exported, or would export of a
+    checkpoint. Raise a UserError if it is none."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder = find_model(source)
+    with tempfile.TemporaryDirectory() as exported:
+        if is_checkpoint(folder):
+            config = config_of(folder)
+            trained = load_model(folder, config)
+            folder = Path(exported)
+            export_weights(config, trained, trained.state_dict(), {}, folder)
+        adapters = folder / "adapter_config.json"
+        if not adapters.is_file() and not (folder / "config.json").is_file():
+            raise UserError(f"{source}: not a language model; python -m src.evaluate takes other models")
+        with explained(f"{source}: cannot be loaded, "):
+            base_revision = json.loads(adapters.read_text())["revision"] if adapters.is_file() else None
+            auto: Any = transformers.AutoModelForCausalLM
+            model, found = auto.from_pretrained(folder, revision=base_revision, output_loading_info=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if found["missing_keys"]:
+        raise UserError(f"{source}: not a language model; python -m src.evaluate takes other models")
+    return model.to(PartialState().device).eval(), tokenizer
+
+
+def encode(chat: list[dict[str, str]], tokenizer: Any, is_chat: bool, limit: int) -> torch.Tensor:
+    """Return the tokens of a chat that is to be answered, or of a text, shape (1, tokens), int64. If there are `limit`
+    or more, the oldest questions and answers are taken out of it; raise a UserError if one question is too long."""
+    text = chat[0]["content"]
+    if is_chat:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(text, add_special_tokens=not is_chat, return_tensors="pt")["input_ids"]
+    if tokens.shape[1] < limit:
+        return tokens
+    if len(chat) == 1:
+        raise UserError(f"the prompt has {tokens.shape[1]} tokens, and the model sees at most {limit}: shorten it")
+    del chat[:2]
+    return encode(chat, tokenizer, is_chat, limit)
+
+
+def generate(model: Any, tokenizer: Any, tokens: torch.Tensor, max_new_tokens: int, temperature: float) -> str:
+    """Print the continuation as it comes, and return it."""
+    output = model.generate(
+        tokens.to(model.device),
+        attention_mask=torch.ones_like(tokens, device=model.device),
+        max_new_tokens=min(max_new_tokens, max_length(model.config, tokenizer) - tokens.shape[1]),
+        streamer=transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        do_sample=temperature != 0,
+        temperature=temperature or None,
+    )
+    return str(tokenizer.decode(output[0, tokens.shape[1] :], skip_special_tokens=True))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with exit_codes("generate"):
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            main(sys.argv[1:])
+            sys.exit()
+        print()
