@@ -45,10 +45,8 @@ def main(argv: list[str]) -> None:
         metrics = {"loss": loss, "examples": len(dataset), **task.metrics(outputs)}
         print(json.dumps({f"eval/{name}": value for name, value in metrics.items()}, indent=2))
     if output:
-        unfinished = output.with_name(f"tmp_{output.name}")
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pa.table(columns), unfinished)
-        unfinished.rename(output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pa.table(columns), output)
         print(f"predictions: {output}", file=sys.stderr)
 
 

@@ -23,6 +23,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import set_seed
+from torch import Tensor
 
 from src.checkpoint.model import config_of, find_model, is_checkpoint, load_model
 from src.data.byte_tokenizer import CHAT_TEMPLATE
@@ -51,9 +52,11 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the output may have enough of it
     with explained("", ValueError):  # of the options' values
         set_seed(options.seed)
-        for line in lines:
-            chat = [*chat, {"role": "user", "content": line}] if is_chat else [{"content": line}]
-            tokens = encode(chat, tokenizer, is_chat, max_length(model.config, tokenizer))
+        for text in lines:
+            chat.append({"role": "user", "content": text})
+            if is_chat:
+                text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            tokens = tokenizer(text, add_special_tokens=not is_chat, return_tensors="pt")["input_ids"]
             answer = generate(model, tokenizer, tokens, options.max_new_tokens, options.temperature)
             chat.append({"role": "assistant", "content": answer})
 
@@ -71,44 +74,33 @@ def load(source: str) -> tuple[Any, Any]:
             folder = Path(exported)
             export_weights(config, trained, trained.state_dict(), {}, folder)
         adapters = folder / "adapter_config.json"
-        if not adapters.is_file() and not (folder / "config.json").is_file():
-            raise UserError(f"{source}: not a language model; python -m src.evaluate takes other models")
-        with explained(f"{source}: cannot be loaded, "):
+        with explained(f"{source}: not a language model, ", (OSError, ValueError)):
             base_revision = json.loads(adapters.read_text())["revision"] if adapters.is_file() else None
             auto: Any = transformers.AutoModelForCausalLM
             model, found = auto.from_pretrained(folder, revision=base_revision, output_loading_info=True)
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     if found["missing_keys"]:
-        raise UserError(f"{source}: not a language model; python -m src.evaluate takes other models")
+        raise UserError(f"{source}: not a language model, it lacks {min(found['missing_keys'])}")
     return model.to(PartialState().device).eval(), tokenizer
 
 
-def encode(chat: list[dict[str, str]], tokenizer: Any, is_chat: bool, limit: int) -> torch.Tensor:
-    """Return the tokens of a chat that is to be answered, or of a text, shape (1, tokens), int64. If there are `limit`
-    or more, the oldest questions and answers are taken out of it; raise a UserError if one question is too long."""
-    text = chat[0]["content"]
-    if is_chat:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    tokens = tokenizer(text, add_special_tokens=not is_chat, return_tensors="pt")["input_ids"]
-    if tokens.shape[1] < limit:
-        return tokens
-    if len(chat) == 1:
-        raise UserError(f"the prompt has {tokens.shape[1]} tokens, and the model sees at most {limit}: shorten it")
-    del chat[:2]
-    return encode(chat, tokenizer, is_chat, limit)
-
-
-def generate(model: Any, tokenizer: Any, tokens: torch.Tensor, max_new_tokens: int, temperature: float) -> str:
-    """Print the continuation as it comes, and return it."""
+def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, temperature: float) -> str:
+    """Print the continuation of `tokens`, shape (1, tokens), int64, as it comes, and return it. Raise a UserError if
+    there is no room for any."""
+    length, limit = tokens.shape[1], max_length(model.config, tokenizer)
+    if length >= limit:
+        raise UserError(
+            f"{length} tokens, with all that was said before, and the model sees at most {limit}: write less"
+        )
     output = model.generate(
         tokens.to(model.device),
         attention_mask=torch.ones_like(tokens, device=model.device),
-        max_new_tokens=min(max_new_tokens, max_length(model.config, tokenizer) - tokens.shape[1]),
+        max_new_tokens=min(max_new_tokens, limit - length),
         streamer=transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         do_sample=temperature != 0,
         temperature=temperature or None,
     )
-    return str(tokenizer.decode(output[0, tokens.shape[1] :], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0, length:], skip_special_tokens=True))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ def is_checkpoint(path: Path) -> bool:
 
 def config_of(path: Path) -> Config:
     """Return the settings of the run that the model is of; raise a UserError if they are not beside it."""
-    return config_from(read_state(path).config if is_checkpoint(path) else saved_settings(path.absolute().parent))
+    saved = read_state(path).config if is_checkpoint(path) else saved_settings(path.absolute().parent)
+    if not saved:
+        raise UserError(f"{path}: there is no config.yaml beside it, as in a run's output folder")
+    return config_from(saved)
 
 
 def load_model(path: Path, config: Config) -> nn.Module:

@@ -28,16 +28,13 @@ Table = list[dict[str, Any]]
 
 
 def label_columns(outputs: dict[str, Tensor], labels: list[str]) -> dict[str, list[Any]]:
-    """Return the columns of a classifier's predictions. `outputs` are predictions and references, shape (examples,),
-    int64, and probabilities, shape (examples, labels); where a label is not known, the reference is negative."""
-    names = [*labels, None]
-    named = {
-        "label": [names[max(i, -1)] for i in outputs["references"].tolist()],
-        "prediction": [names[i] for i in outputs["predictions"].tolist()],
-    }
-    return named | {
-        f"probability_{n}": column.tolist() for n, column in zip(labels, outputs["probabilities"].T, strict=True)
-    }
+    """Return the columns of a classifier's predictions. `labels` are the names, `outputs` predictions and references
+    (negative: not known), shape (examples,), int64, and probabilities, shape (examples, labels)."""
+    columns = {"label": outputs["references"], "prediction": outputs["predictions"]}
+    named = {name: [labels[i] if i >= 0 else None for i in ids.tolist()] for name, ids in columns.items()}
+    return named | dict(
+        zip((f"probability_{label}" for label in labels), outputs["probabilities"].T.tolist(), strict=True)
+    )
 
 
 class Task(Settings, ABC):

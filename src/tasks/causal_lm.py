@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt, PrivateAttr
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, logging
 
 from src.data.byte_tokenizer import byte_tokenizer
 from src.data.documents import Chunker, RowFormat, cut_texts
@@ -350,6 +350,7 @@ class CausalLM(TextSource, ModelSource, Task):
             save_merged(self._build_lm(), self._tokenizer, weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
+        logging.disable_progress_bar()
         with explained(f"{folder}: cannot be loaded, "):
             lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # with adapters, if it has any
         return LanguageModel(lm, self._small_model, self._attention)

@@ -1,0 +1,123 @@
+"""python -m src.evaluate: metrics, predictions, pictures, and a task of one's own."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, ImageOps
+
+from src.data.mnist import bundled_digits
+from src.evaluate import main
+from src.process import exit_codes
+from tests.faults.runs import EACH_STEP
+from tests.launching import Run, Whole
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
+
+
+class Tool:
+    """Runs the tool in this process, which has imported what it needs."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str | Path) -> Run:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended, exit_codes("evaluate"):
+            sys.exit(main([*map(str, arguments)]))
+        return Run(int(ended.value.code or 0), *self._capsys.readouterr(), Path())
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
+    return Tool(capsys)
+
+
+@pytest.fixture(scope="module")
+def run(whole: Whole) -> Run:
+    return whole("fsdp", *EACH_STEP)
+
+
+@pytest.mark.parametrize("part", ["", "model", "checkpoints/step_00000030", "checkpoints"])
+def test_the_metrics_are_the_trainings_own(tool: Tool, run: Run, tmp_path: Path, part: str) -> None:
+    """Of the export and of a checkpoint of FSDP on two processes. Tried without loading the weights: chance."""
+    source = run.folder / part
+    if part == "checkpoints":  # a run that has nothing else
+        source = tmp_path / "run"
+        source.mkdir()
+        (source / part).symlink_to(run.folder / part)
+    output = tmp_path / "new" / "predictions.parquet"
+    metrics = json.loads(tool(source, f"--output={output}").succeeded().stdout)
+    assert metrics == pytest.approx({name: run.summary[name] for name in metrics}, rel=1e-6)
+    assert set(metrics) == {"eval/loss", "eval/examples", "eval/accuracy"}
+    table = pq.read_table(output).to_pydict()
+    assert table["index"] == list(range(359))
+    assert table["label"] == [str(label) for label in bundled_digits()[1].labels.tolist()]
+    assert np.mean(np.equal(table["label"], table["prediction"])) == metrics["eval/accuracy"]
+    probabilities = np.array([table[f"probability_{digit}"] for digit in range(10)])
+    assert probabilities.sum(0) == pytest.approx(1)
+    assert [str(digit) for digit in probabilities.argmax(0)] == table["prediction"]
+
+
+def test_pictures_of_any_size_and_colours(tool: Tool, run: Run, tmp_path: Path) -> None:
+    """Tried without inverting, without making them smaller, and with what is transparent as black."""
+    images, expected = (
+        bundled_digits()[1].images[:20].numpy(),
+        [str(n) for n in bundled_digits()[1].labels[:20].tolist()],
+    )
+    for i, image in enumerate(map(Image.fromarray, images)):
+        image.save(tmp_path / f"{i:02}_small.png")
+        large = ImageOps.invert(image).resize((280, 280))
+        large.convert("RGB").save(tmp_path / f"{i:02}_on_white.png")
+        clear = Image.new("RGBA", (280, 280), "black")
+        clear.putalpha(ImageOps.invert(large))
+        clear.save(tmp_path / f"{i:02}_transparent.png")
+    files = sorted(tmp_path.glob("*.png"))
+    lines = tool(run.folder, *files).succeeded().stdout.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [str(file) for file in files]
+    found = [json.loads(line.partition(" ")[2]) for line in lines]
+    assert "label" not in found[0]
+    assert sum(value for name, value in found[0].items() if name.startswith("probability_")) == pytest.approx(1)
+    predictions = [row["prediction"] for row in found]
+    for kind in range(3):
+        assert np.mean(np.equal(predictions[kind::3], expected)) >= 0.85
+    assert list(tmp_path.glob("*.parquet")) == []
+
+
+def test_nothing_is_overwritten(tool: Tool, run: Run, tmp_path: Path) -> None:
+    """Nor is it computed in vain. Tried without: a new file."""
+    output = tmp_path / "predictions.parquet"
+    output.write_text("mine")
+    refused = tool(run.folder, f"--output={output}")
+    assert refused.exit_code == 2
+    assert refused.stderr == f"evaluate: {output}: exists already; name another file by --output=\n"
+    assert output.read_text() == "mine"
+
+
+def test_all_mistakes_at_once(tool: Tool, run: Run) -> None:
+    refused = tool(run.folder, "--task.source=digts", "--task.sorce=digits", "--seed=3", "--task.name=sst2", "--bla")
+    assert refused.exit_code == 2
+    assert refused.stderr.splitlines() == [
+        "evaluate: --bla: not understood; settings are written --name=value",
+        "evaluate: --task.sorce=digits: unknown setting, did you mean task.source?",
+        "evaluate: --task.name=sst2: must be 'mnist'",
+        "evaluate: --task.source=digts: must be 'mnist' or 'digits'",
+        "evaluate: --seed=3: does not say which data to evaluate on, as other settings of the task do",
+    ]
+
+
+def test_what_is_no_model_or_no_picture_is_one_line(tool: Tool, run: Run, tmp_path: Path) -> None:
+    """Tried without: tracebacks."""
+    nothing = tool(tmp_path / "nothing")
+    says = "neither a run's output folder, nor a model, nor a checkpoint"
+    assert (nothing.exit_code, nothing.stderr) == (2, f"evaluate: {tmp_path}/nothing: {says}\n")
+    (tmp_path / "digit.png").write_text("7")
+    for name, says in (("digit.png", "cannot identify image file"), ("absent.png", "No such file")):
+        refused = tool(run.folder, tmp_path / name)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith(f"evaluate: {tmp_path / name}: cannot be read as a picture, ")
+        assert says in refused.stderr
+        assert refused.stderr.count("\n") == 1
