@@ -1,0 +1,112 @@
+"""python -m src.evaluate, of transformers."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from src.checkpoint.output_folder import saved_settings
+from src.evaluate import main
+from src.process import UserError
+from tests.launching import Launch, Run
+from tests.text import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
+PARTS = ["model", "checkpoints/step_00000006"]
+ARGUMENTS = (
+    "--max_steps=6",
+    "--global_batch_size=4",
+    "--task.sequence_length=64",
+    "--optim.lr=0.01",
+    "--task.lora.r=4",
+)
+
+
+@pytest.fixture(scope="module")
+def language_model(launch: Launch, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    data = tiny.questions(tmp_path_factory.mktemp("data") / "questions.jsonl")
+    task = ("--task.name=causal_lm", f"--task.model={models}/llama", f"--task.dataset={data}")
+    return launch("fsdp", *task, *ARGUMENTS, processes=2).succeeded()
+
+
+@pytest.fixture(scope="module")
+def classifier(launch: Launch, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    data = tiny.reviews(tmp_path_factory.mktemp("data") / "reviews")
+    task = ("--task.name=text_classification", f"--task.model={models}/bert", f"--task.dataset={data}")
+    return launch("fsdp", *task, *ARGUMENTS, processes=2).succeeded()
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, float]:
+    capsys.readouterr()
+    main([*map(str, arguments)])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_language_models_metrics_are_the_trainings_own(
+    language_model: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+) -> None:
+    """Of adapters. Tried without loading them: another loss."""
+    output = tmp_path / "predictions.parquet"
+    metrics = evaluated(capsys, language_model.folder / part, f"--output={output}")
+    assert metrics == pytest.approx({name: language_model.summary[name] for name in metrics}, rel=1e-6)
+    assert {"eval/loss", "eval/perplexity", "eval/bits_per_byte", "eval/accuracy"} < set(metrics)
+    table = pq.read_table(output).to_pydict()
+    assert len(table["text"]) == metrics["eval/examples"]
+    assert "Q: " in table["text"][0]
+    nats = sum(loss * n for loss, n in zip(table["loss"], table["targets"], strict=True))
+    assert nats / sum(table["targets"]) == pytest.approx(metrics["eval/loss"])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_classifiers_metrics_are_the_trainings_own(
+    classifier: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+) -> None:
+    output = tmp_path / "predictions.parquet"
+    metrics = evaluated(capsys, classifier.folder / part, f"--output={output}")
+    assert metrics == pytest.approx({name: classifier.summary[name] for name in metrics}, rel=1e-6)
+    assert {"eval/loss", "eval/accuracy", "eval/f1", "eval/matthews_correlation"} < set(metrics)
+    rows = sorted(pq.read_table(output).to_pylist(), key=lambda row: row["row"])
+    file = Path(saved_settings(classifier.folder)["task"]["dataset"]) / "dev.tsv"
+    assert [f"{row['text']}\t{row['label']}" for row in rows] == file.read_text().splitlines()[1:]
+    for row in rows:
+        assert row["prediction"] == max(("falling", "rising"), key=lambda label: row[f"probability_{label}"])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_all_rows_of_another_file_count(
+    classifier: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+) -> None:
+    """Its labels need not be all, and keep their numbers. Tried without: a tenth of the rows; one label is refused."""
+    other = tmp_path / "other.tsv"
+    other.write_text("text\tlabel\n" + "of the and\trising\n" * 30)
+    output = tmp_path / "predictions.parquet"
+    metrics = evaluated(capsys, classifier.folder / part, f"--output={output}", f"--task.dataset={other}")
+    assert metrics["eval/examples"] == 30
+    predictions = pq.read_table(output).to_pydict()
+    assert set(predictions["label"]) == {"rising"}
+    assert metrics["eval/accuracy"] == (predictions["prediction"][0] == "rising")
+    main([f"{classifier.folder / part}", "of the and"])
+    name, _, found = capsys.readouterr().out.splitlines()[-1].partition(" {")
+    assert name == "of the and"
+    single = json.loads("{" + found)
+    assert single["prediction"] == predictions["prediction"][0]
+    assert single["probability_rising"] == pytest.approx(predictions["probability_rising"][0])
+    other.write_text("text\tlabel\nof the and\trising\nof\tflat\n")
+    with pytest.raises(UserError, match="flat is in the data to evaluate on, but not in the data to train on"):
+        main([str(classifier.folder / part), f"--output={tmp_path}/x", f"--task.dataset={other}"])
+
+
+def test_what_would_be_another_model_is_refused(classifier: Run, language_model: Run, models: Path) -> None:
+    """With all other mistakes. Tried without: what was trained was left out."""
+    with pytest.raises(UserError) as error:
+        main([str(classifier.folder), f"--task.model={models}/llama", "--task.lora.r=8", "--task.dataset=nowhere.tsv"])
+    other = "does not say which data to evaluate on, as other settings of the task do"
+    assert str(error.value).splitlines() == [
+        f"--task.model={models}/llama: {other}",
+        f"--task.lora.r=8: {other}",
+        "task.dataset=nowhere.tsv: no such file or folder",
+    ]
+    with pytest.raises(UserError, match="--task.tokenizer=bytes: does not say which data"):
+        main([str(language_model.folder), "--task.tokenizer=bytes"])
