@@ -1,8 +1,10 @@
 """Adding a task is one file and one line: here a copy of the project gets one, and trains it under FSDP."""
 
+import json
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.launching import PROJECT, Launch
@@ -109,6 +111,19 @@ def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: La
     again = launch("cpu", *arguments, better, project=project, folder=run.folder).succeeded()
     assert "after step 13, from" in again.stdout
     assert [record["step"] for record in again.records if "eval/loss" in record] == [13, 26]
+
+
+def test_it_is_evaluated_outside_of_its_run_without_a_line_more(launch: Launch, project: Path) -> None:
+    """From its export, and from a checkpoint of FSDP."""
+    (project / "evaluate_it.py").write_text("import sys\nfrom src.evaluate import main\nmain(sys.argv[1:])\n")
+    run = launch("fsdp", *ARGUMENTS, project=project, processes=2).succeeded()
+    for part in ("model", "checkpoints/step_00000052"):
+        words = (str(run.folder / part), f"--output={run.folder}/{part.partition('/')[0]}.parquet")
+        done = launch("cpu", *words, project=project, script="evaluate_it.py").succeeded()
+        metrics = json.loads(done.stdout)
+        assert metrics == pytest.approx({name: run.summary[name] for name in metrics}, rel=1e-6)
+        table = pq.read_table(words[1].removeprefix("--output=")).to_pydict()
+        assert {name: len(column) for name, column in table.items()} == {"predictions": 97, "references": 97}
 
 
 def test_its_settings_are_checked_and_documented_like_any(launch: Launch, project: Path) -> None:

@@ -20,7 +20,10 @@ from src.process import UserError
 from tests.launching import PROJECT, Launch, Run, clean_environment
 from tests.text import tiny
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # in this process, to read
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft uses it
+]
 PROMPT = "Q: the"
 ARGUMENTS = ("--task.name=causal_lm", "--max_steps=6", "--global_batch_size=4", "--optim.lr=0.01")
 SMALL = "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4}"
