@@ -47,7 +47,7 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dic
 def test_a_language_models_metrics_are_the_trainings_own(
     language_model: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
 ) -> None:
-    """Of adapters. Tried without loading them: another loss."""
+    """Of adapters. Tried without loading them from the checkpoint: another loss."""
     output = tmp_path / "predictions.parquet"
     metrics = evaluated(capsys, language_model.folder / part, f"--output={output}")
     assert metrics == pytest.approx({name: language_model.summary[name] for name in metrics}, rel=1e-6)
@@ -78,7 +78,7 @@ def test_a_classifiers_metrics_are_the_trainings_own(
 def test_all_rows_of_another_file_count(
     classifier: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
 ) -> None:
-    """Its labels need not be all, and keep their numbers. Tried without: a tenth of the rows; one label is refused."""
+    """Its labels need not be all, and keep their numbers. Tried without: a tenth of the rows."""
     other = tmp_path / "other.tsv"
     other.write_text("text\tlabel\n" + "of the and\trising\n" * 30)
     output = tmp_path / "predictions.parquet"
@@ -99,7 +99,7 @@ def test_all_rows_of_another_file_count(
 
 
 def test_what_would_be_another_model_is_refused(classifier: Run, language_model: Run, models: Path) -> None:
-    """With all other mistakes. Tried without: what was trained was left out."""
+    """With all other mistakes."""
     with pytest.raises(UserError) as error:
         main([str(classifier.folder), f"--task.model={models}/llama", "--task.lora.r=8", "--task.dataset=nowhere.tsv"])
     other = "does not say which data to evaluate on, as other settings of the task do"

@@ -66,7 +66,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def test_greedy_continuations_are_those_of_transformers(
     runs: dict[str, Run], models: Path, tmp_path: Path, streamed: list[list[int]], kind: str, part: str
 ) -> None:
-    """Token by token. Tried with the base model in place of the adapters, and with weights that were not loaded."""
+    """Token by token. Tried without loading a checkpoint's weights or adapters."""
     folder = runs[kind].folder
     source, exported = folder / part, folder / "model"
     if part == "model/merged" and kind == "bytes":
@@ -75,7 +75,7 @@ def test_greedy_continuations_are_those_of_transformers(
         source = tmp_path / "run"
         source.mkdir()
         (source / part).symlink_to(folder / part)
-    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer: Any = AutoTokenizer.from_pretrained(exported)
     base: Any = AutoModelForCausalLM.from_pretrained(models / "llama" if kind == "adapters" else exported)
     model = PeftModel.from_pretrained(base, exported) if kind == "adapters" else base
     tokens = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
@@ -89,12 +89,12 @@ def test_greedy_continuations_are_those_of_transformers(
 def test_the_continuation_is_printed_and_ends_at_the_models_limit(
     runs: dict[str, Run], streamed: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the same seed the same. Tried without the limit: 1,000 tokens."""
+    """With the same seed the same. Tried without the limit: more tokens than the model sees."""
     printed = set()
     for _ in range(2):
-        main([str(runs["bytes"].folder), "--prompt", PROMPT, "--max_new_tokens", "1000", "--seed", "3"])
+        main([str(runs["bytes"].folder), "--prompt", "x" * 90, "--max_new_tokens", "1000", "--seed", "3"])
         printed.add(capsys.readouterr().out)
-    tokenizer = AutoTokenizer.from_pretrained(runs["bytes"].folder / "model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(runs["bytes"].folder / "model")
     assert printed == {tokenizer.decode(streamed[1], skip_special_tokens=True) + "\n"}
     assert len(streamed[0]) + len(streamed[1]) <= 96
 
@@ -112,7 +112,7 @@ def test_a_chat_has_its_history_and_lines_have_none(
     folder = shutil.copytree(runs["bytes"].folder / "model", tmp_path / "model")
     if template:
         (folder / "chat_template.jinja").write_text(template)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     monkeypatch.setattr(sys, "stdin", io.StringIO("the\n\nof\n"))
     with pytest.raises(EOFError):
         main([str(folder), "--temperature=0", "--max_new_tokens=5"])
@@ -141,7 +141,6 @@ def test_a_chat_has_its_history_and_lines_have_none(
 )
 @pytest.mark.usefixtures("streamed")
 def test_mistakes_are_one_line(runs: dict[str, Run], arguments: list[str], says: str) -> None:
-    """Tried without: tracebacks."""
     with pytest.raises(UserError, match=says) as error:
         main([str(runs["bytes"].folder), *arguments])
     assert "\n" not in str(error.value)
@@ -149,7 +148,7 @@ def test_mistakes_are_one_line(runs: dict[str, Run], arguments: list[str], says:
 
 @pytest.mark.usefixtures("streamed")
 def test_what_is_no_language_model_is_one_line(launch: Launch, models: Path, tmp_path: Path) -> None:
-    """Tried without: a traceback; a classifier talks with a head of random weights."""
+    """Tried without: a classifier talks with a head of random weights."""
     with pytest.raises(UserError, match="neither a run's output folder, nor a model, nor a checkpoint"):
         main([str(tmp_path / "nothing"), "--prompt=x"])
     digits = launch("cpu", "--max_steps=1").succeeded()
@@ -164,7 +163,7 @@ def test_what_is_no_language_model_is_one_line(launch: Launch, models: Path, tmp
 
 
 def test_signals_end_it_without_a_traceback(runs: dict[str, Run]) -> None:
-    """Ctrl-C in a chat, and a reader that has enough. Tried without: KeyboardInterrupt; BrokenPipeError."""
+    """Ctrl-C in a chat, and a reader that has enough. Tried without: BrokenPipeError."""
     words = [sys.executable, "-m", "src.generate", str(runs["bytes"].folder)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     options: dict[str, Any] = {"cwd": PROJECT, "env": clean_environment(), "text": True, **pipes}
