@@ -1,7 +1,6 @@
 """python -m src.evaluate: metrics, predictions, pictures, and a task of one's own."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +25,13 @@ class Tool:
 
     def __call__(self, *arguments: str | Path) -> Run:
         self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended, exit_codes("evaluate"):
-            main([*map(str, arguments)])
-            sys.exit()
-        return Run(int(ended.value.code or 0), *self._capsys.readouterr(), Path())
+        code = 0
+        try:
+            with exit_codes("evaluate"):
+                main([*map(str, arguments)])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return Run(code, *self._capsys.readouterr(), Path())
 
 
 @pytest.fixture

@@ -27,16 +27,6 @@ Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON. A cell that begins with `data:image/png;base64,` is a picture."""
 
 
-def label_columns(outputs: dict[str, Tensor], labels: list[str]) -> dict[str, list[Any]]:
-    """Return the columns of a classifier's predictions. `labels` are the names, `outputs` predictions and references
-    (negative: not known), shape (examples,), int64, and probabilities, shape (examples, labels)."""
-    columns = {"label": outputs["references"], "prediction": outputs["predictions"]}
-    named = {name: [labels[i] if i >= 0 else None for i in ids.tolist()] for name, ids in columns.items()}
-    return named | dict(
-        zip((f"probability_{label}" for label in labels), outputs["probabilities"].T.tolist(), strict=True)
-    )
-
-
 class Task(Settings, ABC):
     """Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
     (`--task.<field>`). All methods but `metrics`, `tables` and `export` are called on every process."""

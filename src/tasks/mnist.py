@@ -14,8 +14,7 @@ from src.data.mnist import Digits, bundled_digits, mnist, read_pictures
 from src.models.mnist_cnn import MnistCnn
 from src.tasks import load_metric
 from src.tasks.base import Table, Task
-from src.tasks.tables import label_tables
-from src.tasks.base import Task, label_columns
+from src.tasks.tables import label_columns, label_tables
 
 
 class Mnist(Task):
@@ -79,6 +78,7 @@ class Mnist(Task):
             return {"image": "data:image/png;base64," + b64encode(png.getvalue()).decode()}
 
         return label_tables(outputs, list("0123456789"), show)
+
     def unlabelled(self, inputs: list[str]) -> Digits:
         return read_pictures(inputs)
 

@@ -40,3 +40,13 @@ def label_tables(
         accuracy = counts[label] / examples if examples else None
         classes.append({"label": labels[label], "examples": examples, "accuracy": accuracy})
     return ({"mistakes": mistakes} if mistakes else {}) | {"confusion": confusion, "classes": classes}
+
+
+def label_columns(outputs: dict[str, Tensor], labels: list[str]) -> dict[str, list[Any]]:
+    """Return the columns of a classifier's predictions. `labels` are the names, `outputs` predictions and references
+    (negative: not known), shape (examples,), int64, and probabilities, shape (examples, labels)."""
+    columns = {"label": outputs["references"], "prediction": outputs["predictions"]}
+    named = {name: [labels[i] if i >= 0 else None for i in ids.tolist()] for name, ids in columns.items()}
+    return named | dict(
+        zip((f"probability_{label}" for label in labels), outputs["probabilities"].T.tolist(), strict=True)
+    )

@@ -23,8 +23,7 @@ from src.models.pretrained import ModelSource, check_fit, fsdp_blocks, save, sav
 from src.process import UserError
 from src.tasks import load_metric
 from src.tasks.base import Table, Task
-from src.tasks.tables import label_tables
-from src.tasks.base import Task, label_columns
+from src.tasks.tables import label_columns, label_tables
 
 SHOWN = 20
 """Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
