@@ -308,9 +308,9 @@ class CausalLM(TextSource, ModelSource, Task):
     def predictions(self, outputs: dict[str, Tensor], dataset: Sequences) -> dict[str, list[Any]]:
         sequences = dataset.__getitems__(list(range(len(dataset))))
         texts = [self._tokenizer.decode(np.concatenate([c["input_ids"] for c in chunks])) for chunks in sequences]
-        targets = outputs["targets"]
-        means = {"loss": outputs["nats"] / targets, "accuracy": outputs["correct"] / targets}
-        return {"text": texts, "targets": targets.tolist()} | {name: mean.tolist() for name, mean in means.items()}
+        nats, targets, correct = outputs["by_position"].sum(1).T
+        columns = {"targets": targets.long(), "loss": nats / targets, "accuracy": correct / targets}
+        return {"text": texts} | {name: column.tolist() for name, column in columns.items()}
 
     def report(self, model: Any, device: torch.device) -> dict[str, Table]:
         samples = [{"prompt": p, "continuation": self._continuation(model, p, device)} for p in self.sample_prompts]
