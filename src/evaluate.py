@@ -19,29 +19,38 @@ from torch import Tensor, nn
 from src.checkpoint.model import config_of, find_model, load_model
 from src.config import RENAMED, Config
 from src.data.loading import fetch
+from src.data.mnist import read_pictures
 from src.process import UserError, exit_codes
 from src.settings import flatten, read_arguments, validate
 from src.tasks.base import Examples, Task
+
+MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer", "pad_token")
+"""Settings of tasks, and groups of them, that would make another model."""
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m src.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", help="a run's output folder, its model, or a checkpoint")
-    parser.add_argument("inputs", nargs="*", help="pictures of digits, or texts, to predict instead of evaluating")
+    parser.add_argument("pictures", nargs="*", help="of digits, to predict instead of evaluating")
     parser.add_argument("--output", type=Path, help="file for the predictions; predictions.parquet beside the model")
     options, settings = parser.parse_known_args(argv)
     path = find_model(options.source)
-    config = _with_settings(config_of(path), settings, needs_data=not options.inputs)
-    output = options.output or (None if options.inputs else path.with_name("predictions.parquet"))
+    config = _with_settings(config_of(path), settings)
+    task, pictures = config.task, options.pictures
+    if pictures and task.name != "mnist":
+        raise UserError(f"{pictures[0]}: only the task mnist predicts pictures, not {task.name}")
+    output = options.output or (None if pictures else path.with_name("predictions.parquet"))
     if output and output.exists():
         raise UserError(f"{output}: exists already; name another file by --output=")
-    task, model = config.task, load_model(path, config)
-    dataset = task.unlabelled(options.inputs) if options.inputs else task.build_datasets()[1]
+    model = load_model(path, config)
+    dataset = read_pictures(pictures) if pictures else task.build_datasets()[1]
     loss, outputs = evaluate(task, model, dataset, config.micro_batch(1))
     columns = task.predictions(outputs, dataset)
-    for row, name in enumerate(options.inputs):
-        print(name, json.dumps({key: values[row] for key, values in columns.items() if values[row] is not None}))
-    if not options.inputs:
+    if pictures:
+        del columns["label"]  # nobody has said
+        for row, name in enumerate(pictures):
+            print(name, json.dumps({column: values[row] for column, values in columns.items()}))
+    else:
         metrics = {"loss": loss, "examples": len(dataset), **task.metrics(outputs)}
         print(json.dumps({f"eval/{name}": value for name, value in metrics.items()}, indent=2))
     if output:
@@ -50,22 +59,21 @@ def main(argv: list[str]) -> None:
         print(f"predictions: {output}", file=sys.stderr)
 
 
-def _with_settings(config: Config, arguments: list[str], needs_data: bool) -> Config:
+def _with_settings(config: Config, arguments: list[str]) -> Config:
     """Return `config` with other settings of its task. Raise a UserError if they have mistakes, one per line, or would
     change the model."""
     mistakes: list[str] = []
     values, written = read_arguments(arguments, mistakes)
+    for name, how in written.items():
+        group, setting, *_ = [*name.split("."), ""]
+        if group != "task" or setting in MODEL_SETTINGS:
+            mistakes.append(f"{how}: does not say which data to evaluate on, as other settings of the task do")
     saved = dict(flatten(config.model_dump(mode="json")))
     if "task.dataset" in values and "task.eval_from" in saved:
         saved["task.eval_from"] = "all"
     new, bad = validate(type(config), saved | values, written, mistakes, RENAMED)
     assert isinstance(new, Config)
-    for name, how in written.items():
-        group, _, setting = name.partition(".")
-        if group != "task" or setting.partition(".")[0] in new.task.model_settings:
-            mistakes.append(f"{how}: does not say which data to evaluate on, as other settings of the task do")
-    if needs_data and not bad:
-        mistakes.extend(new.task.validation_errors())
+    mistakes.extend(new.task.validation_errors() if not bad else [])
     if mistakes:
         raise UserError("\n".join(mistakes))
     return new

@@ -11,24 +11,20 @@ if __name__ == "__main__":  # during the imports, which take seconds, Ctrl-C has
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
-import contextlib
-import json
 import tempfile
-from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import Tensor
+from transformers import AutoTokenizer, TextStreamer
 
 from src.checkpoint.model import config_of, find_model, is_checkpoint, load_model
 from src.data.byte_tokenizer import CHAT_TEMPLATE
 from src.export import export_weights
-from src.models.pretrained import max_length
+from src.models.pretrained import load_exported, max_length
 from src.process import UserError, exit_codes, explained
 
 
@@ -40,19 +36,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token each time; 0.8")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn; 0")
     options = parser.parse_args(argv)
-    if options.prompt == "":
+    if options.prompt is not None and not options.prompt.strip():
         raise UserError("--prompt is empty")
     model, tokenizer = load(options.source)
     is_chat = tokenizer.chat_template not in (None, CHAT_TEMPLATE)  # any model on bytes has that one
-    lines: Iterable[str] = [options.prompt]
-    if options.prompt is None:
+    if not options.prompt:
         print("a chat" if is_chat else "no chat template: each line is continued by itself", "(Ctrl-D ends it)")
-        lines = filter(str.strip, iter(partial(input, "> "), None))
     chat: list[dict[str, str]] = []
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the output may have enough of it
     with explained("", ValueError):  # of the options' values
         set_seed(options.seed)
-        for text in lines:
+        while not (options.prompt and chat):
+            text = options.prompt or input("> ")
+            if not text.strip():
+                continue
             chat.append({"role": "user", "content": text})
             if is_chat:
                 text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -62,10 +58,8 @@ def main(argv: list[str]) -> None:
 
 
 def load(source: str) -> tuple[Any, Any]:
-    """Return a language model and its tokenizer, as transformers loads what a run exported, or would export of a
-    checkpoint. Raise a UserError if it is none."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    """Return a language model and its tokenizer, as a run exported them, or would export them of a checkpoint. Raise a
+    UserError if it is none."""
     folder = find_model(source)
     with tempfile.TemporaryDirectory() as exported:
         if is_checkpoint(folder):
@@ -73,15 +67,9 @@ def load(source: str) -> tuple[Any, Any]:
             trained = load_model(folder, config)
             folder = Path(exported)
             export_weights(config, trained, trained.state_dict(), {}, folder)
-        adapters = folder / "adapter_config.json"
-        with explained(f"{source}: not a language model, ", (OSError, ValueError)):
-            base_revision = json.loads(adapters.read_text())["revision"] if adapters.is_file() else None
-            auto: Any = transformers.AutoModelForCausalLM
-            model, found = auto.from_pretrained(folder, revision=base_revision, output_loading_info=True)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    if found["missing_keys"]:
-        raise UserError(f"{source}: not a language model, it lacks {min(found['missing_keys'])}")
-    return model.to(PartialState().device).eval(), tokenizer
+        model = load_exported(folder).to(PartialState().device).eval()
+        with explained(f"{source}: no tokenizer, ", (OSError, ValueError)):
+            return model, AutoTokenizer.from_pretrained(folder)
 
 
 def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, temperature: float) -> str:
@@ -96,7 +84,7 @@ def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, te
         tokens.to(model.device),
         attention_mask=torch.ones_like(tokens, device=model.device),
         max_new_tokens=min(max_new_tokens, limit - length),
-        streamer=transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         do_sample=temperature != 0,
         temperature=temperature or None,
     )
@@ -105,8 +93,9 @@ def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, te
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the output may have enough of it
     with exit_codes("generate"):
-        with contextlib.suppress(EOFError, KeyboardInterrupt):
+        try:
             main(sys.argv[1:])
-            sys.exit()
-        print()
+        except (EOFError, KeyboardInterrupt):
+            print()

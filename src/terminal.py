@@ -39,7 +39,7 @@ def fit(line: str) -> str:
     ).replace("\xa0", " ")
 
 
-def chart(values: list[float | None]) -> str | None:
+def chart(values: list[float]) -> str | None:
     """Return the first and the last value and the course between them, in blocks that are means of some, a dot where
     none is finite; None if fewer than two are, or the terminal cannot show it."""
     numbers = np.ma.masked_invalid(np.array(values, dtype=float))

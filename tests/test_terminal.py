@@ -58,9 +58,9 @@ def test_the_course_of_the_loss_is_drawn_with_gaps_where_it_is_not_finite(column
     columns(80)
     nan, inf = float("nan"), float("inf")
     assert terminal.chart([8.0, 4.5, 1.0]) == "8.0000 to 1.0000  █▅▁"
-    assert terminal.chart([None, 8.0, nan, inf, 1.0, -inf]) == "8.0000 to 1.0000  ·█··▁·"
+    assert terminal.chart([nan, 8.0, nan, inf, 1.0, -inf]) == "8.0000 to 1.0000  ·█··▁·"
     assert terminal.chart([2.0, 2.0]) == "2.0000 to 2.0000  ▁▁"
-    assert terminal.chart([1.0]) is terminal.chart([None, nan, 1.0]) is terminal.chart([]) is None
+    assert terminal.chart([1.0]) is terminal.chart([inf, nan, 1.0]) is terminal.chart([]) is None
     blocks = str(terminal.chart([*range(1000)])).split()[-1]
     assert (len(blocks), list(blocks), set(blocks)) == (40, sorted(blocks), set(terminal.BLOCKS))
     columns(None)
@@ -127,7 +127,7 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(
     output, shown = in_terminal(number, config, *SHORT, processes=processes)
     commands = [line for line in shown if "python -m" in line]  # whole, to be copied
     lines = [line for line in re.split(r"[\r\n]|\x1b\[A", output) if line not in commands]
-    assert max(len(line) for line in lines if "accelerate_configs" not in line) <= number  # its path may be longer
+    assert not [line for line in lines if len(line) > number and "accelerate_configs" not in line]  # its path may be
     assert set(re.findall(r"\x1b\[[\d;?]*[A-Za-z]", output)) <= {"\x1b[A"}
     for expected in (" 50% ", "3/6  eta", "evaluating", "  batches", "saving"):
         assert expected in output, shown

@@ -85,8 +85,8 @@ def bundled_digits() -> tuple[Digits, Digits]:
 
 
 def read_pictures(files: list[str]) -> Digits:
-    """Return pictures of digits as MNIST has them, light on black, whatever their size and colours; without labels.
-    Raise a UserError if a file is not a picture."""
+    """Return pictures of digits as MNIST has them, light on black, whatever their size and colours; all labels
+    are 0. Raise a UserError if a file is not a picture."""
     images = []
     for file in files:
         with explained(f"{file}: cannot be read as a picture, ", OSError), Image.open(file) as picture:
@@ -96,7 +96,7 @@ def read_pictures(files: list[str]) -> Digits:
         border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
         grey = ImageOps.invert(grey) if np.median(border) > 127 else grey
         images.append(torch.from_numpy(np.array(ImageOps.pad(grey, (28, 28)))))
-    return Digits(torch.stack(images), torch.full((len(files),), -100))
+    return Digits(torch.stack(images), torch.zeros(len(files), dtype=torch.int64))
 
 
 def _download(data_dir: str) -> None:

@@ -1,11 +1,12 @@
 """Models and tokenizers of transformers, from the Hub or a local folder: loaded, checked and saved again."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +16,7 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -26,7 +28,7 @@ from transformers import (
 from src.models.lean import NewWeights, empty_pretrained, fill, load, saved_weights, weight_files
 from src.models.lora import Lora
 from src.models.sharded_files import write_sharded
-from src.process import UserError, cause
+from src.process import UserError, cause, explained
 from src.settings import Settings
 
 NO_NF4 = (
@@ -47,7 +49,6 @@ class ModelSource(Settings):
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
-    model_settings: ClassVar[tuple[str, ...]] = ("model", "revision", "dropout", "lora")
     _new_weights: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     def model_errors(self) -> Iterator[str]:
@@ -187,6 +188,21 @@ def _loading(setting: str, name: str | None) -> Iterator[None]:
             if any(isinstance(e, LocalEntryNotFoundError | ConnectionError) for e in (error, error.__cause__)):
                 reason += f"; offline, download it first with `hf download {name}` and set HF_HUB_OFFLINE=1"
         raise UserError(f"task.{setting}={name}: {reason}") from error
+
+
+def load_exported(folder: Path) -> Any:
+    """Return the language model that a run exported, fp32, with adapters if it has any. Raise a UserError if there is
+    none."""
+    logging.set_verbosity_error()  # what is missing is judged below
+    logging.disable_progress_bar()
+    adapters: Path = folder / "adapter_config.json"
+    auto: Any = AutoModelForCausalLM
+    with explained("not a language model, ", (OSError, ValueError)):
+        revision = json.loads(adapters.read_text())["revision"] if adapters.is_file() else None  # of what they adapt
+        model, found = auto.from_pretrained(folder, revision=revision, dtype=torch.float32, output_loading_info=True)
+    if found["missing_keys"]:
+        raise UserError(f"not a language model, it lacks {min(found['missing_keys'])}")
+    return model
 
 
 def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> int:

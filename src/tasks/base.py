@@ -8,12 +8,10 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 import torch
 from accelerate import Accelerator
-from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_model
+from huggingface_hub import load_torch_model, save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from src.process import UserError
 from src.settings import Settings
 
 
@@ -35,8 +33,6 @@ class Task(Settings, ABC):
     """The task to train."""
     metric_names: ClassVar[tuple[str, ...] | None] = None
     """Names that `metrics` returns, so that settings that name one are checked at the start; None: not known then."""
-    model_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings, or groups of them, that an evaluation of a trained model must not change."""
 
     def validation_errors(self) -> Iterator[str]:
         """Yield what no single field can tell, one line each, before anything is loaded: settings that contradict each
@@ -165,12 +161,8 @@ class Task(Settings, ABC):
     def load_export(self, folder: Path) -> nn.Module:
         """Return the model that `export` wrote, fp32, on the CPU; restore of `data_state` what an evaluation needs."""
         model = self.build_model()
-        load_model(model, folder / "model.safetensors")
+        load_torch_model(model, folder, strict=True)
         return model
-
-    def unlabelled(self, inputs: list[str]) -> Examples:
-        """Return examples made of what is to be predicted, such as names of files; where the label would be, -100."""
-        raise UserError(f"{inputs[0]}: the task {self.name} has no prediction for it, only for the data of task.*")
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         """Return the columns of predictions.parquet, a row for each example. The arguments are those of `tables`."""

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt, PrivateAttr
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, logging
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from src.data.byte_tokenizer import byte_tokenizer
 from src.data.documents import Chunker, RowFormat, cut_texts
@@ -28,7 +28,7 @@ from src.models.attention import BY_LENGTHS, document_lengths
 from src.models.causal_lm import LanguageModel, small_model
 from src.models.flops import causal_pairs
 from src.models.lean import NewWeights, empty
-from src.models.pretrained import ModelSource, check_fit, max_length, save, save_merged, save_sharded
+from src.models.pretrained import ModelSource, check_fit, load_exported, max_length, save, save_merged, save_sharded
 from src.process import UserError, cause, explained
 from src.settings import flatten
 from src.tasks.base import Table, Task
@@ -78,7 +78,6 @@ class CausalLM(TextSource, ModelSource, Task):
     sample_temperature: NonNegativeFloat = 0.8
     """Temperature to sample at; 0: the likeliest token each time."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
-    model_settings: ClassVar[tuple[str, ...]] = (*ModelSource.model_settings, "architecture", "tokenizer")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
     _attention: str = PrivateAttr("sdpa")
 
@@ -350,10 +349,7 @@ class CausalLM(TextSource, ModelSource, Task):
             save_merged(self._build_lm(), self._tokenizer, weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
-        logging.disable_progress_bar()
-        with explained(f"{folder}: cannot be loaded, "):
-            lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # with adapters, if it has any
-        return LanguageModel(lm, self._small_model, self._attention)
+        return LanguageModel(load_exported(folder), self._small_model, self._attention)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         has_adapters = self.lora.r is not None

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from src.data.mnist import Digits, bundled_digits, mnist, read_pictures
+from src.data.mnist import Digits, bundled_digits, mnist
 from src.models.mnist_cnn import MnistCnn
 from src.tasks import load_metric
 from src.tasks.base import Table, Task
@@ -78,9 +78,6 @@ class Mnist(Task):
             return {"image": "data:image/png;base64," + b64encode(png.getvalue()).decode()}
 
         return label_tables(outputs, list("0123456789"), show)
-
-    def unlabelled(self, inputs: list[str]) -> Digits:
-        return read_pictures(inputs)
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {"index": list(range(len(dataset))), **label_columns(outputs, list("0123456789"))}

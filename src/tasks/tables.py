@@ -43,10 +43,9 @@ def label_tables(
 
 
 def label_columns(outputs: dict[str, Tensor], labels: list[str]) -> dict[str, list[Any]]:
-    """Return the columns of a classifier's predictions. `labels` are the names, `outputs` predictions and references
-    (negative: not known), shape (examples,), int64, and probabilities, shape (examples, labels)."""
+    """Return the columns of a classifier's predictions. The arguments are those of `label_tables`."""
     columns = {"label": outputs["references"], "prediction": outputs["predictions"]}
-    named = {name: [labels[i] if i >= 0 else None for i in ids.tolist()] for name, ids in columns.items()}
-    return named | dict(
-        zip((f"probability_{label}" for label in labels), outputs["probabilities"].T.tolist(), strict=True)
-    )
+    probabilities = zip(labels, outputs["probabilities"].T.tolist(), strict=True)
+    return {name: [labels[i] for i in ids.tolist()] for name, ids in columns.items()} | {
+        f"probability_{label}": values for label, values in probabilities
+    }

@@ -49,7 +49,6 @@ class TextClassification(TextSource, ModelSource, Task):
     pad_token: str | None = None
     """A token to pad with where the tokenizer has none of its own."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
-    model_settings: ClassVar[tuple[str, ...]] = (*ModelSource.model_settings, "pad_token")
     _labels: list[str] = PrivateAttr(default_factory=list)
     _texts: Dataset = PrivateAttr()
 
@@ -212,11 +211,6 @@ class TextClassification(TextSource, ModelSource, Task):
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         return save_sharded(model, self._tokenizer, folder, accelerator)
-
-    def unlabelled(self, inputs: list[str]) -> Dataset:
-        self._texts = Dataset.from_dict({self.text_column: inputs})
-        labels = [-100] * len(inputs)
-        return tokenize_texts(self._texts, labels, self._tokenizer, self.sequence_length, "texts")
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}

@@ -132,8 +132,8 @@ FAULTS = [
     ),
     Fault(
         "a process without an evaluation batch", "ddp", {"Data", "Evaluation"}, "by process",
-        ("src/data/loading.py", "    for (micro_batch,) in _on_device(",
-         "    if run.rank:\n        return\n    for (micro_batch,) in _on_device("),
+        ("src/data/loading.py", "    for (batch,) in bar(",
+         "    if run.rank:\n        return\n    for (batch,) in bar("),
     ),
     Fault(
         "an evaluation that fails on the first process alone", "ddp", {"Evaluation"}, "KeyError: 'predictions'",
