@@ -19,7 +19,7 @@ from tests.launching import PROJECT, Launch, mistakes
 
 EVALUATION = "step     20/60  eval/loss 3.4374  eval/examples 1,743  eval/perplexity 31.1060  eval/accuracy 0.1687"
 BATCH = "  batch      64 = 16 per micro-batch x 4 processes x 1 accumulated"
-REPORT = ["report"] if (PROJECT / "src/report.py").exists() else []
+LAST = [tool for tool in ("report", "evaluate") if (PROJECT / f"src/{tool}.py").exists()]
 SHORT = ("--max_steps=6", "--log_every=2", "--eval_every=3", "--save_every=3", "--task.source=digits")
 needs_text = pytest.mark.skipif(
     not (PROJECT / "src/tasks/causal_lm.py").exists(), reason="needs transformers, which may have been thrown out"
@@ -138,9 +138,9 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(
     end = shown.index(next(line for line in shown if line.startswith("done in ")))
     titles = [line.split()[0] for line in shown[end + 1 :] if re.match("  [a-z]", line)]
     assert [title for title in titles if title not in ("eval/examples", "eval/accuracy")] == [
-        "train/loss", "eval/loss", "model", "record", *REPORT, "evaluate",
+        "train/loss", "eval/loss", "model", "record", *LAST,
     ]  # fmt: skip
-    assert commands == ["  evaluate   python -m src.evaluate runs/x"]
+    assert commands == ["  evaluate   python -m src.evaluate runs/x"][: "evaluate" in LAST]
 
 
 def on_text(folder: Path) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tm
     assert "reading text.txt …" in output
     assert "tokenizing training data" in output
     assert shown[0] == "causal_lm"
-    assert "  talk       python -m src.generate runs/x" in shown
+    assert ("  talk       python -m src.generate runs/x" in shown) == (PROJECT / "src/generate.py").exists()
 
 
 def test_a_dumb_terminal_gets_plain_lines(in_terminal: Shown) -> None:
