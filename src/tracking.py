@@ -176,15 +176,15 @@ class Tracker:
             if found := LOSS.search(line):
                 losses[found[1].decode()].append(float(found[2].replace(b"null", b"nan")))
         charts = {name: chart(values) for name, values in losses.items()}
-        talks, folder = run.task.name == "causal_lm", shlex.quote(str(self.folder))
+        folder = shlex.quote(str(self.folder))
         lines = [
             fit(f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}"),
             *(f"  {name:<10} {course}" for name, course in charts.items() if course),
-            f"  model      {self.folder}/model",
+            f"  model      {folder}/model",
             fit(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml"),
             report_line(self.folder),
-            f"  talk       python -m src.generate {folder}" if talks else None,
-            f"  evaluate   python -m src.evaluate {folder}" if not talks else None,
+            f"  talk       python -m src.generate {folder}" if run.task.name == "causal_lm" else None,
+            f"  evaluate   python -m src.evaluate {folder}" if run.task.name != "causal_lm" else None,
             *(logger.closing_line() for logger in self._loggers),
         ]
         self._bar.set_description_str(self._facts)

@@ -81,7 +81,6 @@ def test_the_loss_by_position_and_by_length_is_that_of_each_token(models: Path, 
 def test_their_sums_are_the_evaluations_loss_on_any_number_of_processes(
     launch: Launch, models: Path, tmp_path: Path
 ) -> None:
-    """Tried without the dummies' outputs cut off: targets count twice."""
     task = ("--task.name=causal_lm", f"--task.model={models / 'llama'}", "--task.sequence_length=64",
             f"--task.dataset={tiny.questions(tmp_path / 'data.jsonl', 110)}", "--task.packing=false")  # fmt: skip
     settings = (*task, "--max_steps=2", "--global_batch_size=8", "--log_every=2", "--eval_every=2")
