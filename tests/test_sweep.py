@@ -197,8 +197,8 @@ def test_a_folder_keeps_its_sweep(tmp_path: Path, trainings: Any) -> None:
     asked = trainings(lambda name, step: 1.0)
     arguments = [write(tmp_path, **HALVING), f"--folder={tmp_path / 's'}", *DIGITS]
     main([*arguments, "--trials=2"])
-    (line,) = mistakes(*arguments, "--trials=2", "--task.shift=1", "--optim.momentum=0.5")
-    assert line == f"{tmp_path}/s: holds trials with other optim.momentum, task.shift; choose another --folder"
+    (line,) = mistakes(*arguments, "--trials=2", "--optim.weight_decay=1", "--optim.momentum=0.5")
+    assert line == f"{tmp_path}/s: holds trials with other optim.momentum, optim.weight_decay; choose another --folder"
     asked.clear()
     main([*arguments, "--trials=3"])
     assert asked == [("trial-02", 10)]
@@ -208,14 +208,16 @@ def test_the_winners_curve_is_that_of_a_run_in_one_piece(
     tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To the last bit, over a rung and the death of a trial and of its sweep; nothing is done twice. Tried with rungs
-    that set `epochs` to null: other learning rates."""
+    that set `epochs` to null, which had to be allowed: other learning rates."""
     asked: list[tuple[str, int | None]] = []
     ends: list[Run] = []
 
     def train(trial: Trial, steps: int | None, log: Path) -> int:
         asked.append((trial.folder.name, steps))
         words = [*trial.command[2:], *([f"--max_steps={steps}"] if steps else [])]
-        fault = {"FAULT": "die", "FAULT_STEP": "4"} if len(asked) == 3 else {}  # the one that went on, at step 8
+        fault: dict[str, Any] = (
+            {"FAULT": "die", "FAULT_STEP": "4"} if len(asked) == 3 else {}
+        )  # the one that went on, at step 8
         with Started("cpu", folder=trial.folder, words=words, **fault) as started:
             ends.append(started.result())
         if fault:
