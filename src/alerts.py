@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,10 +22,9 @@ from src.settings import Settings
 if TYPE_CHECKING:  # not at run time: src.config imports this file
     from src.run import Run
 
-USUAL, FEW = 30, 10
-"""How many records of the loss, or times between steps, say what is usual: at most, and at least."""
-STALL_SECONDS = 120
-"""What is no stall however fast the steps are: it may be compiling."""
+USUAL, FEW, STALL_SECONDS = 30, 10, 120
+"""How many records of the loss, or times between steps, say what is usual, at most and at least; what is no stall
+however fast the steps are."""
 COMMIT = "git describe --always --abbrev=40 --exclude=* --dirty"
 
 
@@ -57,8 +55,8 @@ class Events:
             for line in earlier:
                 list(self._judge(json.loads(line)))
         commit = subprocess.run(COMMIT, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
-        more = {"command": run.resume_command, "commit": commit.strip() or None}  # there may be no git
-        self._add("start", run.resume.summary or "from the beginning", **more)
+        summary = run.resume.summary or "from the beginning"
+        self._add("start", summary, command=run.resume_command, commit=commit.strip() or None)  # there may be no git
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -116,8 +114,8 @@ class Events:
             yield "skipped", f"{skipped} steps since the last record, as their gradients were not finite"
 
     def _add(self, kind: str, text: str, **more: Any) -> None:
-        step, now = self._run.progress.step, datetime.now().isoformat(timespec="seconds")
-        event = {"time": now, "step": step, "kind": kind, "text": text, **more}
+        step = self._run.progress.step
+        event = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "step": step, "kind": kind, "text": text, **more}
         with contextlib.suppress(OSError), (self._run.config.folder / "events.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
         if kind in ("skipped", "spike", "stall"):  # the terminal has the others in any case

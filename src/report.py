@@ -208,11 +208,10 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
         yield figures.draw(_short(name).capitalize(), curves, {}, ticks, folder / f"{name[5:]}.png")
 
 
-def report_line(folder: Path, runs: list[Path] | None = None) -> str:
-    """Write the report of a run that ends, or of a sweep's `runs`, into its folder; return its line of the closing
-    block, which says why if there is none."""
+def report_line(folder: Path) -> str:
+    """Write the report of a run that ends; return its line of the closing block, which says why if there is none."""
     try:
-        write_report(runs or [folder], folder / "report.html")
+        write_report([folder], folder / "report.html")
     except Exception as error:  # no reason to fail a run that has come to its end
         return f"  report     none: {cause(error)}"
     return f"  report     {folder}/report.html"

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,8 +30,6 @@ from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationE
 from src.checkpoint.output_folder import changed_settings, saved_settings
 from src.config import Config, load_config
 from src.process import PR_SET_PDEATHSIG, SIGNALS, RunError, UserError, exit_codes, explained
-from src.progress import score
-from src.report import report_line
 from src.settings import repeated_keys
 
 MACROS = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"]}
@@ -101,10 +100,10 @@ class Trial:
         found = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
         return next((pair for pair in reversed(found) if pair[0] <= steps), (0, math.nan))
 
-    def score(self, steps: float = math.inf) -> float:
-        """Return the value of that evaluation, so that more is better."""
-        judge = self.config.checkpoint
-        return score({judge.metric: self.result(steps)[1]}, judge.metric, judge.mode)
+    def badness(self, steps: float = math.inf) -> float:
+        """Return the value of that evaluation, so that less is better."""
+        value = self.result(steps)[1]
+        return -value if self.config.checkpoint.mode == "max" else value
 
     def is_done(self, steps: int | None) -> bool:
         """Return whether it has got as far as `steps`, or to its end."""
@@ -141,9 +140,9 @@ def read_sweep(file: str) -> Sweep:
 def draw(sweep: Sweep, count: int | None) -> list[dict[str, Any]]:
     """Return the settings of the first `count` trials by name. A longer sweep begins with the same ones."""
     values: dict[str, Any] = dict(sorted(sweep.parameters.items()))
-    ranges, generator = [name for name, of in values.items() if callable(of)], random.Random(0)
+    generator = random.Random(0)
     if sweep.method == "grid":
-        if ranges:
+        if ranges := [name for name, of in values.items() if callable(of)]:
             raise UserError(f"method: grid needs values, or integers min and max, for {', '.join(ranges)}")
         choices = itertools.islice(itertools.product(*values.values()), count)
         return [dict(zip(values, choice, strict=True)) for choice in choices]
@@ -235,11 +234,11 @@ def search(trials: list[Trial], halving: Halving | None) -> None:
     alive, rounds = trials, {tuple(rungs(trial.config, halving)) for trial in trials if halving}
     if len(rounds) > 1:
         raise UserError("early_terminate: needs trials with the same number of steps")
-    for steps in [steps for each in rounds for steps in each]:
+    for steps in next(iter(rounds), ()):
         if halving and len(alive) > 1:
             for trial in alive:
                 run(trial, steps)
-            good = sorted((trial for trial in alive if not trial.failure), key=lambda trial: -trial.score(steps))
+            good = sorted((trial for trial in alive if not trial.failure), key=lambda trial: trial.badness(steps))
             alive = good[: max(1, len(alive) // halving.eta)]
             print(f"going on: {', '.join(trial.folder.name for trial in alive) or 'none'}", flush=True)
             for trial in alive:
@@ -264,9 +263,11 @@ def main(argv: list[str]) -> None:
     header = f"{'trial':<9} {'step':>6}  {sweep.metric.name}"
     print(f"trials: {len(trials)}, in {folder}, each with a log beside its folder", header, sep="\n", flush=True)
     search(trials, sweep.early_terminate)
-    trials.sort(key=lambda trial: (bool(trial.failure), -trial.rung, -trial.score()))
-    print("\nbest first:", header, *(trial.row() for trial in trials), sep="\n")
-    print(report_line(folder, [trial.folder for trial in trials if trial.result()[0]]))
+    trials.sort(key=lambda trial: (bool(trial.failure), -trial.rung, trial.badness()))
+    print("\nbest first:", header, *(trial.row() for trial in trials), sep="\n", flush=True)
+    folders = [str(trial.folder) for trial in trials if trial.result()[0]]
+    if folders and find_spec("src.report"):  # it may have been thrown out; if it fails, it says why
+        subprocess.run([sys.executable, "-m", "src.report", *folders, f"--output={folder}/report.html"])
     if trials[0].failure:
         raise RunError("all trials failed; the same command tries them again")
     print(f"best model: {trials[0].folder}/model; its settings: {trials[0].folder}/config.yaml")
