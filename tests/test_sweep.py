@@ -80,6 +80,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, 
             return 0
 
         monkeypatch.setattr(sweep_module, "train", train)
+        monkeypatch.setattr(sweep_module, "find_spec", lambda _: None)  # no report, which is a process
         return asked
 
     return fixture
@@ -236,6 +237,7 @@ def test_the_winners_curve_is_that_of_a_run_in_one_piece(
     best = tmp_path / "s" / asked[-1][0]
     assert capsys.readouterr().out.partition("best first:\n")[2].splitlines()[1].startswith(best.name)
 
+    assert (tmp_path / "s/report.html").exists() == (PROJECT / "src/report.py").exists()
     whole = launch("cpu", f"--config={best / 'config.yaml'}").succeeded()
     assert without_times(Run(0, "", "", best).records) == without_times(whole.records)
     (weights,) = (best / "model").glob("*.safetensors")
