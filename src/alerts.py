@@ -2,16 +2,18 @@
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
 from pydantic import PositiveFloat
 
 from src.process import SIGNALS
@@ -20,11 +22,10 @@ from src.settings import Settings
 if TYPE_CHECKING:  # not at run time: src.config imports this file
     from src.run import Run
 
-USUAL, FEW = 30, 10
-"""How many records of the loss, or times between steps, say what is usual: at most, and at least."""
-STALL_SECONDS = 120
-"""What is no stall however fast the steps are: it may be compiling."""
-COMMIT = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+USUAL, FEW, STALL_SECONDS = 30, 10, 120
+"""How many records of the loss, or times between steps, say what is usual, at most and at least; what is no stall
+however fast the steps are."""
+COMMIT = "git describe --always --abbrev=40 --exclude=* --dirty"
 
 
 class Alerts(Settings):
@@ -53,11 +54,9 @@ class Events:
         with (run.config.folder / "metrics.jsonl").open() as earlier:
             for line in earlier:
                 list(self._judge(json.loads(line)))
-        commit = ""
-        with contextlib.suppress(OSError):  # there is no git
-            commit = subprocess.run(COMMIT, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-        text = run.resume.summary or "from the beginning"
-        self._add("start", text, command=run.resume_command, commit=commit or None)
+        commit = subprocess.run(COMMIT, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
+        summary = run.resume.summary or "from the beginning"
+        self._add("start", summary, command=run.resume_command, commit=commit.strip() or None)  # there may be no git
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -87,13 +86,13 @@ class Events:
             if 0 < self._seen[0] < seen[0]:  # the first step of a session takes longer
                 self._seconds_per_step.append(self._seconds / (seen[0] - self._seen[0]))
             self._seen, self._seconds = seen, 0
-        if len(self._seconds_per_step) < FEW or run.is_evaluation_due() or SIGNALS.name:
+        if len(self._seconds_per_step) < FEW or run.is_evaluation_due():
             return
-        usual = median(self._seconds_per_step)
-        limit = max(self._settings.stall_factor * usual, STALL_SECONDS)
-        if run.is_save_due() or run.is_evaluated():  # it may be saving, exporting or compiling
-            limit = max(limit, 60 * run.config.timeout_minutes)
-        if limit <= self._seconds < limit + 1:
+        usual, hours = median(self._seconds_per_step), (time.time() - psutil.Process().create_time()) / 3600
+        is_told = SIGNALS.name or hours > (run.config.max_hours or math.inf)  # to stop
+        may_save = is_told or run.is_save_due() or run.is_evaluated()  # or export, or compile
+        least = 60 * run.config.timeout_minutes if may_save else STALL_SECONDS
+        if self._seconds == math.ceil(max(self._settings.stall_factor * usual, least)):
             self._add("stall", f"no step has been taken for {self._seconds} seconds; one usually takes {usual:.2g}")
 
     def _watch(self) -> None:
@@ -115,8 +114,8 @@ class Events:
             yield "skipped", f"{skipped} steps since the last record, as their gradients were not finite"
 
     def _add(self, kind: str, text: str, **more: Any) -> None:
-        step, time = self._run.progress.step, datetime.now().isoformat(timespec="seconds")
-        event = {"time": time, "step": step, "kind": kind, "text": text, **more}
+        step = self._run.progress.step
+        event = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "step": step, "kind": kind, "text": text, **more}
         with contextlib.suppress(OSError), (self._run.config.folder / "events.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
         if kind in ("skipped", "spike", "stall"):  # the terminal has the others in any case

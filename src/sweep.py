@@ -1,4 +1,4 @@
-"""Run a W&B sweep file without W&B's server: python -m src.sweep FILE [--trials=N] [--name=value]...
+"""Run a W&B sweep file without W&B's server: python -m src.sweep FILE [--trials=N] [--folder=DIR] [--name=value]...
 
 The trials run one after the other; --name=value is a setting for all of them. The same command continues a sweep that
 was stopped or killed. See docs/sweeps.md.
@@ -16,29 +16,44 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
 import yaml
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
-from src.checkpoint.format import write_json
-from src.checkpoint.output_folder import saved_settings
+from src.checkpoint.output_folder import changed_settings, saved_settings
 from src.config import Config, load_config
 from src.process import PR_SET_PDEATHSIG, SIGNALS, RunError, UserError, exit_codes, explained
 from src.settings import repeated_keys
 
 MACROS = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"]}
 """What W&B's agent puts in their place, besides ${program} and ${args}."""
-DISTRIBUTIONS = "uniform, int_uniform, log_uniform_values (min above 0) or q_uniform (with q)"
 Values = Sequence[Any] | Callable[[random.Random], float]
 """What a setting can be: one of several values, or a number drawn from a range."""
+
+
+def values_of(parameter: Any) -> Values:
+    """Return what a parameter of a sweep file can be, as W&B understands it; raise a ValueError if that is nothing."""
+    match parameter:
+        case {"value": value, **rest} if not rest:
+            return [value]
+        case {"values": [_, *_] as values, **rest} if not rest:
+            return values
+        case {"min": int(low), "max": int(high), **rest} if low < high and not rest:
+            return range(low, high + 1)
+        case {"min": int() | float() as low, "max": int() | float() as high, **rest} if low < high:
+            if rest in ({}, {"distribution": "uniform"}):
+                return lambda generator: generator.uniform(low, high)
+            if rest == {"distribution": "log_uniform_values"} and low > 0:
+                return lambda generator: math.exp(generator.uniform(math.log(low), math.log(high)))
+    says = "needs value, values, or min < max, with distribution: uniform or (above 0) log_uniform_values, or none"
+    raise ValueError(f"{says}; 1e-4 is text to W&B, write 0.0001")
 
 
 class Metric(BaseModel, extra="forbid"):
@@ -58,74 +73,50 @@ class Sweep(BaseModel, extra="forbid"):
     program: str
     method: Literal["grid", "random"]
     metric: Metric
-    parameters: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
-    command: list[str] = [*MACROS, "${program}", "${args}"]
+    parameters: Annotated[dict[str, Annotated[Any, BeforeValidator(values_of)]], Field(min_length=1)]
+    command: list[str]
     early_terminate: Halving | None = None
-    name: str = ""
-    description: str = ""
-    run_cap: PositiveInt | None = None
+    name: str = "sweep"
 
 
 @dataclass
 class Trial:
-    """A run with the settings drawn for it."""
+    """A run with the settings drawn for it, which `label` shows."""
 
     folder: Path
     label: str
-    """Its settings, as a table shows them."""
     command: list[str]
     config: Config
-    metric: Metric
+    """Its checkpoint.metric and checkpoint.mode are those of the sweep."""
     failure: str = ""
-    """Why it failed; empty if it did not."""
     rung: int = 0
     """How many times it was among the better ones."""
 
     def result(self, steps: float = math.inf) -> tuple[int, float]:
         """Return step and value of its last evaluation up to `steps`; (0, NaN) if there is none."""
-        with contextlib.suppress(FileNotFoundError):
-            lines = (self.folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
-            found = [(record["step"], record.get(self.metric.name)) for record in map(json.loads, lines)]
-            return max((pair for pair in found if pair[1] is not None and pair[0] <= steps), default=(0, math.nan))
-        return 0, math.nan
+        file, metric = self.folder / "metrics.jsonl", self.config.checkpoint.metric
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have cut the last one short
+        found = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
+        return next((pair for pair in reversed(found) if pair[0] <= steps), (0, math.nan))
+
+    def badness(self, steps: float = math.inf) -> float:
+        """Return the value of that evaluation, so that less is better."""
+        value = self.result(steps)[1]
+        return -value if self.config.checkpoint.mode == "max" else value
 
     def is_done(self, steps: int | None) -> bool:
         """Return whether it has got as far as `steps`, or to its end."""
         goal = steps or self.config.max_steps or math.inf
-        has_ended = (self.folder / "summary.json").exists()
         asked = saved_settings(self.folder).get("max_steps") or math.inf
-        return (has_ended and asked >= goal) or self.result()[0] >= goal
-
-    def score(self, steps: float = math.inf) -> float:
-        """Return the value of that evaluation, so that less is better."""
-        value = self.result(steps)[1]
-        return value if self.metric.goal == "minimize" else -value
+        has_ended = (self.folder / "summary.json").exists() and asked >= goal
+        return has_ended or self.result()[0] >= (steps or math.inf)
 
     def row(self, steps: float = math.inf) -> str:
         """Return a line of the table, as of that evaluation."""
         step, value = self.result(steps)
-        row = f"{self.folder.name:<9} {step:>6}  {value:<#{len(self.metric.name)}.4g}  {self.label}"
-        return row + (f"  FAILED: {self.failure}" if self.failure else "")
-
-
-def values_of(parameter: dict[str, Any]) -> Values | None:
-    """Return what a parameter of a sweep file can be, as W&B understands it; None if it makes no sense."""
-    kind = parameter.get("distribution")
-    match {name: value for name, value in parameter.items() if name != "distribution"}:
-        case {"value": value, **rest} if not rest and kind in (None, "constant"):
-            return [value]
-        case {"values": [_, *_] as values, **rest} if not rest and kind in (None, "categorical"):
-            return values
-        case {"min": int(low), "max": int(high), **rest} if low < high and not rest and kind in (None, "int_uniform"):
-            return range(low, high + 1)
-        case {"min": int() | float() as low, "max": int() | float() as high, **rest} if low < high:
-            if kind in (None, "uniform") and not rest:
-                return lambda generator: generator.uniform(low, high)
-            if kind == "log_uniform_values" and low > 0 and not rest:
-                return lambda generator: math.exp(generator.uniform(math.log(low), math.log(high)))
-            if kind == "q_uniform" and [*rest] == ["q"] and isinstance(q := rest["q"], int | float) and q > 0:
-                return lambda generator: round(generator.uniform(low, high) / q) * q
-    return None
+        width = len(self.config.checkpoint.metric)
+        return f"{self.folder.name:<9} {step:>6}  {value:<#{width}.4g}  {self.label}  {self.failure}".rstrip()
 
 
 def read_sweep(file: str) -> Sweep:
@@ -133,46 +124,33 @@ def read_sweep(file: str) -> Sweep:
     with explained(f"{file}: cannot be read: ", (OSError, UnicodeDecodeError, yaml.YAMLError)):
         text = Path(file).read_text()
         mistakes, content = list(repeated_keys(text)), yaml.safe_load(text)
-    if isinstance(content, dict) and content.get("method") == "bayes":
-        mistakes.append("method: bayes is drawn by W&B's server: start it with `wandb sweep`, or write random")
-        content["method"] = "random"
     try:
         sweep = Sweep.model_validate(content)
     except ValidationError as error:
-        where = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()]
-        mistakes += [f"{name}: {says.replace('Input should be', 'must be')}" for name, says in where]
+        for problem in error.errors():
+            says = problem["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
+            mistakes.append(f"{'.'.join(map(str, problem['loc']))}: {says}")
     else:
-        macros = {word for word in sweep.command if word.startswith("${")}
-        if not {"${program}", "${args}"} <= macros <= {*MACROS, "${program}", "${args}"}:
-            mistakes.append(
-                "command: needs ${program} and ${args}, and has no other macros than ${env}, ${interpreter}"
-            )
-        for name, values in ((name, values_of(parameter)) for name, parameter in sweep.parameters.items()):
-            if values is None:
-                says = f"needs value, values, or numbers min < max, and a distribution: {DISTRIBUTIONS}"
-                mistakes.append(f"parameters.{name}: {says}; 1e-4 is text to W&B, write 0.0001")
-            elif sweep.method == "grid" and not isinstance(values, Sequence):
-                mistakes.append(f"parameters.{name}: method: grid needs values, or integers min and max")
+        mistakes += [f"command: lacks {word}" for word in ("${program}", "${args}") if word not in sweep.command]
     if mistakes:
         raise UserError("\n".join(f"{file}: {mistake}" for mistake in mistakes))
-    sweep.name = sweep.name or f"{Path(file).stem}-sweep"
     return sweep
 
 
-def draw(sweep: Sweep, count: int | None, seed: int) -> list[dict[str, Any]]:
+def draw(sweep: Sweep, count: int | None) -> list[dict[str, Any]]:
     """Return the settings of the first `count` trials by name. A longer sweep begins with the same ones."""
-    values: dict[str, Any] = {name: values_of(parameter) for name, parameter in sorted(sweep.parameters.items())}
+    values: dict[str, Any] = dict(sorted(sweep.parameters.items()))
+    generator = random.Random(0)
     if sweep.method == "grid":
-        grid = itertools.product(*values.values())
-        return [dict(zip(values, choice, strict=True)) for choice in itertools.islice(grid, count)]
+        if ranges := [name for name, of in values.items() if callable(of)]:
+            raise UserError(f"method: grid needs values, or integers min and max, for {', '.join(ranges)}")
+        choices = itertools.islice(itertools.product(*values.values()), count)
+        return [dict(zip(values, choice, strict=True)) for choice in choices]
     if count is None:
-        raise UserError("method: random has no end: add --trials=8, or run_cap in the file")
-    generator = random.Random(seed)
+        raise UserError("method: random has no end: add --trials=8")
 
     def one(of: Any) -> Any:
-        if isinstance(of, Sequence):
-            return generator.choice(of)
-        return value if isinstance(value := of(generator), int) else float(f"{value:.4g}")
+        return float(f"{of(generator):.4g}") if callable(of) else generator.choice(of)
 
     return [{name: one(of) for name, of in values.items()} for _ in range(count)]
 
@@ -180,44 +158,48 @@ def draw(sweep: Sweep, count: int | None, seed: int) -> list[dict[str, Any]]:
 def build_trials(sweep: Sweep, drawn: list[dict[str, Any]], folder: Path, others: list[str]) -> list[Trial]:
     """Return the trials, their settings checked as train.py does; raise a UserError with all mistakes."""
     trials, mistakes = [], []
-    columns = [[f"{name}={settings[name]}" for settings in drawn] for name in drawn[0]]
-    widths = [max(map(len, column)) for column in columns]
-    for i, words in enumerate(zip(*columns, strict=True)):
+    metric = [f"--checkpoint.metric={sweep.metric.name}", f"--checkpoint.mode={sweep.metric.goal[:3]}"]
+    for i, settings in enumerate(drawn):
         own = folder / f"trial-{i:02}"
-        arguments = [*(f"--{word}" for word in words), *others]
+        arguments = [*(f"--{name}={value}" for name, value in settings.items()), *others]
         arguments += [f"--run_name={folder.name}-{own.name}", f"--output_dir={own}"]
         macros = MACROS | {"${program}": [sweep.program], "${args}": arguments}
         command = [text for word in sweep.command for text in macros.get(word, [word])]
-        metric = f"--checkpoint.metric={sweep.metric.name}"  # which is refused if no evaluation has it
         try:
-            config = load_config([*command[command.index(sweep.program) + 1 :], metric])
+            config = load_config([*command[command.index(sweep.program) + 1 :], *metric])
         except UserError as error:
             mistakes += str(error).splitlines()
-        else:
-            label = "  ".join(map(str.ljust, words, widths)).rstrip()
-            trials.append(Trial(own, label, command, config, sweep.metric))
+            continue
+        if changed := changed_settings(config, saved_settings(own)).keys() - {"max_steps"}:
+            mistakes.append(f"{folder}: holds trials with other {', '.join(sorted(changed))}; choose another --folder")
+        label = "  ".join(f"{name}={value!s:<8}" for name, value in settings.items())
+        trials.append(Trial(own, label, command, config))
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
     return trials
 
 
-def measure(config: Config) -> tuple[int, int]:
-    """Return a run's steps and the steps between two evaluations; raise a UserError if it can't be cut short."""
+def rungs(config: Config, halving: Halving) -> Iterator[int]:
+    """Yield the steps after which only the better trials go on; raise a UserError if the run can't be cut short."""
     steps_per_epoch = math.ceil(len(config.task.build_datasets()[0]) / config.global_batch_size)
     total, schedule = config.steps(steps_per_epoch)
     if schedule > (config.epochs or 0) * steps_per_epoch:
         raise UserError("early_terminate: cutting a run short keeps its learning rates only if `epochs` spans them all")
-    return total, config.eval_every or steps_per_epoch
+    steps = halving.min_iter * (config.eval_every or steps_per_epoch)
+    while steps < total:
+        yield steps
+        steps *= halving.eta
 
 
 def train(trial: Trial, steps: int | None, log: Path) -> int:
-    """Run a trial as far as `steps`, or to its end, and return the exit code. A signal stops it once it has saved."""
+    """Run a trial as far as `steps`, or to its end, and return the exit code. A signal stops it once it has saved; so
+    does, on Linux, the death of this process."""
     family: list[psutil.Process] = []
     command = [*trial.command, *([f"--max_steps={steps}"] if steps else [])]
-    environment = os.environ | {"WANDB_RUN_GROUP": trial.folder.parent.name}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    # if this process is killed, the trial is told to stop
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "WANDB_RUN_GROUP": trial.folder.parent.name}
     bound = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM) if sys.platform == "linux" else None
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         to: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         process = psutil.Popen(command, env=environment, start_new_session=True, preexec_fn=bound, **to)
@@ -241,65 +223,51 @@ def run(trial: Trial, steps: int | None) -> None:
     if SIGNALS.name:
         raise RunError(f"stopped by {SIGNALS.name} in {trial.folder}; to continue: {shlex.join(sys.orig_argv)}")
     if code or not trial.is_done(steps):
-        lines = log.read_text(errors="replace").splitlines() or ["no output"]
-        said = next((line for line in reversed(lines) if line.startswith("train.py: ")), lines[-1])
-        trial.failure = f"exit code {code}, {said}"
-    elif not math.isfinite(trial.score(steps or math.inf)):
-        trial.failure = "not finite"
+        trial.failure = f"FAILED: exit code {code}, see {log}"
+    elif not math.isfinite(trial.result(steps or math.inf)[1]):
+        trial.failure = "FAILED: not finite"
     print(trial.row(steps or math.inf), flush=True)
 
 
 def search(trials: list[Trial], halving: Halving | None) -> None:
     """Run all trials to their end; with halving, only the better 1/eta of them, again and again, eta times as far."""
-    alive = [(trial, *(measure(trial.config) if halving else (0, 0))) for trial in trials]
-    evaluations = halving.min_iter if halving else 0
-    while halving and len(alive) > 1 and all(evaluations * every < total for _, total, every in alive):
-        for trial, _, every in alive:
-            run(trial, evaluations * every)
-        good = [entry for entry in alive if not entry[0].failure]
-        good.sort(key=lambda entry: entry[0].score(evaluations * entry[2]))
-        alive, evaluations = good[: max(1, len(alive) // halving.eta)], evaluations * halving.eta
-        print(f"going on: {', '.join(trial.folder.name for trial, *_ in alive) or 'none'}", flush=True)
-        for trial, *_ in alive:
-            trial.rung += 1
-    for trial, *_ in alive:
+    alive, rounds = trials, {tuple(rungs(trial.config, halving)) for trial in trials if halving}
+    if len(rounds) > 1:
+        raise UserError("early_terminate: needs trials with the same number of steps")
+    for steps in next(iter(rounds), ()):
+        if halving and len(alive) > 1:
+            for trial in alive:
+                run(trial, steps)
+            good = sorted((trial for trial in alive if not trial.failure), key=lambda trial: trial.badness(steps))
+            alive = good[: max(1, len(alive) // halving.eta)]
+            print(f"going on: {', '.join(trial.folder.name for trial in alive) or 'none'}", flush=True)
+            for trial in alive:
+                trial.rung += 1
+    for trial in alive:
         run(trial, None)
-
-
-def write_trials(file: Path, trials: list[Trial]) -> None:
-    """Write down each trial's command; raise a UserError if those in the file are of another sweep."""
-    known = json.loads(file.read_text()) if file.exists() else {}
-    commands = {trial.folder.name: shlex.join(trial.command) for trial in trials}
-    if any(known.get(name, command) != command for name, command in commands.items()):
-        raise UserError(f"{file}: of a sweep with other settings; choose another --folder")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, known | commands)
 
 
 def main(argv: list[str]) -> None:
     """Run, or continue, the sweep that the arguments ask for."""
     parser = argparse.ArgumentParser("python -m src.sweep", allow_abbrev=False, description=__doc__)
     parser.add_argument("file", help="sweep file, such as sweeps/mnist.yaml")
-    parser.add_argument("--trials", type=int, help="number of trials; default: run_cap, or the whole grid")
-    parser.add_argument("--draw_seed", type=int, default=0, help="seed of what is drawn; default: 0")
+    parser.add_argument("--trials", type=int, help="number of trials; default: the whole grid")
     parser.add_argument("--folder", type=Path, help="folder of the sweep; default: runs/ and its name")
     options, others = parser.parse_known_args(argv)
     if options.trials is not None and options.trials < 1:
         raise UserError(f"--trials={options.trials}: must be 1 or more")
     sweep = read_sweep(options.file)
     folder = options.folder or Path("runs", sweep.name)
-    trials = build_trials(sweep, draw(sweep, options.trials or sweep.run_cap, options.draw_seed), folder, others)
-    write_trials(folder / "trials.json", trials)
+    trials = build_trials(sweep, draw(sweep, options.trials), folder, others)
     SIGNALS.catch()
     header = f"{'trial':<9} {'step':>6}  {sweep.metric.name}"
     print(f"trials: {len(trials)}, in {folder}, each with a log beside its folder", header, sep="\n", flush=True)
     search(trials, sweep.early_terminate)
-    trials.sort(key=lambda trial: (bool(trial.failure), -trial.rung, trial.score()))
-    print("\nbest first:", header, *(trial.row() for trial in trials), sep="\n")
-    if find_spec("src.report"):  # it may have been thrown out
-        folders = [trial.folder for trial in trials if trial.result()[0]]
-        import_module("src.report").write_report(folders, folder / "report.html")
-        print(f"report: {folder}/report.html")
+    trials.sort(key=lambda trial: (bool(trial.failure), -trial.rung, trial.badness()))
+    print("\nbest first:", header, *(trial.row() for trial in trials), sep="\n", flush=True)
+    folders = [str(trial.folder) for trial in trials if trial.result()[0]]
+    if folders and find_spec("src.report"):  # it may have been thrown out; if it fails, it says why
+        subprocess.run([sys.executable, "-m", "src.report", *folders, f"--output={folder}/report.html"])
     if trials[0].failure:
         raise RunError("all trials failed; the same command tries them again")
     print(f"best model: {trials[0].folder}/model; its settings: {trials[0].folder}/config.yaml")

@@ -25,7 +25,9 @@ class Stage:
             progress=self.progress,
             resume=SimpleNamespace(summary=""),
             resume_command="train.py",
-            config=SimpleNamespace(alerts=Alerts(**settings), folder=folder, run_name="mine", timeout_minutes=30.0),
+            config=SimpleNamespace(
+                alerts=Alerts(**settings), folder=folder, run_name="mine", timeout_minutes=30.0, max_hours=None
+            ),
             is_evaluation_due=lambda: False,
             is_evaluated=lambda: False,
             is_save_due=lambda: False,
@@ -124,7 +126,9 @@ def test_no_step_for_long_is_a_stall_told_once(tmp_path: Path) -> None:
     assert len(stage.said) == 2
 
 
-@pytest.mark.parametrize("name", ["is_evaluation_due", "is_evaluated", "is_save_due", "the first steps", "a signal"])
+@pytest.mark.parametrize(
+    "name", ["is_evaluation_due", "is_evaluated", "is_save_due", "the first steps", "a signal", "max_hours"]
+)
 def test_evaluating_saving_stopping_and_the_first_steps_are_no_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -133,6 +137,8 @@ def test_evaluating_saving_stopping_and_the_first_steps_are_no_stall(
     stage.train(3 if name == "the first steps" else 20, seconds=2)
     if name.startswith("is_"):
         setattr(stage.run, name, lambda: True)
+    if name == "max_hours":
+        stage.run.config.max_hours = 1e-9
     if name == "a signal":
         monkeypatch.setattr(SIGNALS, "name", "SIGTERM")
     for _ in range(1500):

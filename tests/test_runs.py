@@ -200,7 +200,11 @@ def test_a_bug_keeps_its_traceback_and_ends_the_run_as_crashed(launch: Launch) -
     assert run.exit_code == 1
     assert "TypeError: 'NoneType' object is not callable" in run.stderr
     assert run.messages == []
-    assert wandb_records(run)[1] == [1]
+    recorded, exit_codes = wandb_records(run)
+    assert exit_codes == [1]
+    if (PROJECT / "src/alerts.py").exists():
+        alert = '"text": "step 0: TypeError: \'NoneType\' object is not callable", "title": "mnist: crash"'
+        assert alert in recorded
     assert not (run.folder / "summary.json").exists()
 
 

@@ -12,6 +12,7 @@ import pytest
 from src import sweep as sweep_module
 from src.process import UserError
 from src.sweep import Trial, draw, main, read_sweep
+from tests.faults.runs import without_times
 from tests.launching import PROJECT, Launch, Run, Started
 
 QUIET = ["--wandb.mode=disabled"] if (PROJECT / "src/wandb_settings.py").exists() else []
@@ -23,7 +24,7 @@ SWEEP: dict[str, Any] = {
     "metric": {"name": "eval/loss", "goal": "minimize"},
     "parameters": {
         "optim.lr": {"min": 0.0003, "max": 0.03, "distribution": "log_uniform_values"},
-        "task.dropout": {"min": 0.0, "max": 1.0, "q": 0.1, "distribution": "q_uniform"},
+        "task.dropout": {"values": [0, 0.1, 0.2]},
         "task.shift": {"min": 0, "max": 3},
         "seed": {"values": [0, 1]},
         "task.rotation": {"min": 0.0, "max": 20.0},
@@ -57,7 +58,9 @@ def trained(trial: Trial, evaluations: dict[int, float], max_steps: int | None) 
     lines = [json.dumps({"step": step, "eval/loss": value}) + "\n" for step, value in evaluations.items()]
     (trial.folder / "metrics.jsonl").write_text("".join(lines))
     (trial.folder / "summary.json").write_text("{}")
-    (trial.folder / "config.yaml").write_text(json.dumps({"max_steps": max_steps}))
+    (trial.folder / "config.yaml").write_text(
+        json.dumps(trial.config.model_dump(mode="json") | {"max_steps": max_steps})
+    )
 
 
 @pytest.fixture
@@ -72,29 +75,27 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, 
             asked.append((trial.folder.name, steps))
             found = {step: values(trial.folder.name, step) for step in [*range(10, (steps or 40) + 1, 10)]}
             if None in found.values():
-                log.parent.mkdir(parents=True, exist_ok=True)
-                log.write_text("train.py: no room\nlauncher: it failed\n")
                 return 1
             trained(trial, found | ({} if steps else {46: values(trial.folder.name, 46)}), steps)  # type: ignore[arg-type]
             return 0
 
         monkeypatch.setattr(sweep_module, "train", train)
+        monkeypatch.setattr(sweep_module, "find_spec", lambda _: None)  # no report, which is a process
         return asked
 
     return fixture
 
 
-def test_what_is_drawn_depends_on_file_and_seed_alone(tmp_path: Path) -> None:
+def test_what_is_drawn_depends_on_the_file_alone(tmp_path: Path) -> None:
     """Tried with a generator without a seed."""
     sweep = read_sweep(write(tmp_path))
-    eight = draw(sweep, 8, 0)
-    assert draw(sweep, 100, 0)[:8] == eight
-    assert draw(sweep, 8, 1) != eight
-    many = draw(sweep, 1000, 0)
+    eight = draw(sweep, 8)
+    assert draw(sweep, 100)[:8] == eight
+    many = draw(sweep, 1000)
     rates = [trial["optim.lr"] for trial in many]
     assert 0.0003 <= min(rates) < 0.0004
     assert 400 < sum(rate < 0.003 for rate in rates) < 600, "half of them are below the geometric mean"
-    assert {trial["task.dropout"] for trial in many} == {round(i / 10, 1) for i in range(11)}
+    assert {trial["task.dropout"] for trial in many} == {0, 0.1, 0.2}
     assert {trial["task.shift"] for trial in many} == {0, 1, 2, 3}
     assert {trial["seed"] for trial in many} == {0, 1}
     assert {trial["task.label_smoothing"] for trial in many} == {0}
@@ -104,7 +105,7 @@ def test_what_is_drawn_depends_on_file_and_seed_alone(tmp_path: Path) -> None:
 def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     parameters = {"seed": {"values": [0, 1]}, "task.shift": {"min": 0, "max": 2}}
     sweep = read_sweep(write(tmp_path, method="grid", parameters=parameters))
-    grid = [(trial["seed"], trial["task.shift"]) for trial in draw(sweep, None, 0)]
+    grid = [(trial["seed"], trial["task.shift"]) for trial in draw(sweep, None)]
     assert grid == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
@@ -116,22 +117,23 @@ def test_every_mistake_in_a_file_gets_a_line(tmp_path: Path) -> None:
         "d": {"min": "1e-4", "max": "1e-2"},
         "e": {"value": 1, "min": 0},
     }
-    file = write(tmp_path, parameters=bad, command=["${args_json}"])
+    file = write(tmp_path, parameters=bad)
     lines = mistakes(file, "--trials=2")
     assert [line.removeprefix(f"{file}: ").partition(":")[0] for line in lines] == [
-        "command", *(f"parameters.{name}" for name in bad)
-    ]  # fmt: skip
-    assert lines[4].endswith("1e-4 is text to W&B, write 0.0001")
-    lines = mistakes(write(tmp_path, method="bayes", goal=1, metric={"name": "eval/loss", "goal": "min"}))
-    assert lines == [
-        f"{file}: method: bayes is drawn by W&B's server: start it with `wandb sweep`, or write random",
+        f"parameters.{name}" for name in bad
+    ]
+    assert lines[3].endswith("1e-4 is text to W&B, write 0.0001")
+    assert mistakes(write(tmp_path, method="bayes", goal=1, metric={"name": "eval/loss", "goal": "min"})) == [
+        f"{file}: method: must be 'grid' or 'random'",
         f"{file}: metric.goal: must be 'minimize' or 'maximize'",
         f"{file}: goal: Extra inputs are not permitted",
     ]
+    (line,) = mistakes(write(tmp_path, command=["${program}", "${args_json}"]))
+    assert line == f"{file}: command: lacks ${{args}}"
     (line,) = mistakes(write(tmp_path, method="grid", parameters={"optim.lr": {"min": 0.1, "max": 0.2}}))
-    assert line == f"{file}: parameters.optim.lr: method: grid needs values, or integers min and max"
+    assert line == "method: grid needs values, or integers min and max, for optim.lr"
     (line,) = mistakes(write(tmp_path))
-    assert line == "method: random has no end: add --trials=8, or run_cap in the file"
+    assert line == "method: random has no end: add --trials=8"
 
 
 def test_settings_are_checked_before_anything_starts(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_a_trial_that_fails_is_told_and_ranked_last(
     table = capsys.readouterr().out.partition("best first:\n")[2].splitlines()
     assert table[1].split()[:3] == ["trial-02", "46", "2.000"]
     assert table[2].startswith("trial-00")
-    assert table[2].endswith("FAILED: exit code 1, train.py: no room")
+    assert table[2].endswith(f"FAILED: exit code 1, see {tmp_path}/s/trial-00.log")
     assert table[3].endswith("FAILED: not finite")
     asked.clear()
     values["trial-00"] = 1.0
@@ -192,65 +194,52 @@ def test_a_trial_that_fails_is_told_and_ranked_last(
 
 
 def test_a_folder_keeps_its_sweep(tmp_path: Path, trainings: Any) -> None:
-    """A longer one goes on with it, one with other settings is refused. Tried without what is written down."""
+    """A longer one goes on with it, one with other settings is refused. Tried without comparing them."""
     asked = trainings(lambda name, step: 1.0)
-    arguments = [write(tmp_path), f"--folder={tmp_path / 's'}", *DIGITS]
+    arguments = [write(tmp_path, **HALVING), f"--folder={tmp_path / 's'}", *DIGITS]
     main([*arguments, "--trials=2"])
-    commands = json.loads((tmp_path / "s/trials.json").read_text())
-    assert list(commands) == ["trial-00", "trial-01"]
-    for change in ("--draw_seed=1", "--task.shift=1"):
-        (line,) = mistakes(*arguments, "--trials=2", change)
-        assert line == f"{tmp_path}/s/trials.json: of a sweep with other settings; choose another --folder"
+    (line,) = mistakes(*arguments, "--trials=2", "--optim.weight_decay=1", "--optim.momentum=0.5")
+    assert line == f"{tmp_path}/s: holds trials with other optim.momentum, optim.weight_decay; choose another --folder"
     asked.clear()
     main([*arguments, "--trials=3"])
-    assert asked == [("trial-02", None)]
+    assert asked == [("trial-02", 10)]
 
 
 def test_the_winners_curve_is_that_of_a_run_in_one_piece(
     tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To the last bit, over three rungs and the death of a trial and of its sweep; nothing is done twice. Tried with
-    rungs that set max_steps without epochs: other learning rates."""
+    """To the last bit, over a rung and the death of a trial and of its sweep; nothing is done twice. Tried with rungs
+    that set `epochs` to null, which had to be allowed: other learning rates."""
     asked: list[tuple[str, int | None]] = []
     ends: list[Run] = []
 
     def train(trial: Trial, steps: int | None, log: Path) -> int:
         asked.append((trial.folder.name, steps))
         words = [*trial.command[2:], *([f"--max_steps={steps}"] if steps else [])]
-        with Started("cpu", folder=trial.folder, words=words) as started:
-            if len(asked) == 6:  # of those that went on, the second
-                started.wait_until(lambda: any((trial.folder / "checkpoints").glob("step_*8"))).kill_all()
-                raise Killed
+        fault: dict[str, Any] = (
+            {"FAULT": "die", "FAULT_STEP": "4"} if len(asked) == 3 else {}
+        )  # the one that went on, at step 8
+        with Started("cpu", folder=trial.folder, words=words, **fault) as started:
             ends.append(started.result())
+        if fault:
+            raise Killed
         return ends[-1].exit_code
 
     monkeypatch.setattr(sweep_module, "train", train)
-    arguments = [
-        write(tmp_path, **HALVING),
-        "--trials=4",
-        f"--folder={tmp_path / 's'}",
-        *DIGITS,
-        "--epochs=1",
-        "--eval_every=5",
-    ]
+    steps = ("--epochs=1", "--global_batch_size=128", "--eval_every=4", "--log_every=2", "--save_every=3")
+    arguments = [write(tmp_path, **HALVING), "--trials=2", f"--folder={tmp_path / 's'}", *DIGITS, *steps]
     with pytest.raises(Killed):
         main(arguments)
     main(arguments)
-    assert [steps for _, steps in asked] == [5, 5, 5, 5, 10, 10, 10, None]
-    assert asked[5] == asked[6]
-    assert "step_000000" in ends[-2].stdout, "it went on from a checkpoint, not from the start"
+    assert [steps for _, steps in asked] == [4, 4, None, None]
+    assert asked[2] == asked[3]
+    assert "after step 6, from" in ends[-1].stdout, "it went on from a checkpoint, not from the start"
     best = tmp_path / "s" / asked[-1][0]
     assert capsys.readouterr().out.partition("best first:\n")[2].splitlines()[1].startswith(best.name)
 
-    command = json.loads((tmp_path / "s/trials.json").read_text())[best.name].split()
-    settings = [word for word in command[command.index("train.py") + 1 :] if not word.startswith(("--output", "--run"))]
-    whole = launch("cpu", *settings).succeeded()
-
-    def curve(folder: Path) -> list[dict[str, Any]]:
-        records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        return [{name: value for name, value in record.items() if not name.startswith("perf/")} for record in records]
-
-    assert curve(best) == curve(whole.folder)
+    assert (tmp_path / "s/report.html").exists() == (PROJECT / "src/report.py").exists()
+    whole = launch("cpu", f"--config={best / 'config.yaml'}").succeeded()
+    assert without_times(Run(0, "", "", best).records) == without_times(whole.records)
     (weights,) = (best / "model").glob("*.safetensors")
     assert weights.read_bytes() == (whole.folder / "model" / weights.name).read_bytes()
 

@@ -19,7 +19,7 @@ def test_wandbs_agent_starts_the_same_runs(file: Path, tmp_path: Path, monkeypat
     (tmp_path / "data/tinyshakespeare/input.txt").write_text("which the header says how to get")
     monkeypatch.chdir(tmp_path)
     sweep = read_sweep(str(file))
-    (settings,) = draw(sweep, 1, 0)
+    (settings,) = draw(sweep, 1)
     (trial,) = build_trials(sweep, [settings], Path("runs/s"), [])
     own = ["--run_name=s-trial-00", "--output_dir=runs/s/trial-00"]
 
