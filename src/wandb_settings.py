@@ -46,20 +46,18 @@ class Wandb(Settings):
         """Replace wandb:entity/project/name:alias in task.model and resume by the folder of the downloaded artifact,
         beside which a file NAME.used has its name. The first process of a machine downloads, which the others wait for.
         Where there are mistakes, download nothing; append a line for each that can't be had. Return what was not."""
-        absent = set()
-        for group, name in (("task.", "model"), ("", "resume")):
-            settings = config.task if group else config
-            written = str(getattr(settings, name, None))
-            if not written.startswith("wandb:"):
-                continue
-            try:
-                if mistakes:
-                    absent.add(group + name)
-                else:
-                    setattr(settings, name, _download(written.removeprefix("wandb:")))
-            except Exception as error:  # from W&B, the network or the disk: in any case, there is nothing to start from
-                absent.add(group + name)
-                mistakes.append(f"{group}{name}={written}: cannot be downloaded, {cause(error)}")
+        absent, is_good = set(), not mistakes
+        for name, settings in (("task.model", config.task), ("resume", config)):
+            field = name.removeprefix("task.")
+            written = str(getattr(settings, field, None))
+            if written.startswith("wandb:"):
+                absent.add(name)
+                try:
+                    if is_good:
+                        setattr(settings, field, _download(written.removeprefix("wandb:")))
+                        absent.remove(name)
+                except Exception as error:  # from W&B, the network or the disk: in any case, it can't be had
+                    mistakes.append(f"{name}={written}: cannot be downloaded, {cause(error)}")
         return absent
 
     def start(self, say: Callable[[str], None], /, machine: int = 0, **arguments: Any) -> list[Any]:

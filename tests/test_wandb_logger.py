@@ -109,7 +109,7 @@ def inspected(folder: Path) -> list[list[dict[str, Any]]]:
     """What W&B's offline files in a folder hold, file by file."""
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        command = [BIN / "wandb", "leet", "inspect", "--json", file.absolute()]
+        command = [str(BIN / "wandb"), "leet", "inspect", "--json", str(file.absolute())]
         shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found.append([json.loads(line) for line in shown.splitlines()])
     return found
@@ -136,7 +136,7 @@ def table(entries: dict[str, Any], path: str) -> list[dict[str, Any]]:
 
 def history(folder: Path) -> list[list[dict[str, Any]]]:
     """What W&B has of a run's records: numbers and tables, by session."""
-    sessions = []
+    sessions: list[list[dict[str, Any]]] = []
     for rows in inspected(folder):
         sessions.append([])
         for item in (row["history"]["item"] for row in rows if "history" in row):
@@ -180,14 +180,14 @@ def test_it_has_the_model_and_the_checkpoints_as_artifacts(launch: Launch, tmp_p
     """By reference: nothing of them is copied. The first checkpoint is the best by `checkpoint.mode`. The chat template
     is among the files. Tried with `copy`: no references; without the mode: `best` is each one."""
     data = tmp_path / "data"
-    arguments = ("--max_steps=12", "--log_every=4", "--eval_every=4", "--save_every=4", "--checkpoint.keep_last=9")
-    arguments += ("--checkpoint.metric=eval/accuracy", "--checkpoint.mode=min", "--wandb.checkpoints=reference")
+    steps = ("--max_steps=12", "--log_every=4", "--eval_every=4", "--save_every=4", "--checkpoint.keep_last=9")
+    settings = ("--checkpoint.metric=eval/accuracy", "--checkpoint.mode=min", "--wandb.checkpoints=reference")
     before = "from pathlib import Path; import src.export as e; write = e.export_model\n"
     before += "def with_template(run, metrics):\n    write(run, metrics)\n"
     before += "    Path(run.config.folder, 'model/chat_template.jinja').write_text('a template')\n"
     before += "e.export_model = with_template"
     more: dict[str, Any] = {"wandb": "offline", "WANDB_DATA_DIR": str(data), "before": before}
-    run = launch("cpu", *arguments, **more).succeeded()
+    run = launch("cpu", *steps, *settings, **more).succeeded()
     (rows,) = inspected(run.folder)
     artifacts = [row["artifact"] for row in rows if "artifact" in row]
     artifacts = [artifact for artifact in artifacts if artifact["type"] in ("checkpoint", "model")]
@@ -199,15 +199,13 @@ def test_it_has_the_model_and_the_checkpoints_as_artifacts(launch: Launch, tmp_p
     for artifact, folder in zip(artifacts, folders, strict=True):
         entries = {entry["path"]: entry for entry in artifact["manifest"]["contents"]}
         files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-        assert {name: entry["ref"] for name, entry in entries.items()} == {n: p.as_uri() for n, p in files.items()}
-        assert {name: int(entry["size"]) for name, entry in entries.items()} == {
-            n: p.stat().st_size for n, p in files.items()
-        }
+        found = {name: (entry["ref"], int(entry["size"])) for name, entry in entries.items()}
+        assert found == {name: (path.as_uri(), path.stat().st_size) for name, path in files.items()}
     weights = (run.folder / "model" / "model.safetensors").stat().st_size
     kept = [*data.rglob("*"), *(run.folder / "wandb").rglob("*")]
     assert max(path.stat().st_size for path in kept if path.is_file()) < weights / 10
-    files = {path.name for path in run.folder.glob("wandb/offline-run-*/files/run/*")}
-    assert files == {"config.yaml", "cpu.yaml", "chat_template.jinja"}
+    names = {path.name for path in run.folder.glob("wandb/offline-run-*/files/run/*")}
+    assert names == {"config.yaml", "cpu.yaml", "chat_template.jinja"}
 
 
 def test_it_has_the_alerts(launch: Launch) -> None:
