@@ -236,7 +236,8 @@ def config_from(saved: dict[str, Any]) -> Config:
         UserError: they are not a run's settings, or another version's.
     """
     try:
-        return _config_class(saved["task"]["name"]).model_validate(saved)
+        used = {name: value for name, value in saved.items() if name != "trackers"}  # they need not be installed here
+        return _config_class(saved["task"]["name"]).model_validate(used)
     except (KeyError, ValidationError) as error:
         raise UserError(f"not the settings of a run: {cause(error)}") from error
 

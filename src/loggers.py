@@ -39,13 +39,9 @@ class Logger:
     """By which a later session continues the run; None if it can't."""
 
     def __init__(self, say: Callable[[str], None], folder: Path, record: Path | None) -> None:
-        """Start the tracker and wait for it.
-
-        Args:
-            say: tells the user, once, that it failed later on; may be called by the thread.
-            folder: where it writes, which has to have room.
-            record: the run's metrics.jsonl, as far as the run goes on from it; None: there is none.
-        """
+        """Start the tracker and wait for it. `say` tells the user, once, that it failed later on, also from the thread;
+        `folder`, where it writes, has to have room; `record` is the run's metrics.jsonl, as far as the run goes on from
+        it."""
         self.failure: str | None = None
         """Why the run is not recorded, or not to its end; None if it is."""
         self._say, self._folder = say, folder

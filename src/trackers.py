@@ -14,7 +14,6 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 from pydantic import AfterValidator
 
 from src.loggers import Logger, Record
-from src.settings import flatten
 from src.tasks.base import Table
 
 if TYPE_CHECKING:  # not at run time: src.config imports this file
@@ -83,13 +82,9 @@ class TensorBoard(Trackio):
 
     def start(self) -> None:
         self._folder /= "tensorboard"
-        is_new = not self._folder.exists()
         # hides what earlier sessions have written: what counts of it is in metrics.jsonl
         self._tracker = TensorBoardTracker("", logging_dir=self._folder, purge_step=0)
         self._tracker.start()
-        if is_new:
-            settings = {n: v if isinstance(v, int | float) else str(v) for n, v in flatten(self._config)}
-            self._tracker.store_init_configuration(settings)
         self.where = str(self._folder)
 
     def recorded(self) -> list[Record]:

@@ -35,16 +35,11 @@ class WandbLogger(Logger):
     title = "W&B"
 
     def __init__(self, say: Callable[[str], None], model: Keep, checkpoints: Keep, **arguments: Any) -> None:
-        """Start the run; go offline if it can't go online.
-
-        Args:
-            model: how the exported model is recorded.
-            checkpoints: how each checkpoint is.
-            arguments: of wandb.init, whose `mode` may be "auto" too; `dir` is the run's output folder, absent for a
-                check, and `config` the settings of the run.
+        """Start the run; go offline if it can't go online. `model` and `checkpoints` say how these are recorded, the
+        rest are arguments of wandb.init: `mode` may be "auto" too, `dir` is the run's output folder, absent in a check,
+        and `config` has the settings of the run.
         """
         self.run: Any = None
-        """The W&B run, only to be read from; None if there is none."""
         self._arguments, self._model, self._checkpoints = arguments, model, checkpoints
         self._ranking = Checkpoint(**arguments["config"]["checkpoint"])
         self._output: Any = arguments.get("dir")

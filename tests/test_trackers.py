@@ -10,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trackio.sqlite_storage import SQLiteStorage
 
+from src.config import config_from, load_config
 from tests.faults.runs import SHORT, checkpoints, lines, without_times
 from tests.launching import Launch, Started, mistakes
 
@@ -96,8 +97,8 @@ def test_a_tracker_that_hangs_raises_or_fills_the_disk(launch: Launch, tmp_path:
 def test_they_have_each_record_once_over_a_kill_and_a_resume(
     launch: Launch, tmp_path: Path, trackio_folder: Path
 ) -> None:
-    """Value by value, in order, in one run each, with the settings. TensorBoard keeps single precision. Tried without
-    `recorded`: trackio has steps twice; without `purge_step`: so has TensorBoard."""
+    """Value by value, in order, in one run each; trackio with the settings. TensorBoard keeps single precision. Tried
+    without `recorded`: trackio has steps twice; without `purge_step`: so has TensorBoard."""
     arguments, folder = (*SHORT, BOTH), tmp_path / "run"
     home: dict[str, Any] = {"TRACKIO_DIR": str(trackio_folder)}
     with Started("cpu", *arguments, folder=folder, **home) as started:
@@ -123,7 +124,10 @@ def test_they_have_each_record_once_over_a_kill_and_a_resume(
 
 
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, but a run that had it can be used. Tried with it among the settings read: that is refused too."""
+    saved = load_config(["--task.source=digits", "--trackers=[trackio]"]).model_dump(mode="json")
     monkeypatch.setattr("src.trackers.find_spec", lambda name: None if name == "trackio" else find_spec(name))
     assert mistakes("--trackers=[wandb, trackio]") == [
         "--trackers=[wandb, trackio]: not installed: pip install trackio"
     ]
+    assert config_from(saved).task.name == "mnist"
