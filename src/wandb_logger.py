@@ -37,8 +37,7 @@ class WandbLogger(Logger):
     def __init__(self, say: Callable[[str], None], model: Keep, checkpoints: Keep, **arguments: Any) -> None:
         """Start the run; go offline if it can't go online. `model` and `checkpoints` say how these are recorded, the
         rest are arguments of wandb.init: `mode` may be "auto" too, `dir` is the run's output folder, absent in a check,
-        and `config` has the settings of the run.
-        """
+        and `config` has the settings of the run."""
         self.run: Any = None
         self._arguments, self._model, self._checkpoints = arguments, model, checkpoints
         self._ranking = Checkpoint(**arguments["config"]["checkpoint"])
