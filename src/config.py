@@ -196,7 +196,6 @@ def load_config(argv: list[str]) -> Config:
         mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(TASKS))} ({', '.join(TASKS)})")
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
         name = "mnist"
-    mistakes.extend(Wandb.download(values))
     config_class = _config_class(name)
     if wants_help:
         print(USAGE.format(tasks=" | ".join(TASKS)), describe(config_class), sep="\n")
@@ -211,19 +210,20 @@ def load_config(argv: list[str]) -> Config:
     steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.profile_steps or "1:1")
     if not steps or int(steps[1]) > int(steps[2]):
         mistakes.append(f"profile_steps={config.profile_steps}: write the first step and the last, such as 10:15")
-    if not bad & {"run_name", "output_dir"}:
-        mistakes.extend(folder_errors(config))
-    if not any(name.startswith("task") for name in bad):
-        mistakes.extend(config.task.validation_errors())
-        if config.task.metric_names is not None:
-            names = ["loss", "examples", *config.task.metric_names]
-            mistakes.extend(metric_errors(config, [f"eval/{name}" for name in names]))
     if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():
         mistakes.append(
             "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
         )
     if config.push_to_hub:
         mistakes.extend(_hub_errors(config.push_to_hub))
+    bad |= Wandb.download(config, mistakes)
+    if not bad & {"run_name", "output_dir", "resume"}:
+        mistakes.extend(folder_errors(config))
+    if not any(name.startswith("task") for name in bad):
+        mistakes.extend(config.task.validation_errors())
+        if config.task.metric_names is not None:
+            names = ["loss", "examples", *config.task.metric_names]
+            mistakes.extend(metric_errors(config, [f"eval/{name}" for name in names]))
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
     return config
@@ -236,7 +236,8 @@ def config_from(saved: dict[str, Any]) -> Config:
         UserError: they are not a run's settings, or another version's.
     """
     try:
-        return _config_class(saved["task"]["name"]).model_validate(saved)
+        used = {name: value for name, value in saved.items() if name != "trackers"}  # they need not be installed here
+        return _config_class(saved["task"]["name"]).model_validate(used)
     except (KeyError, ValidationError) as error:
         raise UserError(f"not the settings of a run: {cause(error)}") from error
 

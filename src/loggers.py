@@ -1,6 +1,7 @@
 """What every tracker of a run has in common: whatever happens to it, the training neither ends nor waits for it."""
 
 import json
+import math
 import queue
 import tempfile
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from src.process import cause
+from src.tasks.base import Table
 
 START_SECONDS = 240.0
 """How long a tracker may take to start: W&B gives up on its server after 90."""
@@ -37,31 +39,28 @@ class Logger:
     """By which a later session continues the run; None if it can't."""
 
     def __init__(self, say: Callable[[str], None], folder: Path, record: Path | None) -> None:
-        """Start the tracker and wait for it.
-
-        Args:
-            say: tells the user, once, that it failed.
-            folder: where it writes, which has to have room.
-            record: the run's metrics.jsonl, as far as the run goes on from it; None: there is none.
-        """
+        """Start the tracker and wait for it. `say` tells the user, once, that it failed later on, also from the thread;
+        `folder`, where it writes, has to have room; `record` is the run's metrics.jsonl, as far as the run goes on from
+        it."""
         self.failure: str | None = None
         """Why the run is not recorded, or not to its end; None if it is."""
-        self._say, self._folder, self._is_said = say, folder, False
+        self._say, self._folder = say, folder
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._busy_since: float | None = None
+        self._busy_since = math.inf
         self._earlier: dict[int, list[Record]] = {}
         self._is_started = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
+        self._queue.put(self.start)
         if not self._is_started.wait(START_SECONDS):
             self._fail(TimeoutError(f"it has not started within {START_SECONDS:.0f} seconds"))
         if self.failure:
-            self.where, self._is_said = f"not recorded: {self.failure}", True
+            self.where = f"not recorded: {self.failure}"
         elif record and record.exists() and (size := record.stat().st_size):
             self.tell(lambda: self._catch_up(record, size))
 
-    def log(self, record: Record, tables: dict[str, list[Record]]) -> None:
-        """Record numbers, and tables whose rows have the same keys."""
+    def log(self, record: Record, tables: dict[str, Table]) -> None:
+        """Record numbers, `step` among them, and tables."""
         self.tell(lambda: self.pass_on(record, tables))
 
     def summarize(self, summary: Record) -> None:
@@ -80,45 +79,40 @@ class Logger:
         """End the run, and wait until all is written and, online, uploaded."""
         self.tell(lambda: self.end(exit_code))
         self._queue.put(None)
-        self._thread.join(FINISH_SECONDS + HANG_SECONDS)
+        seconds = HANG_SECONDS if self.failure else FINISH_SECONDS + HANG_SECONDS
+        self._thread.join(seconds)
         if self._thread.is_alive():
-            self._fail(TimeoutError(f"it has not answered for {FINISH_SECONDS + HANG_SECONDS:.0f} seconds"))
-        self._say_failure()
+            self._fail(TimeoutError(f"it has not answered for {seconds:.0f} seconds"))
 
     def tell(self, do: Callable[[], object]) -> None:
         """Have the thread call `do`."""
-        if self._busy_since is not None and time.monotonic() - self._busy_since > HANG_SECONDS:
+        if time.monotonic() - self._busy_since > HANG_SECONDS:
             self._fail(TimeoutError(f"it has not answered for {HANG_SECONDS:.0f} seconds"))
-        self._say_failure()
-        if self.failure is None and self._thread.is_alive():
+        if self.failure is None:
             self._queue.put(do)
 
     def closing_line(self) -> str | None:
         """Return where to see the run; None if it failed."""
         return None
 
-    def start(self) -> bool:
-        """Begin or continue the run. Return False if the tracker is switched off."""
+    def start(self) -> None:
+        """Begin or continue the run."""
         raise NotImplementedError
 
     def recorded(self) -> Iterable[Record]:
         """Return the numbers that earlier sessions have left there, with their steps."""
         return ()
 
-    def write(self, record: Record, tables: dict[str, list[Record]]) -> None:
+    def write(self, record: Record, tables: dict[str, Table]) -> None:
         raise NotImplementedError
 
     def summary(self, summary: Record) -> None: ...
-
     def alerted(self, title: str, text: str) -> None: ...
-
     def stopped(self) -> None: ...
-
     def end(self, exit_code: int) -> None: ...
-
     def abandon(self) -> None: ...
 
-    def pass_on(self, record: Record, tables: dict[str, list[Record]]) -> None:
+    def pass_on(self, record: Record, tables: dict[str, Table]) -> None:
         """Write a record, unless an earlier session has: up to perf/…, a resumed run computes the same once more."""
         self._busy_since = time.monotonic()
         numbers = {name: value for name, value in record.items() if not name.startswith("perf/")}.items()
@@ -133,35 +127,28 @@ class Logger:
         with file.open("rb") as lines:
             while lines.tell() < size:
                 record = json.loads(lines.readline())
-                tables = {name: value for name, value in record.items() if isinstance(value, list)}
-                self.pass_on({name: value for name, value in record.items() if name not in tables}, tables)
+                tables = {name: record.pop(name) for name in list(record) if isinstance(record[name], list)}
+                self.pass_on(record, tables)
 
     def _work(self) -> None:
-        try:
-            require_room(self._folder)
-            is_on = self.start()
-        except Exception as error:  # from the tracker or the file system: no reason not to train
-            is_on = self._fail(error)
-        self._is_started.set()
-        while is_on and self.failure is None and (do := self._queue.get()) is not None:
+        for do in iter(self._queue.get, None):
             self._busy_since = time.monotonic()
             try:
                 require_room(self._folder)
                 do()
-            except Exception as error:
+            except Exception as error:  # from the tracker or the file system: no reason not to train
                 self._fail(error)
-            self._busy_since = None
+            self._busy_since = math.inf
+            self._is_started.set()
+            if self.failure:
+                break
 
-    def _fail(self, error: Exception) -> bool:
+    def _fail(self, error: Exception) -> None:
         if self.failure is None:
             self.failure = cause(error)
             threading.Thread(target=self.abandon, daemon=True).start()
-        return False
-
-    def _say_failure(self) -> None:
-        if self.failure and not self._is_said:
-            self._is_said = True
-            self._say(f"WARNING: {self.title} failed ({self.failure}): the run goes on, recorded in metrics.jsonl")
+            if self._is_started.is_set():
+                self._say(f"WARNING: {self.title} failed ({self.failure}): the run goes on, recorded in metrics.jsonl")
 
 
 def require_room(folder: Path) -> None:

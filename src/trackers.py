@@ -1,5 +1,7 @@
 """The trackers that a run can choose: Weights & Biases and, through Accelerate's own, trackio and TensorBoard."""
 
+import contextlib
+import io
 import shlex
 import uuid
 from collections.abc import Callable
@@ -12,7 +14,6 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 from pydantic import AfterValidator
 
 from src.loggers import Logger, Record
-from src.settings import flatten
 from src.tasks.base import Table
 
 if TYPE_CHECKING:  # not at run time: src.config imports this file
@@ -32,12 +33,14 @@ Trackers = Annotated[list[Literal["wandb", "trackio", "tensorboard"]], AfterVali
 
 
 def start_trackers(config: "Config", say: Callable[[str], None], /, **arguments: Any) -> list[Any]:
-    """Return the loggers of `config.trackers`; a check, which has no `dir`, is recorded in W&B alone. The others take
-    their run's name from the id of W&B's run, or from the one of their own that a checkpoint has kept."""
+    """Return the loggers of `config.trackers`; without `dir`, as in a check, W&B's alone. The others take their run's
+    name from the id of W&B's run, or from the one of their own that a checkpoint has kept."""
     loggers: list[Any] = config.wandb.start(say, **arguments) if "wandb" in config.trackers else []
-    kept = next((logger.id for logger in loggers), None) or arguments.get("id") or uuid.uuid4().hex[:8]
-    others = [kind for kind in (Trackio, TensorBoard) if kind.title.lower() in config.trackers and "dir" in arguments]
-    return loggers + [kind(say, arguments["dir"], kept, arguments["config"]) for kind in others]
+    run_id = next((logger.id for logger in loggers), None) or arguments.get("id") or uuid.uuid4().hex[:8]
+    for name, kind in (("trackio", Trackio), ("tensorboard", TensorBoard)):
+        if name in config.trackers and "dir" in arguments:
+            loggers.append(kind(say, arguments["dir"], run_id, arguments["config"]))
+    return loggers
 
 
 class Trackio(Logger):
@@ -48,16 +51,16 @@ class Trackio(Logger):
 
     def __init__(self, say: Callable[[str], None], folder: Path, run_id: str, config: dict[str, Any]) -> None:
         self.id, self._name, self._config = run_id, f"{config['run_name']}-{run_id}", config
-        super().__init__(say, folder, folder / "metrics.jsonl")
+        with contextlib.redirect_stdout(io.StringIO()):  # of six lines; by this thread, as the other one may hang
+            super().__init__(say, folder, folder / "metrics.jsonl")
 
-    def start(self) -> bool:
+    def start(self) -> None:
         self._tracker = TrackioTracker(PROJECT, name=self._name, resume="allow")
         self._tracker.start()
         self._tracker.store_init_configuration(self._config)
         self._folder = import_module("trackio.utils").TRACKIO_DIR
         self._folder.mkdir(parents=True, exist_ok=True)
         self.where = f"{self._name} in {self._folder}"
-        return True
 
     def recorded(self) -> list[Record]:
         return import_module("trackio.sqlite_storage").SQLiteStorage.get_logs(PROJECT, self._name)
@@ -75,26 +78,17 @@ class Trackio(Logger):
 class TensorBoard(Trackio):
     """Records numbers, in single precision, in the run's folder `tensorboard`."""
 
-    title = "TensorBoard"
+    title = "TB"
 
-    def start(self) -> bool:
+    def start(self) -> None:
         self._folder /= "tensorboard"
-        is_new = not self._folder.exists()
-        self._tracker = TensorBoardTracker(
-            "", logging_dir=self._folder, purge_step=0
-        )  # hides what is there: `recorded`
+        # hides what earlier sessions have written: what counts of it is in metrics.jsonl
+        self._tracker = TensorBoardTracker("", logging_dir=self._folder, purge_step=0)
         self._tracker.start()
-        if is_new:
-            settings = {
-                name: value if isinstance(value, int | float) else str(value) for name, value in flatten(self._config)
-            }
-            self._tracker.store_init_configuration(settings)
         self.where = str(self._folder)
-        return True
 
     def recorded(self) -> list[Record]:
-        """Return nothing, as earlier sessions' records are hidden: what counts of them is in metrics.jsonl."""
         return []
 
     def closing_line(self) -> str | None:
-        return None if self.failure else f"  TensorBoard tensorboard --logdir {shlex.quote(str(self._folder))}"
+        return None if self.failure else f"  TB         tensorboard --logdir {shlex.quote(str(self._folder))}"

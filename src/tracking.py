@@ -40,7 +40,7 @@ def start_loggers(
     Args:
         say: tells the user, once, that a logger failed.
         origin: what the run started from: fingerprints of its data; the parent's id and step if it branched off.
-        arguments: of the W&B run: dir, id, resume, job_type.
+        arguments: of the W&B run: dir, id, resume, job_type; `machine`, if it is another than the first one.
     """
     arguments["config"] = config.model_dump(mode="json") | {"launch": launch.as_dict()} | origin
     return start_trackers(config, say, name=config.run_name, **arguments)
@@ -54,7 +54,11 @@ class Tracker:
         self._summary: dict[str, Any] | None = None
         self._started = time.perf_counter()
         self.folder = run.config.folder
+        self._loggers: list[Any] = []
         if not run.is_main:
+            if run.accelerator.is_local_main_process:
+                machine = int(os.environ.get("GROUP_RANK", run.rank))
+                self._loggers = start_loggers(run.config, run.launch, print, {}, machine=machine)
             return
         config, resume = run.config, run.resume
         is_continued = resume.is_own(config)
@@ -218,13 +222,12 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if not self._run.is_main:
-            return
-        self._bar.close()
-        with contextlib.suppress(OSError):  # what could not be written has been reported
-            self._metrics.close()
+        if self._run.is_main:
+            self._bar.close()
+            with contextlib.suppress(OSError):  # what could not be written has been reported
+                self._metrics.close()
         for logger in self._loggers:
-            logger.finish(exit_code=1 if kind or not self._summary else 0)
+            logger.finish(exit_code=1 if kind or (self._run.is_main and not self._summary) else 0)
         failures = {logger.title: logger.failure for logger in self._loggers if logger.failure}
         if self._summary and failures:
             write_json(self.folder / "summary.json", self._summary | {"tracker_failures": failures})

@@ -18,7 +18,7 @@ import psutil
 import wandb
 from PIL import Image
 
-from src.checkpoint.format import best_first, read_state, step_of
+from src.checkpoint.format import step_of
 from src.checkpoint.output_folder import list_checkpoints
 from src.config import Checkpoint
 from src.loggers import FINISH_SECONDS, Logger, Record
@@ -35,27 +35,21 @@ class WandbLogger(Logger):
     title = "W&B"
 
     def __init__(self, say: Callable[[str], None], model: Keep, checkpoints: Keep, **arguments: Any) -> None:
-        """Start the run; go offline if it can't go online.
-
-        Args:
-            model: how the exported model is recorded.
-            checkpoints: how each checkpoint is.
-            arguments: of wandb.init, whose `mode` may be "auto" too; `dir` is the run's output folder, None for a
-                check, and `config` the settings of the run.
-        """
+        """Start the run; go offline if it can't go online. `model` and `checkpoints` say how these are recorded, the
+        rest are arguments of wandb.init: `mode` may be "auto" too, `dir` is the run's output folder, absent in a check,
+        and `config` has the settings of the run."""
         self.run: Any = None
-        """The W&B run, only to be read from; None if there is none."""
         self._arguments, self._model, self._checkpoints = arguments, model, checkpoints
         self._ranking = Checkpoint(**arguments["config"]["checkpoint"])
         self._output: Any = arguments.get("dir")
-        self._best: dict[str, float] = {}
+        self._best: dict[str, Record] = {}  # by metric
         self._newest = 0
         # it is reported once, by the logger, that the service is gone, and not by asyncio for each record
         logging.getLogger("asyncio").addFilter(lambda record: record.msg != "socket.send() raised exception.")
         folder, record = (self._output / "wandb", self._output / "metrics.jsonl") if self._output else (Path(), None)
         super().__init__(say, folder, record)
 
-    def start(self) -> bool:
+    def start(self) -> None:
         arguments, why = self._arguments, "as asked"
         mode: Any = arguments.pop("mode")
         arguments["tags"] = [*arguments["tags"], *(["branch"] if "parent" in arguments["config"] else [])]
@@ -71,9 +65,6 @@ class WandbLogger(Logger):
         except wandb.errors.Error as error:
             mode, why = "offline", f"could not go online: {str(error).splitlines()[0]}"
             run = wandb.init(mode=mode, **arguments)
-        if run.disabled:
-            self.where = "disabled"
-            return False
         self.run, self.id, self.where = run, run.id, f"offline ({why})" if run.offline else str(run.url)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
@@ -83,7 +74,6 @@ class WandbLogger(Logger):
         for source in (arguments["config"]["resume"], arguments["config"]["task"].get("model")):
             if (used := Path(f"{source}.used")).exists() and not run.offline:
                 run.use_artifact(used.read_text())
-        return True
 
     def recorded(self) -> Iterator[Record]:
         """Read the files of the run's other sessions, of which a killed service may have lost the end. Of what it was
@@ -100,10 +90,10 @@ class WandbLogger(Logger):
         super().pass_on(record, tables)
         for name in (name for name, value in record.items() if name.startswith("eval/") and value is not None):
             mode = self._ranking.mode if name == self._ranking.metric else None
-            if name not in self._best or score(record, name, mode) > score(self._best, name, mode):
-                self._best[name] = record[name]  # a sweep needs the summary's `name` itself: W&B keeps the last there
+            if name not in self._best or score(record, name, mode) > score(self._best[name], name, mode):
+                self._best[name] = record  # a sweep needs the summary's `name` itself: W&B keeps the last there
                 self.run.summary[f"best/{name}"] = record[name]
-        self._save_checkpoints()
+        self._save_checkpoints(record["step"])
 
     def write(self, record: Record, tables: dict[str, Table]) -> None:
         self.run.log(record | {name: _table(rows) for name, rows in tables.items()})
@@ -118,10 +108,11 @@ class WandbLogger(Logger):
         self.run.mark_preempting()
 
     def end(self, exit_code: int) -> None:
-        self._save_checkpoints()
+        self._save_checkpoints(sys.maxsize)
         if self._output and exit_code == 0:
             self._save_files(self._output / "model" / "chat_template.jinja")
-            self._save_folder(self._output / "model", "model", self._model, [])
+            if self._model != "no":
+                self._save_folder(self._output / "model", "model", self._model, [])
         self.run.finish(exit_code=exit_code)
 
     def abandon(self) -> None:
@@ -149,30 +140,28 @@ class WandbLogger(Logger):
         for file in filter(Path.is_file, files):
             self.run.save(shutil.copy(file, folder), base_path=self.run.dir, policy="now")
 
-    def _save_checkpoints(self) -> None:
-        """Record the checkpoints that have appeared since the last call."""
-        folder = self._output / "checkpoints" if self._output and self._checkpoints != "no" else Path("none")
-        for checkpoint in reversed(list_checkpoints(folder)):
-            if (step := step_of(checkpoint)) > self._newest:
+    def _save_checkpoints(self, until: int) -> None:
+        """Record the checkpoints before the step `until` that have appeared since the last call."""
+        if not self._output or self._checkpoints == "no":
+            return
+        for checkpoint in reversed(list_checkpoints(self._output / "checkpoints")):
+            if self._newest < (step := step_of(checkpoint)) < until:
                 self._newest = step
-                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    evaluations = read_state(checkpoint).progress.evaluations
-                    steps = [checkpoint.with_name(f"step_{evaluated:08d}") for evaluated in evaluations]
-                    is_best = best_first(steps, self._ranking, evaluations)[:1] == [checkpoint]
+                is_best = self._best.get(self._ranking.metric, {}).get("step") == step
+                with contextlib.suppress(FileNotFoundError, ValueError):  # W&B's: it was deleted meanwhile
                     aliases = [f"step-{step}", *(["best"] if is_best else [])]
                     self._save_folder(checkpoint, "checkpoint", self._checkpoints, aliases)
 
     def _save_folder(self, folder: Path, kind: str, how: Keep, aliases: list[str]) -> None:
         """Record a folder as an artifact, which W&B calls `latest` too."""
         artifact = wandb.Artifact(f"{kind}-{self.id}", kind, metadata={"folder": str(folder.absolute())})
-        for file in sorted(folder.rglob("*")) if how != "no" else ():
+        for file in filter(Path.is_file, sorted(folder.rglob("*"))):
             name = str(file.relative_to(folder))
-            if file.is_file() and how == "copy":  # uploaded from where it is: a copy of W&B's own would fill the disk
+            if how == "copy":  # uploaded from where it is: a copy of W&B's own would fill the disk
                 artifact.add_file(str(file), name, skip_cache=True, policy="immutable")
-            elif file.is_file():
+            else:
                 artifact.add_reference(file.absolute().as_uri(), name, checksum=False)
-        if how != "no":
-            self.run.log_artifact(artifact, aliases=["latest", *aliases])
+        self.run.log_artifact(artifact, aliases=["latest", *aliases])
 
 
 def _table(rows: Table) -> wandb.Table:

@@ -1,7 +1,7 @@
 """The settings of Weights & Biases, apart from its logger, whose import takes half a second."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -38,34 +38,51 @@ class Wandb(Settings):
     """Record the exported model as an artifact that names its files, or with a copy of them, or no such artifact."""
     checkpoints: Keep = "no"
     """Record each checkpoint likewise, with the aliases latest, best and step-N."""
+    machines: bool = False
+    """Record the system metrics of the other machines too, each in a run of its own in the same group."""
 
     @staticmethod
-    def download(values: dict[str, Any]) -> Iterator[str]:
+    def download(config: Any, mistakes: list[str]) -> set[str]:
         """Replace wandb:entity/project/name:alias in task.model and resume by the folder of the downloaded artifact,
-        beside which a file NAME.used has its name; yield a line for each that can't be had. The first process of a
-        machine downloads, which the others wait for."""
-        for name in ("task.model", "resume"):
-            written = str(values.get(name))
-            if not written.startswith("wandb:"):
-                continue
-            try:
-                wandb = import_module("wandb")
-                if not wandb.login(prompt=False, verify=False):
-                    raise ValueError("no credentials: `wandb login` first")
-                artifact = wandb.Api().artifact(written.removeprefix("wandb:"))
-                folder = ARTIFACTS / artifact.qualified_name.replace("/", "_")  # with its version in place of an alias
-                ARTIFACTS.mkdir(exist_ok=True)
-                with FileLock(f"{folder}.lock"):
-                    if not (used := Path(f"{folder}.used")).exists():
-                        artifact.download(root=str(folder))
-                        used.write_text(artifact.qualified_name)
-                values[name] = str(folder)
-            except Exception as error:  # from W&B, the network or the disk: in any case, there is nothing to start from
-                del values[name]
-                yield f"{name}={written}: cannot be downloaded, {cause(error)}"
+        beside which a file NAME.used has its name. The first process of a machine downloads, which the others wait for.
+        Where there are mistakes, download nothing; append a line for each that can't be had. Return what was not."""
+        absent, is_good = set(), not mistakes
+        for name, settings in (("task.model", config.task), ("resume", config)):
+            field = name.removeprefix("task.")
+            written = str(getattr(settings, field, None))
+            if written.startswith("wandb:"):
+                absent.add(name)
+                try:
+                    if is_good:
+                        setattr(settings, field, _download(written.removeprefix("wandb:")))
+                        absent.remove(name)
+                except Exception as error:  # from W&B, the network or the disk: in any case, it can't be had
+                    mistakes.append(f"{name}={written}: cannot be downloaded, {cause(error)}")
+        return absent
 
-    def start(self, say: Callable[[str], None], **arguments: Any) -> list[Any]:
-        """Import and start the logger, and return it in a list; an empty list if W&B is disabled."""
-        if "disabled" in (self.mode, self.mode == "auto" and os.environ.get("WANDB_MODE")):
+    def start(self, say: Callable[[str], None], /, machine: int = 0, **arguments: Any) -> list[Any]:
+        """Import and start the logger, and return it in a list; an empty list if W&B is disabled, or is not to record
+        this machine."""
+        is_disabled = "disabled" in (self.mode, self.mode == "auto" and os.environ.get("WANDB_MODE"))
+        if is_disabled or (machine and not self.machines):
             return []
-        return [import_module("src.wandb_logger").WandbLogger(say, **self.model_dump() | arguments)]
+        if self.machines:
+            arguments["group"] = self.group or arguments["name"]
+        if machine:
+            arguments |= {"name": f"{arguments['name']} machine-{machine}", "job_type": f"machine-{machine}"}
+        settings = self.model_dump(exclude={"machines"})
+        return [import_module("src.wandb_logger").WandbLogger(say, **settings | arguments)]
+
+
+def _download(name: str) -> str:
+    wandb = import_module("wandb")
+    if not wandb.login(prompt=False, verify=False):
+        raise ValueError("no credentials: `wandb login` first")
+    artifact = wandb.Api().artifact(name)
+    folder = ARTIFACTS / artifact.qualified_name.replace("/", "_")  # with its version in place of an alias
+    ARTIFACTS.mkdir(exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (used := Path(f"{folder}.used")).exists():
+            artifact.download(root=str(folder))
+            used.write_text(artifact.qualified_name)
+    return str(folder)

@@ -1,5 +1,6 @@
 """Whatever happens to W&B, the training goes on, is told once, and the process ends."""
 
+import base64
 import json
 import os
 import re
@@ -38,7 +39,7 @@ def full(folder):
     raise OSError(28, "No space left on device")
 
 config = load_config(["--task.source=digits", "--output_dir=."])
-settings = config.wandb.model_dump() | {"mode": "offline", "model": "copy"}
+settings = config.wandb.model_dump(exclude={"machines"}) | {"mode": "offline", "model": "copy"}
 facts = config.model_dump() | {"launch": {"config_file": None}}
 Path("model").mkdir()
 Path("model/weights").write_bytes(bytes(2**20))
@@ -46,7 +47,7 @@ logger = WandbLogger(print, dir=Path("/proc/x" if fault == "no folder" else ".")
 assert logger.where.startswith("offline") == (fault != "no folder"), logger.where
 for step in range(3):
     logger.log({"step": step, "text": "x" * 2**21 * (fault == "hangs")}, {"table": [{"a": "b", "image": picture}]})
-    while logger._busy_since and fault != "hangs":
+    while logger._busy_since < float("inf") and fault != "hangs":
         time.sleep(0.01)
     if step == 0 and fault in ("dies", "hangs"):
         service("kill" if fault == "dies" else "suspend")
@@ -104,15 +105,46 @@ def test_a_run_whose_wandb_service_is_killed_goes_on(whole: Whole, tmp_path: Pat
     assert_same_run(run, whole("cpu", *EACH_STEP))
 
 
-def history(folder: Path) -> list[list[dict[str, Any]]]:
-    """What W&B has of a run: the numbers of each record, by session."""
-    sessions = []
+def inspected(folder: Path) -> list[list[dict[str, Any]]]:
+    """What W&B's offline files in a folder hold, file by file."""
+    found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        shown = subprocess.run(
-            [BIN / "wandb", "leet", "inspect", "--json", file.absolute()], check=True, capture_output=True, text=True
-        )
-        items = [row["history"]["item"] for row in map(json.loads, shown.stdout.splitlines()) if "history" in row]
-        sessions.append([{n: v for n, v in item.items() if n[0] != "_" and "._" not in n} for item in items])
+        command = [str(BIN / "wandb"), "leet", "inspect", "--json", str(file.absolute())]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found.append([json.loads(line) for line in shown.splitlines()])
+    return found
+
+
+def contents(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The manifests of the artifacts, by the id that tables refer to: each file's entry by its path there."""
+    artifacts = [row["artifact"] for row in rows if "artifact" in row]
+    return {a["client_id"]: {entry["path"]: entry for entry in a["manifest"]["contents"]} for a in artifacts}
+
+
+def table(entries: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """The rows of a table in an artifact, with its pictures as metrics.jsonl has them."""
+    shown = json.loads(Path(entries[path]["local_path"]).read_text())
+    rows = [dict(zip(shown["columns"], row, strict=True)) for row in shown["data"]]
+    for row in rows:
+        for name, cell in row.items():
+            if isinstance(cell, dict):
+                assert cell["_type"] == "image-file"
+                png = Path(entries[cell["path"]]["local_path"]).read_bytes()
+                row[name] = "data:image/png;base64," + base64.b64encode(png).decode()
+    return rows
+
+
+def history(folder: Path) -> list[list[dict[str, Any]]]:
+    """What W&B has of a run's records: numbers and tables, by session."""
+    sessions: list[list[dict[str, Any]]] = []
+    for rows in inspected(folder):
+        sessions.append([])
+        for item in (row["history"]["item"] for row in rows if "history" in row):
+            record = {name: value for name, value in item.items() if name[0] != "_" and "." not in name}
+            for name in [name.removesuffix(".artifact_path") for name in item if name.endswith(".artifact_path")]:
+                client, _, path = item[f"{name}.artifact_path"].removeprefix("wandb-client-artifact://").partition("/")
+                record[name] = table(contents(rows)[client], path)
+            sessions[-1].append(record)
     return sessions
 
 
@@ -122,11 +154,11 @@ def history(folder: Path) -> list[list[dict[str, Any]]]:
 def test_it_has_each_record_once_over_a_kill_and_a_resume(
     launch: Launch, tmp_path: Path, yaml: str, processes: int, kept: float | None
 ) -> None:
-    """Value by value, in order, whatever share of its file W&B has kept: of a killed run it loses up to 32 kB. A step
-    that both sessions took keeps the first one's times. Tried without `recorded`: what both took is there twice;
-    without `_catch_up`: the lost steps up to the checkpoint never."""
+    """Value by value, tables and pictures too, in order, whatever share of its file W&B has kept: of a killed run it
+    loses up to 32 kB. A step that both sessions took keeps the first one's times. Tried without `recorded`: what both
+    took is there twice; without `_catch_up`: the lost steps up to the checkpoint never."""
     arguments, folder = (*SHORT, "--checkpoint.keep_last=9"), tmp_path / "run"
-    more: dict[str, Any] = {"processes": processes, "wandb": "offline"}
+    more: dict[str, Any] = {"processes": processes, "wandb": "offline", "WANDB_DATA_DIR": str(tmp_path / "data")}
     if kept is None:
         with Started(yaml, *arguments, folder=folder, **more) as started:
             started.wait_for("step     12/").wait_until(lambda: 8 in checkpoints(folder)).kill_all()
@@ -142,3 +174,75 @@ def test_it_has_each_record_once_over_a_kill_and_a_resume(
     seen = [record for record in before + after if record["step"] not in repeated]
     assert seen == [record for record in run.records if record["step"] not in repeated]
     assert without_times(before + after) == without_times(run.records)
+
+
+def test_it_has_the_model_and_the_checkpoints_as_artifacts(launch: Launch, tmp_path: Path) -> None:
+    """By reference: nothing of them is copied. The first checkpoint is the best by `checkpoint.mode`. The chat template
+    is among the files. Tried with `copy`: no references; without the mode: `best` is each one."""
+    data = tmp_path / "data"
+    steps = ("--max_steps=12", "--log_every=4", "--eval_every=4", "--save_every=4", "--checkpoint.keep_last=9")
+    settings = ("--checkpoint.metric=eval/accuracy", "--checkpoint.mode=min", "--wandb.checkpoints=reference")
+    before = "from pathlib import Path; import src.export as e; write = e.export_model\n"
+    before += "def with_template(run, metrics):\n    write(run, metrics)\n"
+    before += "    Path(run.config.folder, 'model/chat_template.jinja').write_text('a template')\n"
+    before += "e.export_model = with_template"
+    more: dict[str, Any] = {"wandb": "offline", "WANDB_DATA_DIR": str(data), "before": before}
+    run = launch("cpu", *steps, *settings, **more).succeeded()
+    (rows,) = inspected(run.folder)
+    artifacts = [row["artifact"] for row in rows if "artifact" in row]
+    artifacts = [artifact for artifact in artifacts if artifact["type"] in ("checkpoint", "model")]
+    first, *later = [record["eval/accuracy"] for record in run.records if "eval/accuracy" in record]
+    assert first < min(later)
+    expected = [["best", "latest", "step-4"], ["latest", "step-8"], ["latest", "step-12"], ["latest"]]
+    assert [sorted(artifact["aliases"]) for artifact in artifacts] == [sorted(aliases) for aliases in expected]
+    folders = [run.folder / "checkpoints" / f"step_{step:08d}" for step in (4, 8, 12)] + [run.folder / "model"]
+    for artifact, folder in zip(artifacts, folders, strict=True):
+        entries = {entry["path"]: entry for entry in artifact["manifest"]["contents"]}
+        files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+        found = {name: (entry["ref"], int(entry["size"])) for name, entry in entries.items()}
+        assert found == {name: (path.as_uri(), path.stat().st_size) for name, path in files.items()}
+    weights = (run.folder / "model" / "model.safetensors").stat().st_size
+    kept = [*data.rglob("*"), *(run.folder / "wandb").rglob("*")]
+    assert max(path.stat().st_size for path in kept if path.is_file()) < weights / 10
+    names = {path.name for path in run.folder.glob("wandb/offline-run-*/files/run/*")}
+    assert names == {"config.yaml", "cpu.yaml", "chat_template.jinja"}
+
+
+def test_it_has_the_alerts(launch: Launch) -> None:
+    """Tried without `alerted`: it has none."""
+    run = launch("cpu", "--max_steps=2", "--alerts.kinds=[end]", wandb="offline").succeeded()
+    (rows,) = inspected(run.folder)
+    (alert,) = [row["alert"] for row in rows if "alert" in row]
+    assert alert["title"] == "mnist: end"
+    assert alert["text"].startswith("step 2: eval/loss ")
+
+
+def test_a_start_that_hangs(launch: Launch, tmp_path: Path) -> None:
+    """It is waited for as long as a start may take, and the run then goes on. Tried without the limit: forever."""
+    before = "import time; from src import loggers; loggers.START_SECONDS = loggers.HANG_SECONDS = 1.0\n"
+    before += "import wandb; wandb.init = lambda **_: time.sleep(10_000)"
+    run = launch("cpu", "--max_steps=2", wandb="offline", before=before).succeeded()
+    why = "it has not started within 1 seconds"
+    assert f"  W&B        not recorded: {why}" in run.stdout.splitlines()
+    assert run.summary["tracker_failures"] == {"W&B": why}
+    assert "WARNING" not in run.stdout
+
+
+def test_other_machines_have_runs_of_their_own(launch: Launch, tmp_path: Path) -> None:
+    """In the run's group, with the system's metrics and the exit code alone; without the setting, none."""
+    where = ("--num_machines=2", "--main_process_ip=127.0.0.1", "--machine_rank=0")
+    for is_on in ("true", "false"):
+        folder = tmp_path / is_on
+        arguments = ("--max_steps=2", "--run_name=x", f"--wandb.machines={is_on}")
+        more: dict[str, Any] = {"launcher_arguments": where, "wandb": "offline", "WANDB_DIR": str(folder)}
+        folder.mkdir()
+        run = launch("ddp", *arguments, folder=folder / "run", **more).succeeded()
+        of_the_first, others = inspected(run.folder), inspected(folder)
+        assert (len(of_the_first), len(others)) == (1, int(is_on == "true"))
+        for rows in others:
+            (about,) = [row["run"] for row in rows if "run" in row]
+            assert (about["run_group"], about["job_type"], about["display_name"]) == ("x", "machine-1", "x machine-1")
+            assert not [row for row in rows if "history" in row]
+            assert [row for row in rows if "stats" in row]
+            assert [row["exit"]["exit_code"] for row in rows if "exit" in row] == [0]
+            assert [row["run"]["run_group"] for row in of_the_first[0] if "run" in row] == ["x"]

@@ -49,3 +49,18 @@ def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("wandb.Api", lambda: SimpleNamespace(artifact=artifact))
     says = "Unable to fetch artifact with name me/digits/checkpoint-x:best"
     assert mistakes(*ARGUMENTS) == [EXPECTED + says]
+
+
+def test_nothing_is_downloaded_for_help_or_beside_other_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried with the download first: it is asked for."""
+
+    def asked(**_: Any) -> bool:
+        raise AssertionError
+
+    monkeypatch.setattr("wandb.login", asked)
+    with pytest.raises(SystemExit):
+        load_config([*ARGUMENTS, "--help"])
+    assert mistakes(*ARGUMENTS, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]
+    batch = "global_batch_size=64: not a multiple of 5 (micro_batch_size) x 1 processes = 5"
+    (mistake,) = mistakes(*ARGUMENTS, "--micro_batch_size=5")
+    assert mistake.startswith(batch)

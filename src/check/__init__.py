@@ -87,7 +87,7 @@ def _report(run: Run, rows: list[Row], seconds: float) -> None:
     config.folder.mkdir(parents=True, exist_ok=True)
     write_json(file, {"passed": not failed, "checks": rows, "seconds": seconds, **about})
     for logger in start_loggers(config, run.launch, print, {}, job_type="check", id=uuid.uuid4().hex[:8]):
-        logger.log({}, {"check": rows})
+        logger.log({"step": 0}, {"check": rows})
         logger.summarize({"check/passed": not failed})
         logger.finish(exit_code=1 if failed else 0)
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks passed"
