@@ -78,8 +78,7 @@ print("left:", [child.name() for child in psutil.Process().children(recursive=Tr
 def test_its_service(launch: Launch, tmp_path: Path, fault: str, why: str | None) -> None:
     """Killed or stopped, between two records or while the run is finished; and a folder that can't be written.
 
-    Tried without the thread: it waits forever; without `_abandon`: so does the end of the process, or it shows a
-    traceback; without looking for room: nobody hears of the lost records."""
+    Tried without `abandon`: the process does not end; without looking for room: nobody hears of the lost records."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = launch("cpu", fault, script=str(tmp_path / "script.py"), cwd=tmp_path).succeeded()
     assert set(done.stderr.splitlines()) <= {"wandb: ERROR Problem finishing run"}
@@ -155,8 +154,8 @@ def test_it_has_each_record_once_over_a_kill_and_a_resume(
     launch: Launch, tmp_path: Path, yaml: str, processes: int, kept: float | None
 ) -> None:
     """Value by value, tables and pictures too, in order, whatever share of its file W&B has kept: of a killed run it
-    loses up to 32 kB. A step that both sessions took keeps the first one's times. Tried without `recorded`: what both
-    took is there twice; without `_catch_up`: the lost steps up to the checkpoint never."""
+    loses up to 32 kB. A step that both sessions took keeps the first one's times. Tried without `_catch_up`, by which it
+    learns what is there: what both took is there twice."""
     arguments, folder = (*SHORT, "--checkpoint.keep_last=9"), tmp_path / "run"
     more: dict[str, Any] = {"processes": processes, "wandb": "offline", "WANDB_DATA_DIR": str(tmp_path / "data")}
     if kept is None:
@@ -218,7 +217,7 @@ def test_it_has_the_alerts(launch: Launch) -> None:
 
 
 def test_a_start_that_hangs(launch: Launch, tmp_path: Path) -> None:
-    """It is waited for as long as a start may take, and the run then goes on. Tried without the limit: forever."""
+    """It is waited for as long as a start may take, and the run then goes on."""
     before = "import time; from src import loggers; loggers.START_SECONDS = loggers.HANG_SECONDS = 1.0\n"
     before += "import wandb; wandb.init = lambda **_: time.sleep(10_000)"
     run = launch("cpu", "--max_steps=2", wandb="offline", before=before).succeeded()

@@ -15,7 +15,7 @@ ARGUMENTS = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best
 
 
 def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The alias becomes a version, which is downloaded once. Tried without `used`: each process downloads it."""
+    """The alias becomes a version, which is downloaded once. Tried without `used`: the second time, it is downloaded into the first."""
     monkeypatch.chdir(tmp_path)
     source = whole("cpu", "--max_steps=4").folder / "checkpoints" / "step_00000004"
     downloads: list[str] = []
@@ -52,8 +52,6 @@ def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_nothing_is_downloaded_for_help_or_beside_other_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried with the download first: it is asked for."""
-
     def asked(**_: Any) -> bool:
         raise AssertionError
 
