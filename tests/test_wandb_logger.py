@@ -154,8 +154,8 @@ def test_it_has_each_record_once_over_a_kill_and_a_resume(
     launch: Launch, tmp_path: Path, yaml: str, processes: int, kept: float | None
 ) -> None:
     """Value by value, tables and pictures too, in order, whatever share of its file W&B has kept: of a killed run it
-    loses up to 32 kB. A step that both sessions took keeps the first one's times. Tried without `_catch_up`, by which it
-    learns what is there: what both took is there twice."""
+    loses up to 32 kB. A step that both sessions took keeps the first one's times. Tried without `_catch_up`, by
+    which it learns what is there: what both took is there twice."""
     arguments, folder = (*SHORT, "--checkpoint.keep_last=9"), tmp_path / "run"
     more: dict[str, Any] = {"processes": processes, "wandb": "offline", "WANDB_DATA_DIR": str(tmp_path / "data")}
     if kept is None:

@@ -15,7 +15,8 @@ ARGUMENTS = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best
 
 
 def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The alias becomes a version, which is downloaded once. Tried without `used`: the second time, it is downloaded into the first."""
+    """The alias becomes a version, which is downloaded once. Tried without `used`: it is
+    downloaded a second time, into the first."""
     monkeypatch.chdir(tmp_path)
     source = whole("cpu", "--max_steps=4").folder / "checkpoints" / "step_00000004"
     downloads: list[str] = []
