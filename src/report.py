@@ -124,7 +124,7 @@ def commands(run: Recorded) -> Iterator[tuple[str, str]]:
     """Yield when, and by which command, the run was started; last the one that repeats it."""
     for event in run.starts:
         yield f"{event['time']}, from step {event['step']:,}, commit {event['commit']}", event["command"]
-    if not run.check:
+    if (run.folder / "config.yaml").exists():  # not a check alone
         command = run.starts[0]["command"] if run.starts else "accelerate launch train.py"
         launch = f"{command} ".partition(".py ")[0] + ".py"
         options = [f"--config={run.folder / 'config.yaml'}", f"--run_name={run.name}-again"]

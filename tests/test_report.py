@@ -253,6 +253,9 @@ def test_a_run_and_its_check_end_with_a_report(launch: Launch) -> None:
     check = launch("cpu", "--check").succeeded()
     text = readable((check.folder / "report.html").read_text())
     assert "mnist: all checks passed." in text
+    assert "To repeat it" not in text
+    shutil.copy(check.folder / "check.json", run.folder)
+    assert "To repeat it" in readable(page(run.folder))
     assert "What --check found" in text
 
 
