@@ -17,15 +17,17 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Of Okabe and Ito, https://jfly.uni-koeln.de/color/: whoever is colour-blind can tell them apart."""
 DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
 VARIABLES = {BLACK: "currentColor", GREY: "var(--grey)"} | {c: f"var(--c{i})" for i, c in enumerate(COLOURS)}
-MARKERS = {"resumed": "|", "skipped steps": "^", "spike": "d"}
+MARKERS = {"resumed": "|", "skipped": "^", "spike": "d"}
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 POINTS, SMOOTHED = 1200, 25
 """What a picture's curves have together, each the mean of some records; smoothing averages 1/25 of a curve."""
 STYLE: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "font.size": 8, "axes.grid": True,
-    "figure.facecolor": "none", "axes.facecolor": "none", "axes.edgecolor": GREY, "axes.linewidth": 0.6,
-    "axes.spines.top": False, "axes.spines.right": False, "grid.color": GREY, "grid.alpha": 0.25, "grid.linewidth": 0.5,
-    "xtick.color": GREY, "ytick.color": GREY, "xtick.labelcolor": BLACK, "ytick.labelcolor": BLACK,
-    "text.color": BLACK, "axes.labelcolor": BLACK, "legend.frameon": False, "legend.borderaxespad": 0,
+    "svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "font.size": 8, "text.color": BLACK,
+    "figure.facecolor": "none", "axes.facecolor": "none", "axes.grid": True, "axes.grid.axis": "y",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.edgecolor": GREY,
+    "axes.linewidth": 0.6, "grid.color": GREY, "grid.alpha": 0.35, "grid.linewidth": 0.5, "xtick.bottom": False,
+    "ytick.left": False, "xtick.labelcolor": BLACK, "ytick.labelcolor": BLACK, "legend.frameon": False,
+    "legend.borderaxespad": 0, "legend.borderpad": 0,
 }  # fmt: skip
 
 
@@ -36,37 +38,39 @@ class Curve(NamedTuple):
     steps: Sequence[float]
     values: Sequence[float]
     """Finite."""
-    kind: Literal["plain", "dotted", "noisy"]
+    kind: Literal["smooth", "dotted", "noisy"]
 
 
-def draw(title: str, curves: list[Curve], marks: Mapping[str, list[int]], ticks: Sequence[str], png: Path) -> str:
+def draw(
+    title: str, curves: list[Curve], png: Path, marks: Mapping[str, list[int]] = {}, ticks: Sequence[str] = ()
+) -> str:
     """Draw curves, the most important first; from the seventh on they are grey. Write `png`; return the SVG.
 
     Args:
         marks: steps by what happened there.
         ticks: names of the steps 0, 1, …; empty: they are numbers.
     """
+    labels = [curve.label[:40] for curve in curves[: len(COLOURS)]]
+    labels += [f"{len(curves) - len(labels)} others"] * (len(curves) > len(labels)) + list(marks)
+    columns = max(1, min(4, 64 // (6 + max(map(len, labels)))))
+    height = 2.0 + 0.17 * -(-len(labels) // columns) * (len(labels) > 1)  # inches
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the PNG's font lacks the letters of some scripts
-        labels = [curve.label[:40] for curve in curves[: len(COLOURS)]]
-        labels += [f"{len(curves) - len(labels)} others"] * (len(curves) > len(labels)) + list(marks)
-        columns = 3 if max(map(len, labels)) <= 12 else 2 if max(map(len, labels)) <= 22 else 1
-        height = 2.2 + 0.17 * -(-len(labels) // columns) * (len(labels) > 1)  # inches
         figure = Figure(figsize=(3.75, height))
-        axes = figure.add_axes((0.135, 0.36 / height, 0.8, 1.5 / height))
+        axes = figure.add_axes((0.13, 0.25 / height, 0.84, 1.4 / height))
         handles: list[Any] = []
-        for i, (_, steps, values, kind) in reversed(list(enumerate(curves))):  # the most important above the others
+        for i, curve in reversed(list(enumerate(curves))):  # the most important above the others
             style: dict[str, Any] = {"color": GREY, "linewidth": 0.5}
             if i < len(COLOURS):
                 style = {"color": COLOURS[i], "linestyle": DASHES[i], "linewidth": 1.5}
-            x, low, y, high = thinned(np.asarray(steps, float), np.asarray(values, float), POINTS // len(curves))
-            if kind == "noisy" and len(y) > SMOOTHED:
+            x, low, y, high = thinned(np.array(curve.steps), np.array(curve.values), POINTS // len(curves))
+            if curve.kind == "noisy" and len(y) > SMOOTHED:
                 if len(curves) <= 3:
                     raw = np.column_stack([low, high]).ravel()
                     axes.plot(np.repeat(x, 2), raw, color=style["color"], linewidth=0.6, alpha=0.4, zorder=1)
                 window = np.ones(1 + len(y) // SMOOTHED)
                 y = np.convolve(y, window, "same") / np.convolve(np.ones_like(y), window, "same")
-            elif len(y) == 1 or (kind == "dotted" and len(y) <= 50):
+            elif len(y) == 1 or (curve.kind == "dotted" and len(y) <= 50):
                 style |= {"marker": "o", "markersize": 3}
             handles = [*axes.plot(x, y, **style), *handles[: len(COLOURS)]]
         shown = np.concatenate([line.get_ydata() for line in axes.lines])
@@ -74,27 +78,25 @@ def draw(title: str, curves: list[Curve], marks: Mapping[str, list[int]], ticks:
             axes.set_yscale("log")
             axes.yaxis.set_minor_formatter(NullFormatter())
         else:
-            axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.set_xlim(None if ticks else 0)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+            axis.set_major_formatter("{x:,.10g}")
         if ticks:
             axes.set_xticks(range(0, len(ticks), -(-len(ticks) // 5)), ticks[:: -(-len(ticks) // 5)])
-        for i, (what, at) in enumerate(marks.items()):
-            style = {"marker": MARKERS.get(what, "x"), "markersize": 4, "color": BLACK, "linestyle": ""}
-            x, *_ = thinned(np.asarray(at, float), np.zeros(len(at)), 100)
-            y = np.full(len(x), i / 20)  # above the axis, each kind in a row of its own
-            handles += axes.plot(x, y, transform=axes.get_xaxis_transform(), clip_on=False, **style)
-        figure.text(0.02, 1 - 0.16 / height, title, fontsize=9.5, fontweight="bold")
+        for i, (what, at) in enumerate(marks.items()):  # on the axis, each kind in a row of its own
+            style = {"marker": MARKERS.get(what, "x"), "markersize": 5, "color": BLACK, "linestyle": ""}
+            at = at[:: 1 + len(at) // 100]
+            handles += axes.plot(at, [i / 20] * len(at), transform=axes.get_xaxis_transform(), clip_on=False, **style)
+        figure.text(0, 1 - 0.13 / height, title, fontsize=9.5, fontweight="bold")
         if len(labels) > 1:
-            place = (-0.13, 1.04)
-            axes.legend(handles, labels, loc="lower left", bbox_to_anchor=place, ncols=columns, columnspacing=1.2)
+            axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(-0.15, 1.06), ncols=columns)
+        figure.savefig(png, dpi=200, facecolor="white", pil_kwargs={"compress_level": 1})
         svg = io.StringIO()
-        figure.savefig(svg, format="svg", metadata={"Title": title})
-        figure.savefig(png, dpi=200, facecolor="white")
-    # without what repeats in each picture, and with coordinates to a tenth of a point
-    text = re.sub(r"<metadata>.*?</metadata>|(?<=<g) id=\"[^\"]*\"", "", svg.getvalue(), flags=re.DOTALL)
-    text = re.sub(r"(?<= d=\")[^\"]*", lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text[text.index("<svg") :])
+        figure.savefig(svg, format="svg", metadata=NO_METADATA | {"Title": title})
+    text = svg.getvalue()
+    text = re.sub(r'(?<=<g) id="[^"]*"', "", text[text.index("<svg") :])  # each picture has the same ones
     text = re.sub("|".join(VARIABLES), lambda colour: VARIABLES[colour[0]], text)
     return text.replace("<svg ", '<svg role="img" ', 1)
 

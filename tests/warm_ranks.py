@@ -32,7 +32,8 @@ import src
 
 PROJECT = Path(__file__).parent.parent
 LIBRARIES = (
-    "datasets", "evaluate", "peft", "sklearn.metrics", "torch._dynamo", "torch._inductor.compile_fx",
+    "datasets", "evaluate", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "peft",
+    "sklearn.metrics", "torch._dynamo", "torch._inductor.compile_fx",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchvision", "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
