@@ -106,7 +106,7 @@ def in_terminal(launch: Launch, tmp_path: Path) -> Shown:
             f"import os; t = os.open({os.ttyname(theirs)!r}, os.O_RDWR | os.O_NOCTTY); os.dup2(t, 1); os.dup2(t, 2)"
         )
         before = f"{attach}\n{more.pop('before', '')}"
-        environment = {"TERM": "xterm", "NO_COLOR": "1", **more}
+        environment = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "0", **more}  # xdist sets it
         folder, where = Path("runs/x"), {"cwd": tmp_path, "project": PROJECT}
         code = launch(config, *arguments, folder=folder, before=before, **where, **environment).exit_code
         os.write(theirs, b"\0")
