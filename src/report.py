@@ -27,7 +27,7 @@ from src.distributed import processes
 from src.process import UserError, cause, exit_codes, explained
 from src.progress import score
 from src.settings import flatten
-from src.tasks.base import Table
+from src.tasks.base import PICTURE, Table
 
 PICTURES: dict[str, tuple[str, str, float]] = {
     "train/loss": ("Loss", "training", 1),
@@ -171,6 +171,7 @@ def write_report(folders: list[Path], target: Path) -> None:
     page = environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
         runs=runs,
         tasks=tasks,
+        PICTURE=PICTURE,
         sentence=sentence(runs[0]),
         cards=cards(runs[0]),
         ranking=[
@@ -245,7 +246,7 @@ def short(metric: str) -> str:
 
 
 def _cut(value: Any) -> Any:
-    is_long = isinstance(value, str) and len(value) > LONGEST and not value.startswith("data:image/png;base64,")
+    is_long = isinstance(value, str) and len(value) > LONGEST and not value.startswith(PICTURE)
     return f"{value[:LONGEST]} …" if is_long else value
 
 

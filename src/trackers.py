@@ -43,16 +43,27 @@ def start_trackers(config: "Config", say: Callable[[str], None], /, **arguments:
     return loggers
 
 
-class Trackio(Logger):
-    """Records numbers where trackio's variables say: by default in a database under the user's home."""
+class AccelerateLogger(Logger):
+    """Passes numbers on to one of Accelerate's trackers, which `start` makes."""
 
-    title = "trackio"
     _tracker: GeneralTracker
 
     def __init__(self, say: Callable[[str], None], folder: Path, run_id: str, config: dict[str, Any]) -> None:
         self.id, self._name, self._config = run_id, f"{config['run_name']}-{run_id}", config
-        with contextlib.redirect_stdout(io.StringIO()):  # of six lines; by this thread, as the other one may hang
+        with contextlib.redirect_stdout(io.StringIO()):  # of trackio's lines; by this thread, as the other may hang
             super().__init__(say, folder, folder / "metrics.jsonl")
+
+    def write(self, record: Record, tables: dict[str, Table]) -> None:
+        self._tracker.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
+
+    def end(self, exit_code: int) -> None:
+        self._tracker.finish()
+
+
+class Trackio(AccelerateLogger):
+    """Records numbers where trackio's variables say: by default in a database under the user's home."""
+
+    title = "trackio"
 
     def start(self) -> None:
         self._tracker = TrackioTracker(PROJECT, name=self._name, resume="allow")
@@ -65,17 +76,11 @@ class Trackio(Logger):
     def recorded(self) -> list[Record]:
         return import_module("trackio.sqlite_storage").SQLiteStorage.get_logs(PROJECT, self._name)
 
-    def write(self, record: Record, tables: dict[str, Table]) -> None:
-        self._tracker.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
-
-    def end(self, exit_code: int) -> None:
-        self._tracker.finish()
-
     def closing_line(self) -> str | None:
         return None if self.failure else f"  trackio    trackio show --project {PROJECT}"
 
 
-class TensorBoard(Trackio):
+class TensorBoard(AccelerateLogger):
     """Records numbers, in single precision, in the run's folder `tensorboard`."""
 
     title = "TB"
@@ -86,9 +91,6 @@ class TensorBoard(Trackio):
         self._tracker = TensorBoardTracker("", logging_dir=self._folder, purge_step=0)
         self._tracker.start()
         self.where = str(self._folder)
-
-    def recorded(self) -> list[Record]:
-        return []
 
     def closing_line(self) -> str | None:
         return None if self.failure else f"  TB         tensorboard --logdir {shlex.quote(str(self._folder))}"

@@ -23,10 +23,8 @@ from src.checkpoint.output_folder import list_checkpoints
 from src.config import Checkpoint
 from src.loggers import FINISH_SECONDS, Logger, Record
 from src.progress import score
-from src.tasks.base import Table
+from src.tasks.base import PICTURE, Table
 from src.wandb_settings import Keep
-
-PICTURE = "data:image/png;base64,"
 
 
 class WandbLogger(Logger):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from src.config import load_config
-from src.process import UserError
+from src.process import UserError, exit_codes
 
 PROJECT = Path(__file__).parent.parent
 SHARED = next(
@@ -81,6 +81,19 @@ Launch = Callable[..., Run]
 """Of the fixture `launch`."""
 Whole = Callable[..., Run]
 """Of the fixture `whole`."""
+
+
+class Tool:
+    """A command of src, `name`, in this process, which has imported what it needs."""
+
+    def __init__(self, name: str, main: Callable[[list[str]], int | None], capsys: pytest.CaptureFixture[str]) -> None:
+        self._name, self._main, self._capsys = name, main, capsys
+
+    def __call__(self, *arguments: str | Path) -> Run:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended, exit_codes(self._name):
+            sys.exit(self._main([*map(str, arguments)]))
+        return Run(int(ended.value.code or 0), *self._capsys.readouterr(), Path())
 
 
 def mistakes(*arguments: str) -> list[str]:

@@ -7,29 +7,15 @@ from pathlib import Path
 import pytest
 
 from src.checkpoint.__main__ import main
-from src.process import exit_codes
 from tests.faults.runs import EACH_STEP, weights
-from tests.launching import Run, Whole, run_command
+from tests.launching import Run, Tool, Whole, run_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
 
-class Tool:
-    """Runs the tool in this process, which has imported what it needs."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str | Path) -> Run:
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended, exit_codes("checkpoint"):
-            sys.exit(main([*map(str, arguments)]))
-        return Run(int(ended.value.code or 0), *self._capsys.readouterr(), Path())
-
-
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool(capsys)
+    return Tool("checkpoint", main, capsys)
 
 
 @pytest.fixture(scope="module")

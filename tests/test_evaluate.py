@@ -10,33 +10,15 @@ from PIL import Image, ImageOps
 
 from src.data.mnist import bundled_digits
 from src.evaluate import main
-from src.process import exit_codes
 from tests.faults.runs import EACH_STEP
-from tests.launching import Run, Whole
+from tests.launching import Run, Tool, Whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
 
-class Tool:
-    """Runs the tool in this process, which has imported what it needs."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str | Path) -> Run:
-        self._capsys.readouterr()
-        code = 0
-        try:
-            with exit_codes("evaluate"):
-                main([*map(str, arguments)])
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return Run(code, *self._capsys.readouterr(), Path())
-
-
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool(capsys)
+    return Tool("evaluate", main, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,10 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
 
+PICTURE = "data:image/png;base64,"
+"""How a cell of a table begins that is a picture."""
 Table = list[dict[str, Any]]
-"""Rows with the same keys, as JSON. A cell that begins with `data:image/png;base64,` is a picture."""
+"""Rows with the same keys, as JSON."""
 
 
 class Task(Settings, ABC):

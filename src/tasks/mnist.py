@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from src.data.mnist import Digits, bundled_digits, mnist
 from src.models.mnist_cnn import MnistCnn
 from src.tasks import load_metric
-from src.tasks.base import Table, Task
+from src.tasks.base import PICTURE, Table, Task
 from src.tasks.tables import label_columns, label_tables
 
 
@@ -75,7 +75,7 @@ class Mnist(Task):
         def show(index: int) -> dict[str, str]:
             image, png = dataset.__getitems__([index])["images"][0], io.BytesIO()
             Image.fromarray(image.numpy(force=True)).save(png, "png")
-            return {"image": "data:image/png;base64," + b64encode(png.getvalue()).decode()}
+            return {"image": PICTURE + b64encode(png.getvalue()).decode()}
 
         return label_tables(outputs, list("0123456789"), show)
 
