@@ -20,6 +20,7 @@ from src.checkpoint.model import config_of, find_model, load_model
 from src.config import RENAMED, Config
 from src.data.loading import fetch
 from src.data.mnist import read_pictures
+from src.export import unfinished_place
 from src.process import UserError, exit_codes
 from src.settings import flatten, read_arguments, validate
 from src.tasks.base import Examples, Task
@@ -55,7 +56,8 @@ def main(argv: list[str]) -> None:
         print(json.dumps({f"eval/{name}": value for name, value in metrics.items()}, indent=2))
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pa.table(columns), output)
+        parquet.write_table(pa.table(columns), unfinished_place(output))
+        unfinished_place(output).rename(output)
         print(f"predictions: {output}", file=sys.stderr)
 
 

@@ -50,9 +50,10 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def unfinished_place(folder: Path) -> Path:
-    """Return where `folder` is written until it is complete: beside it, on another disk if it is a link to there."""
-    place = folder.resolve()
+def unfinished_place(path: Path) -> Path:
+    """Return where a folder or file is written until it is complete: beside it, on another disk if it is a link to
+    there."""
+    place = path.resolve()
     return place.with_name(f"tmp_{place.name}")
 
 
