@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ OF_THE_END = (
     "checkpoint.metric", "checkpoint.mode",
 )  # fmt: skip
 """Settings, or groups of them, that make a finished run go on or export its model anew if they change."""
+LIBRARIES = ("torch", "accelerate", "transformers")
+"""A checkpoint records the versions of those that are installed: another one's arithmetic may round differently."""
 PATIENCE_SECONDS = 40
 """How long a launcher gives its processes to end, and a little more."""
 ALL_THE_SAME = "or continue anyway with --checkpoint.accept_changes=true"
@@ -66,7 +69,7 @@ def checkpoint_metadata(
         "strategy": launch.strategy,
         "precision": launch.precision,
         "num_processes": launch.num_processes,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "transformers")},
+        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES if find_spec(name)},
     }
 
 

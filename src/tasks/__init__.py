@@ -11,7 +11,10 @@ TASKS = {
     "causal_lm": "src.tasks.causal_lm.CausalLM",
     "mnist": "src.tasks.mnist.Mnist",
     "text_classification": "src.tasks.text_classification.TextClassification",
+    "image_classification": "examples.image_classification.ImageClassification",
+    "tabular_regression": "examples.tabular_regression.TabularRegression",
 }
+TASKS |= {"dpo": "examples.dpo.Dpo", "token_classification": "examples.token_classification.TokenClassification"}
 
 
 def load_task(name: str) -> type[Task]:
