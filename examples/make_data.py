@@ -1,0 +1,37 @@
+"""Write the data of two examples, data/digits_png and data/friedman.csv: `python -m examples.make_data`."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from PIL import Image
+from sklearn.datasets import make_friedman1
+
+from src.data.mnist import bundled_digits
+
+
+def digits_png(folder: Path) -> None:
+    """Write scikit-learn's digits as train/<digit>/*.png and val/<digit>/*.png."""
+    for part, digits in zip(("train", "val"), bundled_digits(), strict=True):
+        for i, (image, label) in enumerate(zip(digits.images.numpy(), digits.labels.tolist(), strict=True)):
+            file = folder / part / str(label) / f"{i:04}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(file)
+
+
+def friedman_csv(file: Path) -> None:
+    """Write 4,000 rows of Friedman's first function (1991, https://doi.org/10.1214/aos/1176347963): a nonlinear one of
+    five of ten numbers, plus noise of standard deviation 1. The shift by site and the empty cells are added to it."""
+    inputs, target = make_friedman1(4000, noise=1.0, random_state=0)
+    random = np.random.default_rng(0)
+    sites = random.integers(4, size=len(target))
+    target = target + np.array([-4.0, 0.0, 3.0, 5.0])[sites]
+    inputs[random.random(inputs.shape) < 0.01] = np.nan
+    table = pd.DataFrame({f"x{i}": column for i, column in enumerate(inputs.T.round(4))})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    table.assign(site=np.array(["north", "east", "south", "west"])[sites], y=target.round(4)).to_csv(file, index=False)
+
+
+if __name__ == "__main__":
+    digits_png(Path("data/digits_png"))
+    friedman_csv(Path("data/friedman.csv"))
