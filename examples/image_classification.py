@@ -83,12 +83,12 @@ class ImageClassification(Task):
         self._classes = state["classes"]
 
     def build_model(self) -> Any:
-        is_file = bool(self.weights) and Path(self.weights).is_file()
+        weights = self.weights or ""
         with explained(f"task.model={self.model}, task.weights={self.weights}: "):
-            model = models.get_model(self.model, weights=None if is_file else self.weights)
-            if is_file:
-                model.load_state_dict(load_state_dict_from_file(self.weights, safe=False))
-        layers = [(name, layer) for name, layer in model.named_modules()]
+            model = models.get_model(self.model, weights=None if Path(weights).is_file() else self.weights)
+            if Path(weights).is_file():
+                model.load_state_dict(load_state_dict_from_file(weights, safe=False))
+        layers = [*model.named_modules()]
         own = [type(layer).__name__ for _, layer in layers if type(layer).__module__.startswith(models.__name__)]
         model._no_split_modules = sorted({name for name in own if own.count(name) > 1})  # torchvision's, repeated
         for name, layer in layers:

@@ -1,4 +1,4 @@
-"""Predict a number from the other columns of a csv: a residual MLP on standardized numbers and embedded categories."""
+"""Predict a number from the other columns of a csv: a residual MLP on standardized numbers and one-hot categories."""
 
 import json
 from hashlib import sha256
@@ -15,38 +15,16 @@ from torch.utils.data import TensorDataset
 from src.process import UserError, explained
 from src.tasks.base import Task
 
-HINT = "`python -m examples.make_data` makes data/friedman.csv"
-
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(2 * width, width),
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.narrow(nn.functional.gelu(self.wide(self.norm(hidden))))
-
-
-class Regressor(nn.Module):
-    _no_split_modules = ["Block"]
-
-    def __init__(self, numbers: int, categories: list[int], width: int, depth: int) -> None:
-        super().__init__()
-        self.numbers = nn.Linear(numbers, width)
-        self.categories = nn.ModuleList(nn.Embedding(size, width) for size in categories)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 1))
-
-    def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        """Return standardized predictions, shape (rows,), from fp32 numbers and int64 categories, shape (rows, …)."""
-        hidden = self.numbers(numbers)
-        for embedding, column in zip(self.categories, categories.unbind(1), strict=True):
-            hidden = hidden + embedding(column)
-        return self.head(self.blocks(hidden)).squeeze(1)
+        return hidden + self.layers(hidden)
 
 
 class TabularRegression(Task):
@@ -63,63 +41,53 @@ class TabularRegression(Task):
     target: str = "y"
     """Column to predict."""
     categories: list[str] = ["site"]
-    """Columns of categories. All others are numbers; cells may be empty."""
+    """Columns of categories. All others are numbers, of which cells may be empty."""
     width: PositiveInt = 64
-    """Units of each block."""
+    """Units between the blocks."""
     depth: PositiveInt = 3
     """Blocks."""
     metric_names: ClassVar[tuple[str, ...]] = ("rmse", "r2")
-    _known: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _known: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
+    """Of the rows trained on, by column: the mean and std of numbers, the values of categories."""
 
     def build_datasets(self) -> tuple[TensorDataset, TensorDataset]:
         train = self._read(self.csv)
-        if not self.eval_csv:
-            is_kept = np.random.default_rng(self.split_seed).permutation(len(train)) < len(train) // 5
-            train, evaluation = train[~is_kept], train[is_kept]
+        is_kept = np.random.default_rng(self.split_seed).permutation(len(train)) < len(train) // 5
+        train, kept = (train, None) if self.eval_csv else (train[~is_kept], train[is_kept])
         if not self._known:
             numbers, categories = train.drop(columns=self.categories), train[self.categories]
-            self._known = {
-                "mean": numbers.mean().to_dict(),
-                "std": numbers.std(ddof=0).replace(0, 1).to_dict(),
-                "categories": {name: sorted(column.dropna().unique()) for name, column in categories.items()},
-            }
-        return self._tensors(train), self._tensors(self._read(self.eval_csv) if self.eval_csv else evaluation)
+            scales = {"mean": numbers.mean().to_dict(), "std": numbers.std(ddof=0).replace(0, 1).to_dict()}
+            self._known = scales | {"values": {name: sorted({*categories[name].dropna()}) for name in categories}}
+        return self._tensors(train), self._tensors(self._read(self.eval_csv) if self.eval_csv else kept)
 
     def _read(self, path: str) -> pd.DataFrame:
         """Return the columns in use, numbers and text. Raise a UserError with a line for each mistake."""
-        with explained(f"{path}: cannot be read ({HINT}), ", (OSError, ValueError)):
+        with explained(f"{path}: not a csv (`python -m examples.make_data` makes one), ", (OSError, ValueError)):
             table = pd.read_csv(path, dtype=str)
-        numbers = self._known.get(
-            "mean", dict.fromkeys([*table.columns.drop(self.categories, errors="ignore"), self.target])
-        )
-        mistakes = [f"has no column {name}" for name in [*numbers, *self.categories] if name not in table]
-        mistakes += [] if len(table) > 4 else ["has too few rows"]
+        numbers = [*self._known.get("mean", [name for name in table if name not in self.categories])]
+        wanted = dict.fromkeys([*numbers, self.target, *self.categories])
+        mistakes = [f"has no column {name}" for name in wanted if name not in table]
+        mistakes += ["has fewer than 5 rows"] if len(table) < 5 else []
         mistakes += [] if isinstance(table.index, pd.RangeIndex) else ["has rows with more cells than its header"]
-        for name in table.columns.intersection([*numbers]):
-            cells, table[name] = (
-                table[name],
-                pd.to_numeric(table[name], errors="coerce").replace([np.inf, -np.inf], np.nan),
-            )
-            bad = table[name].isna() & (cells.notna() | (name == self.target))
-            if bad.any():
-                where = f"{name} in row {bad.argmax() + 1} is {cells[bad].iloc[0]!r}"
-                mistakes.append(f"{where}, not a number: mend it, or name the column in task.categories")
+        for name in table.columns.intersection(numbers):
+            values = pd.to_numeric(table[name], errors="coerce").replace([np.inf, -np.inf], np.nan)
+            bad = values.isna() & (table[name].notna() | (name == self.target))
+            where = [f"{name} in row {i + 1} is {table[name].iloc[i]}, not a number" for i in np.flatnonzero(bad)[:1]]
+            mistakes += [f"{text}; task.categories lists the columns of categories" for text in where]
+            table[name] = values
         if mistakes:
             raise UserError("\n".join(f"{path}: {mistake}" for mistake in mistakes))
-        return table[[*numbers, *self.categories]]
+        return table[[*wanted]]
 
     def _tensors(self, table: pd.DataFrame) -> TensorDataset:
-        """Return numbers (0 and an indicator where a cell is empty), categories (0: unknown), targets, row numbers."""
+        """Return inputs, shape (rows, columns), targets, both fp32, and row numbers, shape (rows,). An empty number is
+        its mean, and 1 in a column that says so; an empty or unknown category is 0 in all columns of its values."""
         scaled = (table[[*self._known["mean"]]] - self._known["mean"]) / self._known["std"]
         numbers = scaled.drop(columns=self.target)
-        known = self._known["categories"].items()
-        ids = [pd.Categorical(table[name], values).codes.astype(np.int64) + 1 for name, values in known]
-        return TensorDataset(
-            torch.from_numpy(np.hstack([numbers.fillna(0), numbers.isna()], dtype=np.float32)),
-            torch.from_numpy(np.array(ids, np.int64).reshape(-1, len(table)).T),
-            torch.from_numpy(scaled[self.target].to_numpy(np.float32)),
-            torch.from_numpy(table.index.to_numpy()),
-        )
+        one_hot = [table[name] == value for name, values in self._known["values"].items() for value in values]
+        inputs = np.column_stack([numbers.fillna(0), numbers.isna(), *one_hot])
+        columns = inputs.astype(np.float32), scaled[self.target].to_numpy(np.float32), np.array(table.index)
+        return TensorDataset(*map(torch.tensor, columns))
 
     def fingerprint(self, dataset: Any) -> str:
         return sha256(b"".join(tensor.numpy().tobytes() for tensor in dataset.tensors)).hexdigest()
@@ -130,28 +98,32 @@ class TabularRegression(Task):
     def load_data_state(self, state: dict[str, Any]) -> None:
         self._known = state
 
-    def build_model(self) -> nn.Module:
-        sizes = [len(values) + 1 for values in self._known["categories"].values()]
-        return Regressor(2 * len(self._known["mean"]) - 2, sizes, self.width, self.depth)
+    def build_model(self) -> Any:
+        inputs = 2 * len(self._known["mean"]) - 2 + sum(map(len, self._known["values"].values()))
+        blocks, end = (
+            [Block(self.width) for _ in range(self.depth)],
+            [nn.LayerNorm(self.width), nn.Linear(self.width, 1)],
+        )
+        model: Any = nn.Sequential(nn.Linear(inputs, self.width), *blocks, *end)
+        model._no_split_modules = ["Block"]
+        return model
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
         return self.evaluate(model, batch)[:2]
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-        numbers, categories, targets, _ = batch
-        found = model(numbers, categories).float()
-        mean, std = (self._known[name][self.target] for name in ("mean", "std"))
+        inputs, targets, _ = batch
+        found, mean, std = model(inputs).float()[:, 0], *(self._known[name][self.target] for name in ("mean", "std"))
         outputs = {"predictions": found * std + mean, "references": targets * std + mean}
         return nn.functional.mse_loss(found, targets, reduction="sum"), len(targets), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        references = outputs["references"].double()
-        squares = (outputs["predictions"] - references).square()
-        r2 = 1 - squares.sum() / (references - references.mean()).square().sum()
-        return {"rmse": squares.mean().sqrt().item(), "r2": r2.item()}
+        predictions, references = outputs["predictions"].double(), outputs["references"].double()
+        mse = (predictions - references).square().mean().item()
+        return {"rmse": mse**0.5, "r2": 1 - mse / references.var(correction=0).item()}
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
-        return {"row": dataset.tensors[3].tolist(), **super().predictions(outputs, dataset)}
+        return {"row": dataset.tensors[2].tolist(), **super().predictions(outputs, dataset)}
 
     def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
         super().export(model, weights, folder)
