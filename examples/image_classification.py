@@ -1,18 +1,15 @@
 """Pictures in folders, train/<class>/… and val/<class>/…, and any classifier of torchvision that has one output."""
 
 import io
-import json
-import math
 from base64 import b64encode
 from copy import copy
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from huggingface_hub import load_state_dict_from_file
-from PIL import ImageOps
 from pydantic import PositiveInt, PrivateAttr
 from torch import Tensor, nn
 from torchvision import datasets, models, ops
@@ -25,18 +22,14 @@ from src.tasks.tables import label_columns, label_tables
 
 
 class Pictures(datasets.ImageFolder):
-    """Reads a picture when it is asked for. What its transforms draw depends on the seed and the index alone."""
+    seed = [0]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return a picture, shape (3, size, size), fp32, and its label. What it draws depends on seed and index."""
         with torch.random.fork_rng(devices=[]), explained(f"{self.samples[index][0]}: cannot be read, ", OSError):
             torch.default_generator.manual_seed(int(np.random.default_rng([*self.seed, index]).integers(2**63)))
-            return super().__getitem__(index)
-
-    def seen(self, seed: list[int], *transforms: v2.Transform) -> "Pictures":
-        pictures, normalize = copy(self), v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # as the weights
-        to_tensor = v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), normalize
-        pictures.seed, pictures.transform = seed, v2.Compose([*transforms, *to_tensor])
-        return pictures
+            pixels = v2.functional.pil_to_tensor(super().__getitem__(index)[0]) / 255
+        return v2.functional.normalize(pixels, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), self.targets[index]
 
 
 class ImageClassification(Task):
@@ -56,31 +49,32 @@ class ImageClassification(Task):
     """Width and height of what the model sees, in pixels."""
     flip: bool = True
     """Mirror half of the training pictures."""
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
     _classes: list[str] = PrivateAttr(default_factory=list)
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
-        where, hint = f"task.data_dir={self.data_dir}", "`python -m examples.make_data` makes data/digits_png"
-        with explained(f"{where}: not train/<class>/… and val/<class>/… ({hint}), ", OSError):
-            parts = [Pictures(Path(self.data_dir, part)) for part in ("train", "val")]
-        self._classes = self._classes or parts[0].classes
-        if odd := {*self._classes}.symmetric_difference(parts[1].classes):
-            raise UserError(f"{where}: the training data and val do not both have {min(odd)}")
-        train, val = (part.seen([0], v2.Resize(self.size), v2.CenterCrop(self.size)) for part in parts)
+        square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
+        with explained(
+            f"task.data_dir={self.data_dir} (`python -m examples.make_data` makes data/digits_png): ", OSError
+        ):
+            train, val = (Pictures(Path(self.data_dir, part), square) for part in ("train", "val"))
+        self._classes = self._classes or train.classes
+        if odd := {*self._classes}.symmetric_difference(val.classes):
+            raise UserError(f"task.data_dir={self.data_dir}: val and the data to train on do not both have {min(odd)}")
         return train, val
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
-        return train.seen(seed, v2.RandomResizedCrop(self.size, (0.5, 1.0)), v2.RandomHorizontalFlip(self.flip / 2))
+        epoch, crop = copy(train), v2.RandomResizedCrop(self.size, (0.5, 1.0))
+        epoch.seed, epoch.transform = seed, v2.Compose([crop, v2.RandomHorizontalFlip(self.flip / 2)])
+        return epoch
 
     def fingerprint(self, dataset: Any) -> str:
-        files = [(str(Path(file).relative_to(dataset.root)), Path(file).stat().st_size) for file, _ in dataset.samples]
-        return sha256(repr(files).encode()).hexdigest()
+        return sha256(repr([(file, Path(file).stat().st_size) for file, _ in dataset.samples]).encode()).hexdigest()
 
     def data_state(self) -> dict[str, Any]:
         return {"classes": self._classes}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
-        self._classes = state["classes"]
+        self._classes, self.weights = state["classes"], None  # those of the checkpoint or export come after
 
     def build_model(self) -> Any:
         weights = self.weights or ""
@@ -88,16 +82,17 @@ class ImageClassification(Task):
             model = models.get_model(self.model, weights=None if Path(weights).is_file() else self.weights)
             if Path(weights).is_file():
                 model.load_state_dict(load_state_dict_from_file(weights, safe=False))
-        layers = [*model.named_modules()]
-        own = [type(layer).__name__ for _, layer in layers if type(layer).__module__.startswith(models.__name__)]
+        own = [type(layer).__name__ for layer in model.modules() if type(layer).__module__.startswith(models.__name__)]
         model._no_split_modules = sorted({name for name in own if own.count(name) > 1})  # torchvision's, repeated
-        for name, layer in layers:
+        for name, layer in [*model.named_modules()]:
             if isinstance(layer, nn.BatchNorm2d) and self.norm != "batch":
-                n, is_frozen = layer.num_features, self.norm == "frozen"
-                new = ops.FrozenBatchNorm2d(n, layer.eps) if is_frozen else nn.GroupNorm(math.gcd(32, n), n)
+                n = layer.num_features
+                new = (
+                    nn.GroupNorm(int(np.gcd(32, n)), n) if self.norm == "group" else ops.FrozenBatchNorm2d(n, layer.eps)
+                )
                 new.load_state_dict(layer.state_dict(), strict=False)
                 model.set_submodule(name, new)
-        name, head = [(name, layer) for name, layer in layers if isinstance(layer, nn.Linear)][-1]
+        name, head = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)][-1]
         model.set_submodule(name, nn.Linear(head.in_features, len(self._classes)))
         return model
 
@@ -118,18 +113,10 @@ class ImageClassification(Task):
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
         def show(index: int) -> dict[str, str]:
             png = io.BytesIO()
-            ImageOps.fit(dataset.loader(dataset.samples[index][0]), (self.size, self.size)).save(png, "png")
+            dataset.transform(dataset.loader(dataset.samples[index][0])).save(png, "png")
             return {"image": PICTURE + b64encode(png.getvalue()).decode()}
 
         return label_tables(outputs, self._classes, show)
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {"file": [file for file, _ in dataset.samples], **label_columns(outputs, self._classes)}
-
-    def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-        super().export(model, weights, folder)
-        (folder / "classes.json").write_text(json.dumps(self._classes))
-
-    def load_export(self, folder: Path) -> nn.Module:
-        self._classes, self.weights = json.loads((folder / "classes.json").read_text()), None
-        return super().load_export(folder)

@@ -1,8 +1,6 @@
 """Predict a number from the other columns of a csv: a residual MLP on standardized numbers and one-hot categories."""
 
-import json
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,15 +14,9 @@ from src.process import UserError, explained
 from src.tasks.base import Task
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
-
+class Block(nn.Sequential):
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.layers(hidden)
+        return hidden + super().forward(hidden)
 
 
 class TabularRegression(Task):
@@ -99,12 +91,12 @@ class TabularRegression(Task):
         self._known = state
 
     def build_model(self) -> Any:
-        inputs = 2 * len(self._known["mean"]) - 2 + sum(map(len, self._known["values"].values()))
-        blocks, end = (
-            [Block(self.width) for _ in range(self.depth)],
-            [nn.LayerNorm(self.width), nn.Linear(self.width, 1)],
-        )
-        model: Any = nn.Sequential(nn.Linear(inputs, self.width), *blocks, *end)
+        width, numbers, values = self.width, self._known["mean"], self._known["values"].values()
+        layers: list[nn.Module] = [nn.Linear(2 * len(numbers) - 2 + sum(map(len, values)), width)]
+        for _ in range(self.depth):
+            wide = nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            layers.append(Block(nn.LayerNorm(width), *wide))
+        model: Any = nn.Sequential(*layers, nn.LayerNorm(width), nn.Linear(width, 1))
         model._no_split_modules = ["Block"]
         return model
 
@@ -124,11 +116,3 @@ class TabularRegression(Task):
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset.tensors[2].tolist(), **super().predictions(outputs, dataset)}
-
-    def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-        super().export(model, weights, folder)
-        (folder / "columns.json").write_text(json.dumps(self._known))
-
-    def load_export(self, folder: Path) -> nn.Module:
-        self._known = json.loads((folder / "columns.json").read_text())
-        return super().load_export(folder)

@@ -1,5 +1,6 @@
 """What a task is: settings that know how to build a model and data, and how to score them."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
 
+DATA_STATE = "data_state.json"
+"""File in an export: what `Task.data_state` returned."""
 PICTURE = "data:image/png;base64,"
 """How a cell of a table begins that is a picture."""
 Table = list[dict[str, Any]]
@@ -154,6 +157,8 @@ class Task(Settings, ABC):
         """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole: its
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
+        if state := self.data_state():
+            (folder / DATA_STATE).write_text(json.dumps(state))
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         """Write what `export` would from a sharded model, on all processes, none of which then has to hold the whole of
@@ -162,6 +167,8 @@ class Task(Settings, ABC):
 
     def load_export(self, folder: Path) -> nn.Module:
         """Return the model that `export` wrote, fp32, on the CPU; restore of `data_state` what an evaluation needs."""
+        if (folder / DATA_STATE).exists():
+            self.load_data_state(json.loads((folder / DATA_STATE).read_text()))
         model = self.build_model()
         load_torch_model(model, folder, strict=True)
         return model
