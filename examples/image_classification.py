@@ -1,6 +1,7 @@
 """Pictures in folders, train/<class>/… and val/<class>/…, and any classifier of torchvision that has one output."""
 
 import io
+import math
 from base64 import b64encode
 from copy import copy
 from hashlib import sha256
@@ -22,8 +23,6 @@ from src.tasks.tables import label_columns, label_tables
 
 
 class Pictures(datasets.ImageFolder):
-    seed = [0]
-
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return a picture, shape (3, size, size), fp32, and its label. What it draws depends on seed and index."""
         with torch.random.fork_rng(devices=[]), explained(f"{self.samples[index][0]}: cannot be read, ", OSError):
@@ -53,10 +52,9 @@ class ImageClassification(Task):
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
-        with explained(
-            f"task.data_dir={self.data_dir} (`python -m examples.make_data` makes data/digits_png): ", OSError
-        ):
+        with explained("task.data_dir (`python -m examples.make_data` makes data/digits_png): ", OSError):
             train, val = (Pictures(Path(self.data_dir, part), square) for part in ("train", "val"))
+        train.seed = val.seed = [0]  # unused, as nothing is drawn
         self._classes = self._classes or train.classes
         if odd := {*self._classes}.symmetric_difference(val.classes):
             raise UserError(f"task.data_dir={self.data_dir}: val and the data to train on do not both have {min(odd)}")
@@ -77,19 +75,19 @@ class ImageClassification(Task):
         self._classes, self.weights = state["classes"], None  # those of the checkpoint or export come after
 
     def build_model(self) -> Any:
-        weights = self.weights or ""
-        with explained(f"task.model={self.model}, task.weights={self.weights}: "):
-            model = models.get_model(self.model, weights=None if Path(weights).is_file() else self.weights)
-            if Path(weights).is_file():
-                model.load_state_dict(load_state_dict_from_file(weights, safe=False))
+        with explained(f"task.model={self.model}, task.weights={self.weights}, task.norm={self.norm}: "):
+            if self.weights and self.norm == "group":
+                raise ValueError("weights that were trained with BatchNorm need frozen, or batch")
+            path = Path(str(self.weights))
+            state = load_state_dict_from_file(path, safe=False) if path.is_file() else None
+            model = models.get_model(self.model, weights=None if state else self.weights)
+            model.load_state_dict(state or model.state_dict())
         own = [type(layer).__name__ for layer in model.modules() if type(layer).__module__.startswith(models.__name__)]
         model._no_split_modules = sorted({name for name in own if own.count(name) > 1})  # torchvision's, repeated
         for name, layer in [*model.named_modules()]:
             if isinstance(layer, nn.BatchNorm2d) and self.norm != "batch":
                 n = layer.num_features
-                new = (
-                    nn.GroupNorm(int(np.gcd(32, n)), n) if self.norm == "group" else ops.FrozenBatchNorm2d(n, layer.eps)
-                )
+                new = nn.GroupNorm(math.gcd(32, n), n) if self.norm == "group" else ops.FrozenBatchNorm2d(n, layer.eps)
                 new.load_state_dict(layer.state_dict(), strict=False)
                 model.set_submodule(name, new)
         name, head = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)][-1]
@@ -99,7 +97,7 @@ class ImageClassification(Task):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         loss, examples, _ = self.evaluate(model, batch)
         for buffer in model.buffers() if self.norm == "batch" and torch.distributed.is_initialized() else ():
-            torch.distributed.broadcast(buffer, 0)  # all get the first process's statistics: DDP does so, FSDP does not
+            torch.distributed.broadcast(buffer, 0)  # the first process's statistics, which FSDP would not share as DDP
         return loss, examples
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
