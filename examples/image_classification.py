@@ -1,4 +1,4 @@
-"""Pictures in folders, train/<class>/… and val/<class>/…, and any classifier of torchvision that has one output."""
+"""Pictures in folders, train/<class>/… and val/<class>/…, and any torchvision classifier with one output, of a Linear."""
 
 import io
 import math
