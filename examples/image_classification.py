@@ -1,4 +1,4 @@
-"""Pictures in folders, train/<class>/… and val/<class>/…, and any torchvision classifier with one output, of a Linear."""
+"""Pictures in folders, train/<class>/… and val/<class>/…, and any torchvision model with one output, of a Linear."""
 
 import io
 import math
@@ -40,8 +40,8 @@ class ImageClassification(Task):
     """Folder with train/<class>/… and val/<class>/…."""
     model: str = "resnet18"
     """A classifier of torchvision."""
-    weights: str | None = None
-    """What to begin with: a state dict (.safetensors, .pth) or torchvision's, such as DEFAULT; null: from scratch."""
+    weights: str = ""
+    """What to begin with: a state dict (.safetensors, .pth) or torchvision's, such as DEFAULT; empty: from scratch."""
     norm: Literal["group", "frozen", "batch"] = "group"
     """What BatchNorm becomes: group from scratch, frozen where there are weights; batch: itself (docs/examples.md)."""
     size: PositiveInt = 224
@@ -49,16 +49,17 @@ class ImageClassification(Task):
     flip: bool = True
     """Mirror half of the training pictures."""
     _classes: list[str] = PrivateAttr(default_factory=list)
+    _val: Pictures = PrivateAttr()
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
         with explained("task.data_dir (`python -m examples.make_data` makes data/digits_png): ", OSError):
-            train, val = (Pictures(Path(self.data_dir, part), square) for part in ("train", "val"))
-        train.seed = val.seed = [0]  # unused, as nothing is drawn
+            train, self._val = (Pictures(Path(self.data_dir, part), square) for part in ("train", "val"))
+        train.seed = self._val.seed = [0]  # unused, as nothing is drawn
         self._classes = self._classes or train.classes
-        if odd := {*self._classes}.symmetric_difference(val.classes):
+        if odd := {*self._classes}.symmetric_difference(self._val.classes):
             raise UserError(f"task.data_dir={self.data_dir}: val and the data to train on do not both have {min(odd)}")
-        return train, val
+        return train, self._val
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
         epoch, crop = copy(train), v2.RandomResizedCrop(self.size, (0.5, 1.0))
@@ -72,15 +73,14 @@ class ImageClassification(Task):
         return {"classes": self._classes}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
-        self._classes, self.weights = state["classes"], None  # those of the checkpoint or export come after
+        self._classes, self.weights = state["classes"], ""  # those of the checkpoint or export come after
 
     def build_model(self) -> Any:
         with explained(f"task.model={self.model}, task.weights={self.weights}, task.norm={self.norm}: "):
             if self.weights and self.norm == "group":
                 raise ValueError("weights that were trained with BatchNorm need frozen, or batch")
-            path = Path(str(self.weights))
-            state = load_state_dict_from_file(path, safe=False) if path.is_file() else None
-            model = models.get_model(self.model, weights=None if state else self.weights)
+            state = load_state_dict_from_file(self.weights, safe=False) if Path(self.weights).is_file() else None
+            model = models.get_model(self.model, weights=None if state else self.weights or None)
             model.load_state_dict(state or model.state_dict())
         own = [type(layer).__name__ for layer in model.modules() if type(layer).__module__.startswith(models.__name__)]
         model._no_split_modules = sorted({name for name in own if own.count(name) > 1})  # torchvision's, repeated
@@ -111,7 +111,7 @@ class ImageClassification(Task):
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
         def show(index: int) -> dict[str, str]:
             png = io.BytesIO()
-            dataset.transform(dataset.loader(dataset.samples[index][0])).save(png, "png")
+            self._val.transform(self._val.loader(self._val.samples[index][0])).save(png, "png")
             return {"image": PICTURE + b64encode(png.getvalue()).decode()}
 
         return label_tables(outputs, self._classes, show)

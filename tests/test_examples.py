@@ -143,9 +143,7 @@ def test_bad_pictures_are_one_line(launch: Launch, pictures: tuple[str, ...], tm
     assert broken.messages[0].startswith(f"train.py: {tmp_path}/train/cat/1.png: cannot be read, ")
     assert (absent.exit_code, broken.exit_code) == (2, 2)
     unknown = launch("cpu", *pictures, "--task.model=resnet19")
-    assert unknown.messages == [
-        "train.py: task.model=resnet19, task.weights=None, task.norm=group: Unknown model resnet19"
-    ]
+    assert unknown.messages == ["train.py: task.model=resnet19, task.weights=, task.norm=group: Unknown model resnet19"]
 
 
 def test_all_mistakes_in_a_csv_at_once(launch: Launch, table: tuple[str, ...], tmp_path: Path) -> None:
