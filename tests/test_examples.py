@@ -19,12 +19,12 @@ from src.process import UserError
 from tests.launching import PROJECT, Launch, Run, Tool, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
-STEPS = ("--max_steps=12", "--log_every=1")
+STEPS = ("--max_steps=12", "--log_every=1", "--optim.lr=1e-4")  # small, as in test_parity.py
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Arguments that train a small model on the digits. The learning rate is small, as in test_parity.py."""
+    """Arguments that train a small model on the digits."""
     folder = tmp_path_factory.mktemp("digits")
     digits_png(folder)
     settings = (f"data_dir={folder}", "name=image_classification", "model=shufflenet_v2_x0_5", "size=64")
