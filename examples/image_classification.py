@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from huggingface_hub import load_state_dict_from_file
 from pydantic import PositiveInt, PrivateAttr
-from torch import Tensor, nn
+from torch import Tensor, default_generator, distributed, nn, random
+from torch.distributed import fsdp
 from torchvision import datasets, models, ops
 from torchvision.transforms import v2
 
@@ -25,8 +25,8 @@ from src.tasks.tables import label_columns, label_tables
 class Pictures(datasets.ImageFolder):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return a picture, shape (3, size, size), fp32, and its label. What it draws depends on seed and index."""
-        with torch.random.fork_rng(devices=[]), explained(f"{self.samples[index][0]}: cannot be read, ", OSError):
-            torch.default_generator.manual_seed(int(np.random.default_rng([*self.seed, index]).integers(2**63)))
+        with random.fork_rng(devices=[]), explained(f"{self.samples[index][0]}: cannot be read, ", OSError):
+            default_generator.manual_seed(int(np.random.default_rng([*self.seed, index]).integers(2**63)))
             pixels = v2.functional.pil_to_tensor(super().__getitem__(index)[0]) / 255
         return v2.functional.normalize(pixels, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), self.targets[index]
 
@@ -96,8 +96,8 @@ class ImageClassification(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         loss, examples, _ = self.evaluate(model, batch)
-        for buffer in model.buffers() if self.norm == "batch" and torch.distributed.is_initialized() else ():
-            torch.distributed.broadcast(buffer, 0)  # the first process's statistics, which FSDP would not share as DDP
+        for buffer in model.buffers() if self.norm == "batch" and isinstance(model, fsdp.FSDPModule) else ():
+            distributed.broadcast(buffer, 0)  # the first process's statistics for all, as DDP does but FSDP does not
         return loss, examples
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:

@@ -19,7 +19,8 @@ from src.process import UserError
 from tests.launching import PROJECT, Launch, Run, Tool, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
-STEPS = ("--max_steps=12", "--log_every=1", "--optim.lr=1e-4")  # small, as in test_parity.py
+CURVE = ("--log_every=1", "--optim.lr=1e-4")  # small, as in test_parity.py
+STEPS = (*CURVE, "--max_steps=8")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_the_curve_is_the_same_under_every_strategy_and_so_is_the_export(
 
 
 def test_an_mlp_beats_ridge_regression(launch: Launch, table: tuple[str, ...]) -> None:
-    """With the figures in the config. Tried without the indicators of empty cells: @@."""
+    """With the figures in the config."""
     run = launch("cpu", *table).succeeded()
     task = TabularRegression(csv=table[1].partition("=")[2])
     (inputs, targets, _), (eval_inputs, eval_targets, _) = (part.tensors for part in task.build_datasets())
@@ -99,9 +100,9 @@ def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
 
 def test_a_stopped_run_continues_to_the_last_bit(launch: Launch, table: tuple[str, ...]) -> None:
     whole = launch("fsdp", *table, *STEPS, processes=2).succeeded()
-    part = launch("fsdp", *table, "--max_steps=7", processes=2).succeeded()
+    part = launch("fsdp", *table, *CURVE, "--max_steps=5", processes=2).succeeded()
     run = launch("fsdp", *table, *STEPS, processes=2, folder=part.folder).succeeded()
-    assert run.losses[-5:] == whole.losses[-5:]
+    assert run.losses[-3:] == whole.losses[-3:]
     weights, expected = (load_file(r.folder / "model" / "model.safetensors") for r in (run, whole))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
