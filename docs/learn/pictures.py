@@ -1,0 +1,57 @@
+"""Draw the course's pictures as SVG: `python docs/learn/pictures.py [FOLDER]`, by default where this file is.
+
+Each is a function below, named as its file, that draws on axes which are 80 units wide, a tenth of an inch each. The
+page's colour scheme, light or dark, sets the colour of text and arrows; boxes are translucent.
+"""
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK, GREY = "#222222", "#888888"
+RANKS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+"""A colour per process, of Okabe and Ito, https://jfly.uni-koeln.de/color/: whoever is colour-blind sees four."""
+STYLE = (
+    "<style>svg{color:#222;font-family:system-ui,'DejaVu Sans',sans-serif}"
+    "@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
+)
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, words: str = "", colour: str = GREY) -> None:
+    """Draw a box, whose lower left corner is at (x, y), around words."""
+    axes.add_patch(mpl.patches.Rectangle((x, y), width, height, facecolor=colour, edgecolor="none", alpha=0.35))
+    axes.add_patch(mpl.patches.Rectangle((x, y), width, height, fill=False, edgecolor=colour, linewidth=1))
+    axes.text(x + width / 2, y + height / 2, words, ha="center", va="center_baseline")
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0})
+
+
+def draw(picture: Callable[[Axes], None], height: float) -> str:
+    """Return the picture as SVG."""
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "learn", "font.size": 10, "text.color": INK}):
+        figure = Figure(figsize=(8, height / 10), facecolor="none")
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 80), ylim=(0, height))
+        axes.axis("off")
+        picture(axes)
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = re.sub(r"font-family: [^;]*; ", "", svg.getvalue())
+    return text.replace(INK, "currentColor").replace("<defs>", STYLE + "<defs>", 1)
+
+
+PICTURES: dict[Callable[[Axes], None], int] = {}
+"""The pictures, and their heights in units."""
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parent
+    for picture, height in PICTURES.items():
+        (folder / f"{picture.__name__}.svg").write_text(draw(picture, height))
