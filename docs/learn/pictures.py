@@ -25,8 +25,8 @@ STYLE = (
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, words: str = "", colour: str = GREY) -> None:
     """Draw a box, whose lower left corner is at (x, y), around words."""
-    axes.add_patch(mpl.patches.Rectangle((x, y), width, height, facecolor=colour, edgecolor="none", alpha=0.35))
-    axes.add_patch(mpl.patches.Rectangle((x, y), width, height, fill=False, edgecolor=colour, linewidth=1))
+    face = mpl.colors.to_rgba(colour, 0.35)
+    axes.add_patch(mpl.patches.Rectangle((x, y), width, height, facecolor=face, edgecolor=colour, linewidth=1))
     axes.text(x + width / 2, y + height / 2, words, ha="center", va="center_baseline")
 
 
@@ -47,7 +47,35 @@ def draw(picture: Callable[[Axes], None], height: float) -> str:
     return text.replace(INK, "currentColor").replace("<defs>", STYLE + "<defs>", 1)
 
 
-PICTURES: dict[Callable[[Axes], None], int] = {}
+def collectives(axes: Axes) -> None:
+    """Before and after: a row per process, a colour for what each had, grey for sums."""
+    own = [[(rank, letter) for letter in "abcd"] for rank in range(4)]
+    first, firsts = [[(rank, "a")] for rank in range(4)], [(rank, "a") for rank in range(4)]
+    sums = [(4, f"Σ{letter}") for letter in "abcd"]
+    panels = {
+        "broadcast": (own, [own[0]] * 4), "reduce": (own, [sums]),
+        "scatter": (own[:1], [[cell] for cell in own[0]]), "gather": (first, [firsts]),
+        "all-reduce": (own, [sums] * 4), "all-gather": (first, [firsts] * 4),
+        "reduce-scatter": (own, [[cell] for cell in sums]),
+    }  # fmt: skip
+    for i, (name, sides) in enumerate(panels.items()):
+        left, top = 6 + 40 * (i % 2), 65 - 17 * (i // 2)
+        axes.text(left, top, name, fontweight="bold")
+        for rank in range(4):
+            axes.text(left - 5, top - 2.5 - 3 * rank, f"rank {rank}", va="center_baseline", fontsize=8)
+        arrow(axes, (left + 14.5, top - 7), (left + 17.5, top - 7))
+        for x, rows in zip((left, left + 18), sides, strict=True):
+            for y, row in enumerate(rows):
+                for c, (source, words) in enumerate(row):
+                    box(axes, x + 3.5 * c, top - 4 - 3 * y, 3.5, 3, words, (*RANKS, GREY)[source])
+    axes.text(46, 13, "a ring", fontweight="bold")
+    for rank, (x, y) in enumerate([(46, 8), (60, 8), (60, 1), (46, 1)]):
+        box(axes, x, y, 10, 4, f"rank {rank}", RANKS[rank])
+    for start, end in (((56, 10), (60, 10)), ((65, 8), (65, 5)), ((60, 3), (56, 3)), ((51, 5), (51, 8))):
+        arrow(axes, start, end)
+
+
+PICTURES: dict[Callable[[Axes], None], int] = {collectives: 69}
 """The pictures, and their heights in units."""
 
 
