@@ -12,10 +12,7 @@ from torch import Tensor
 dist.init_process_group("gloo", timeout=timedelta(minutes=2))  # "nccl" on GPUs; torchrun says where the others are
 rank, p = dist.get_rank(), dist.get_world_size()  # which process this is, of how many
 assert p == 4, "start four processes: --nproc-per-node=4"
-
-
-SENT = {"N": 1.0, "(p-1)/p N": (p - 1) / p, "2 (p-1)/p N": 2 * (p - 1) / p}
-"""What a process sends in a ring, at most, where N bytes are what a process has that has all."""
+SENT = {"N": 1.0, "(p-1)/p N": (p - 1) / p, "2 (p-1)/p N": 2 * (p - 1) / p}  # in a ring, by one process
 
 
 def show(name: str, formula: str, whole: int, use: str, after: Tensor | None, expected: list[list[int] | None]) -> None:
@@ -28,6 +25,20 @@ def show(name: str, formula: str, whole: int, use: str, after: Tensor | None, ex
         for r, numbers in enumerate(found):
             old, new = ("".join(f"{x:4}" for x in row) for row in (range(10 * r, 10 * r + 4), numbers or []))
             print(f"  rank {r}  {old}  ->{new or '   -'}")
+
+
+def ring_all_reduce(numbers: Tensor) -> tuple[Tensor, int]:
+    """Return the sums and the bytes sent: each part goes around to collect its sum, p-1 hops, and once more to all."""
+    parts, sent = list(numbers.chunk(p)), 0
+    for hop in range(2 * (p - 1)):
+        out, into = (rank - hop) % p, (rank - hop - 1) % p
+        arriving = torch.empty_like(parts[into])
+        pair = [dist.P2POp(dist.isend, parts[out], (rank + 1) % p), dist.P2POp(dist.irecv, arriving, (rank - 1) % p)]
+        for request in dist.batch_isend_irecv(pair):  # both at once: nobody waits for a neighbour that waits
+            request.wait()
+        parts[into] = parts[into] + arriving if hop < p - 1 else arriving
+        sent += parts[out].nbytes
+    return torch.cat(parts), sent
 
 
 before = 10.0 * rank + torch.arange(4.0)  # 0 1 2 3 on rank 0, 10 11 12 13 on rank 1, and so on
@@ -46,7 +57,6 @@ after = torch.empty(4 * p)
 dist.gather(before, list(after.chunk(p)) if rank == 0 else None, dst=0)  # rank 0 gets the numbers of all
 show("gather", "(p-1)/p N", 4 * N, "predictions", after if rank == 0 else None, [everything, None, None, None])
 
-after = torch.empty(4 * p)
 dist.all_gather(list(after.chunk(p)), before)  # all get the numbers of all
 show("all-gather", "(p-1)/p N", 4 * N, "FSDP's weights, before use", after, [everything] * p)
 
@@ -62,19 +72,9 @@ after = torch.empty(1)
 dist.reduce_scatter(after, list(before.chunk(p)))  # each gets the sums of its part
 show("reduce-scatter", "(p-1)/p N", N, "FSDP's gradients", after, [[x] for x in sums])
 
-# An all-reduce by hand. Each process sends only to the next one, and receives only from the one before it. In p-1 hops
-# each part goes around and collects its sum; in p-1 more the sums go around. That is reduce-scatter, then all-gather.
-parts, sent = list(before.clone().chunk(p)), 0
-for hop in range(2 * (p - 1)):
-    out, into = (rank - hop) % p, (rank - hop - 1) % p
-    arriving = torch.empty_like(parts[into])
-    pair = [dist.P2POp(dist.isend, parts[out], (rank + 1) % p), dist.P2POp(dist.irecv, arriving, (rank - 1) % p)]
-    for request in dist.batch_isend_irecv(pair):  # both at once: nobody waits for a neighbour that waits
-        request.wait()
-    parts[into] = parts[into] + arriving if hop < p - 1 else arriving
-    sent += parts[out].nbytes
+total, sent = ring_all_reduce(before)
 assert sent == SENT["2 (p-1)/p N"] * N, f"a ring by hand: {sent} bytes"
-show("a ring by hand", "2 (p-1)/p N", N, "what all-reduce does", torch.cat(parts), [sums] * p)
+show("a ring by hand", "2 (p-1)/p N", N, "what all-reduce does", total, [sums] * p)
 
 dist.barrier()  # or one process ends while another still needs it
 dist.destroy_process_group()
