@@ -75,7 +75,36 @@ def collectives(axes: Axes) -> None:
         arrow(axes, start, end)
 
 
-PICTURES: dict[Callable[[Axes], None], int] = {collectives: 69}
+def data_parallel(axes: Axes) -> None:
+    """When a process computes and when it sends, by hand and in DDP."""
+    axes.text(16, 29, "backward pass, last layer first", fontweight="bold")
+    for top, name, starts in ((23, "by hand", (40, 49, 58)), (9, "DDP", (24, 33, 42))):
+        axes.text(1, top + 1.5, name, fontweight="bold", va="center_baseline")
+        axes.text(1, top - 4.5, "sends", va="center_baseline", fontsize=8)
+        for layer, start in enumerate(starts):
+            box(axes, 16 + 8 * layer, top, 8, 3, f"layer {3 - layer}", RANKS[layer])
+            box(axes, start, top - 6, 9, 3, "all-reduce", RANKS[layer])
+        box(axes, starts[-1] + 9, top, 9, 3, "step")
+
+
+def optimizer_sharding(axes: Axes) -> None:
+    """What each process holds and sends in a step of ZeRO stage 1."""
+    for rank in range(4):
+        left = 2 + 20 * rank
+        axes.text(left, 37, f"rank {rank}", fontweight="bold")
+        for y, what, label in ((31, "gradients", 34.6), (3, "weights", 0.8)):
+            axes.text(left, label, what, fontsize=8)
+            for part in range(4):
+                box(axes, left + 4 * part, y, 4, 3, colour=RANKS[part])
+        middle = left + 4 * rank + 2
+        box(axes, min(max(middle - 5, left), left + 6), 15, 10, 5, "Adam's state", RANKS[rank])
+        arrow(axes, (middle, 30.5), (middle, 20.5))
+        arrow(axes, (middle, 14.5), (middle, 6.5))
+    axes.text(29.5, 25, "reduce: sums, to the owner")
+    axes.text(29.5, 10, "broadcast: weights, to all")
+
+
+PICTURES: dict[Callable[[Axes], None], int] = {collectives: 69, data_parallel: 32, optimizer_sharding: 40}
 """The pictures, and their heights in units."""
 
 
