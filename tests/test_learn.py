@@ -48,7 +48,7 @@ def check_output(lesson: str, run: Run) -> None:
 
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_the_file_prints_what_its_page_says(launch: Launch, lesson: str) -> None:
-    """And its own assertions hold."""
+    """And its own assertions hold. Tried with another digit on the page. Timings may differ."""
     script, processes = command(lesson)
     check_output(lesson, launch("ddp", processes=processes, script=script))
 
@@ -61,7 +61,7 @@ def test_so_it_does_by_the_command_on_the_page(lesson: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("lesson", "number"), breakages())
 def test_it_breaks_as_its_page_says(launch: Launch, tmp_path: Path, lesson: str, number: int) -> None:
-    """What it prints last is on standard error, after the rank: `[rank0]: AssertionError: …`."""
+    """What it prints last is on standard error, after the rank: `[rank0]: …`. Tried with a `+` that changes nothing."""
     script, processes = command(lesson)
     change = blocks(lesson, "Break it", "diff")[number].splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in change if line[0] in signs) for signs in ("- ", "+ "))
@@ -81,7 +81,7 @@ def test_a_file_of_the_course_is_short(file: Path) -> None:
 @needs_all_rooms
 @pytest.mark.parametrize("page", PAGES)
 def test_links_point_at_what_is_there(page: str) -> None:
-    """A link to a line is in a table, and a column of its row has, in backticks, code that stands in that line."""
+    """The row of a link to a line quotes code of that line. Tried: no such file; the number of the next line."""
     for row in PAGES[page].splitlines():
         for target, line in re.findall(r"\]\((?!https?:)([^)#]*)(?:#L(\d+))?[^)]*\)", row):
             file = LEARN / (target or page)
@@ -95,6 +95,7 @@ def test_links_point_at_what_is_there(page: str) -> None:
 @pytest.mark.skipif(not ADVICE.exists(), reason="without --check, nothing has these names")
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_checks_that_would_tell_have_these_names(lesson: str) -> None:
+    """Tried with another name in bold."""
     named = re.findall(r"\*\*(\w[\w ]*)\*\*", PAGES[lesson].split("\n## Break it\n")[1])
     assert named
     assert set(named) <= set(re.findall(r'^    "(.+)": \{$', ADVICE.read_text(), re.MULTILINE))
@@ -102,6 +103,7 @@ def test_checks_that_would_tell_have_these_names(lesson: str) -> None:
 
 @pytest.mark.skipif(not find_spec("matplotlib"), reason="matplotlib draws them")
 def test_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
+    """And the pages show each. Tried with another name on a page, and another number in the script."""
     subprocess.run([sys.executable, LEARN / "pictures.py", tmp_path], check=True)
     drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert drawn == {file.name: file.read_text() for file in LEARN.glob("*.svg")}
