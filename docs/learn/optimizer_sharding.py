@@ -1,0 +1,80 @@
+"""Optimizer-state sharding by hand (ZeRO stage 1), with the curve of one process; then torch's in its place.
+
+torchrun --standalone --nproc-per-node=4 docs/learn/optimizer_sharding.py
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.functional import cross_entropy
+from torch.optim import Adam
+
+inputs, labels = torch.tensor(load_digits().data / 16, dtype=torch.float32), torch.tensor(load_digits().target)
+dist.init_process_group("gloo")
+rank, p = dist.get_rank(), dist.get_world_size()
+
+
+class ShardedOptimizer:
+    """An optimizer spread over the processes: each has the state of its own parameters, and updates only these."""
+
+    def __init__(self, parameters: Iterable[Tensor], optimizer_class: type[Adam], lr: float) -> None:
+        self.parts: list[list[Any]] = [[] for _ in range(p)]
+        for parameter in sorted(parameters, key=Tensor.numel, reverse=True):  # the largest first,
+            smallest = min(self.parts, key=lambda part: sum(map(Tensor.numel, part)))
+            smallest.append(parameter)  # to the process that has least by then
+        self.optim = optimizer_class(self.parts[rank], lr=lr)
+
+    def step(self) -> None:
+        for owner, part in enumerate(self.parts):
+            for parameter in part:
+                dist.reduce(parameter.grad, dst=owner)  # the sum over all, for the one that needs it
+        self.optim.step()
+        for owner, part in enumerate(self.parts):
+            for parameter in part:
+                dist.broadcast(parameter.data, src=owner)  # its new weights, to all
+
+
+def train(name: str, sharded: Any, own: slice) -> Tensor:
+    """Return the loss of each step, over the whole batch, of which this process reads its own examples."""
+    torch.manual_seed(0)  # the same weights on all processes
+    hidden = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), *hidden, nn.Linear(128, 10))
+    parameters: list[Any] = list(model.parameters())
+    optimizer: Any = sharded(parameters, Adam, lr=0.002) if sharded else Adam(parameters, lr=0.002)
+    losses = []
+    for batch in torch.arange(len(labels)).split(64)[:20]:
+        with CommDebugMode() as comm:
+            loss = cross_entropy(model(inputs[batch[own]]), labels[batch[own]], reduction="sum") / len(batch)
+            model.zero_grad()
+            loss.backward()
+            for parameter in parameters if sharded is ZeroRedundancyOptimizer else []:
+                dist.all_reduce(parameter.grad)  # torch's leaves the gradients to DDP: the sum, for all
+            optimizer.step()
+        losses.append(loss.detach())
+    adam, curve, states = (optimizer.optim if sharded else optimizer).state, torch.stack(losses), [0] * p
+    dist.all_gather_object(states, sum(x.nbytes for state in adam.values() for x in state.values() if x.dim()))
+    weights = sum(x.nbytes for x in parameters)  # as many bytes as the gradients have
+    if sharded:
+        dist.all_reduce(curve)
+        assert sum(states) == 2 * weights, f"{name}: not two averages for each number: {states}"
+    if rank == 0:
+        sent = " + ".join(f"{n} {str(op).removeprefix('c10d.').strip('_')}" for op, n in comm.get_comm_counts().items())
+        print(f"{name:25}{curve[0]:.4f} {curve[-1]:.4f}  {sent or '-':30}{weights}   {' '.join(map(str, states))}")
+    return curve
+
+
+if rank == 0:
+    print(f"{'':25}first, last    sent in each step             weights  Adam's state on each, in bytes")
+alone = train("one process", None, slice(None))
+for name, sharded in {"by hand": ShardedOptimizer, "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer}.items():
+    curve = train(name, sharded, slice(rank, None, p))
+    step = int(((curve - alone).abs() > 1e-6).int().argmax())  # the first that differs
+    assert abs(curve[step] - alone[step]) <= 1e-6, f"{name}, step {step + 1}: {curve[step]:.4f}, not {alone[step]:.4f}"
+dist.barrier()
+dist.destroy_process_group()

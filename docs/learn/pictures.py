@@ -1,0 +1,114 @@
+"""Draw the course's pictures as SVG: `python docs/learn/pictures.py [FOLDER]`, by default where this file is.
+
+Each is a function below, named as its file, that draws on axes which are 80 units wide, a tenth of an inch each. The
+page's colour scheme, light or dark, sets the colour of text and arrows; boxes are translucent.
+"""
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK, GREY = "#222222", "#888888"
+RANKS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+"""A colour per process, of Okabe and Ito, https://jfly.uni-koeln.de/color/: whoever is colour-blind sees four."""
+STYLE = (
+    "<style>svg{color:#222;font-family:system-ui,'DejaVu Sans',sans-serif}"
+    "@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
+)
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, words: str = "", colour: str = GREY) -> None:
+    """Draw a box, whose lower left corner is at (x, y), around words."""
+    face = mpl.colors.to_rgba(colour, 0.35)
+    axes.add_patch(mpl.patches.Rectangle((x, y), width, height, facecolor=face, edgecolor=colour, linewidth=1))
+    axes.text(x + width / 2, y + height / 2, words, ha="center", va="center_baseline")
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0})
+
+
+def draw(picture: Callable[[Axes], None], height: float) -> str:
+    """Return the picture as SVG."""
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "learn", "font.size": 10, "text.color": INK}):
+        figure = Figure(figsize=(8, height / 10), facecolor="none")
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 80), ylim=(0, height))
+        axes.axis("off")
+        picture(axes)
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = re.sub(r"font-family: [^;]*; ", "", svg.getvalue())
+    return text.replace(INK, "currentColor").replace("<defs>", STYLE + "<defs>", 1)
+
+
+def collectives(axes: Axes) -> None:
+    """Before and after: a row per process, a colour for what each had, grey for sums."""
+    own = [[(rank, letter) for letter in "abcd"] for rank in range(4)]
+    first, firsts = [[(rank, "a")] for rank in range(4)], [(rank, "a") for rank in range(4)]
+    sums = [(4, f"Σ{letter}") for letter in "abcd"]
+    panels = {
+        "broadcast": (own, [own[0]] * 4), "reduce": (own, [sums]),
+        "scatter": (own[:1], [[cell] for cell in own[0]]), "gather": (first, [firsts]),
+        "all-reduce": (own, [sums] * 4), "all-gather": (first, [firsts] * 4),
+        "reduce-scatter": (own, [[cell] for cell in sums]),
+    }  # fmt: skip
+    for i, (name, sides) in enumerate(panels.items()):
+        left, top = 6 + 40 * (i % 2), 65 - 17 * (i // 2)
+        axes.text(left, top, name, fontweight="bold")
+        for rank in range(4):
+            axes.text(left - 5, top - 2.5 - 3 * rank, f"rank {rank}", va="center_baseline", fontsize=8)
+        arrow(axes, (left + 14.5, top - 7), (left + 17.5, top - 7))
+        for x, rows in zip((left, left + 18), sides, strict=True):
+            for y, row in enumerate(rows):
+                for c, (source, words) in enumerate(row):
+                    box(axes, x + 3.5 * c, top - 4 - 3 * y, 3.5, 3, words, (*RANKS, GREY)[source])
+    axes.text(46, 13, "a ring", fontweight="bold")
+    for rank, (x, y) in enumerate([(46, 8), (60, 8), (60, 1), (46, 1)]):
+        box(axes, x, y, 10, 4, f"rank {rank}", RANKS[rank])
+    for start, end in (((56, 10), (60, 10)), ((65, 8), (65, 5)), ((60, 3), (56, 3)), ((51, 5), (51, 8))):
+        arrow(axes, start, end)
+
+
+def data_parallel(axes: Axes) -> None:
+    """When a process computes and when it sends, by hand and in DDP."""
+    axes.text(16, 29, "backward pass, last layer first", fontweight="bold")
+    for top, name, starts in ((23, "by hand", (40, 49, 58)), (9, "DDP", (24, 33, 42))):
+        axes.text(1, top + 1.5, name, fontweight="bold", va="center_baseline")
+        axes.text(1, top - 4.5, "sends", va="center_baseline", fontsize=8)
+        for layer, start in enumerate(starts):
+            box(axes, 16 + 8 * layer, top, 8, 3, f"layer {3 - layer}", RANKS[layer])
+            box(axes, start, top - 6, 9, 3, "all-reduce", RANKS[layer])
+        box(axes, starts[-1] + 9, top, 9, 3, "step")
+
+
+def optimizer_sharding(axes: Axes) -> None:
+    """What each process holds and sends in a step of ZeRO stage 1."""
+    for rank in range(4):
+        left = 2 + 20 * rank
+        axes.text(left, 37, f"rank {rank}", fontweight="bold")
+        for y, what, label in ((31, "gradients", 34.6), (3, "weights", 0.8)):
+            axes.text(left, label, what, fontsize=8)
+            for part in range(4):
+                box(axes, left + 4 * part, y, 4, 3, colour=RANKS[part])
+        middle = left + 4 * rank + 2
+        box(axes, min(max(middle - 5, left), left + 6), 15, 10, 5, "Adam's state", RANKS[rank])
+        arrow(axes, (middle, 30.5), (middle, 20.5))
+        arrow(axes, (middle, 14.5), (middle, 6.5))
+    axes.text(29.5, 25, "reduce: sums, to the owner")
+    axes.text(29.5, 10, "broadcast: weights, to all")
+
+
+PICTURES: dict[Callable[[Axes], None], int] = {collectives: 69, data_parallel: 32, optimizer_sharding: 40}
+"""The pictures, and their heights in units."""
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parent
+    for picture, height in PICTURES.items():
+        (folder / f"{picture.__name__}.svg").write_text(draw(picture, height))

@@ -1,0 +1,110 @@
+"""The course in docs/learn: its files print and break as the pages say, and what the pages point at is there."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, PROJECT, Launch, Run, run_command, slow
+
+LEARN = PROJECT / "docs" / "learn"
+PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
+LESSONS = [name for name in PAGES if name[0].isdigit()]
+ADVICE = PROJECT / "src" / "check" / "advice.py"
+ROOMS = ("alerts.py", "check", "cpu", "norms.py", "performance.py", "report.py", "trackers.py", "wandb_logger.py")
+is_whole = all((PROJECT / "src" / room).exists() for room in ROOMS)
+needs_all_rooms = pytest.mark.skipif(not is_whole, reason="without some of src, some links lead nowhere")
+
+
+def blocks(lesson: str, heading: str, language: str) -> list[str]:
+    """Return the code blocks of this language under a heading."""
+    section = PAGES[lesson].split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+
+
+def command(lesson: str) -> tuple[str, int]:
+    """Return the script that the page runs, and on how many processes."""
+    (line,) = blocks(lesson, "What it prints", "sh")
+    found = re.fullmatch(r"torchrun --standalone --nproc-per-node=(\d) (docs/learn/\w+\.py)\n", line)
+    assert found, line
+    return found[2], int(found[1])
+
+
+def breakages() -> list[tuple[str, int]]:
+    return [(lesson, i) for lesson in LESSONS for i in range(len(blocks(lesson, "Break it", "diff")))]
+
+
+def without_timings(text: str) -> str:
+    return re.sub(r" *[\d.,]+ (ms|MB/s|times)\b", r" # \1", text).strip()
+
+
+def check_output(lesson: str, run: Run) -> None:
+    (text,) = blocks(lesson, "What it prints", "text")
+    assert without_timings(run.succeeded().stdout) == without_timings(text)
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_the_file_prints_what_its_page_says(launch: Launch, lesson: str) -> None:
+    """And its own assertions hold. Tried with another digit on the page. Timings may differ."""
+    script, processes = command(lesson)
+    check_output(lesson, launch("ddp", processes=processes, script=script))
+
+
+@pytest.mark.parametrize("lesson", [slow(lesson) if lesson[0] != "1" else lesson for lesson in LESSONS])
+def test_so_it_does_by_the_command_on_the_page(lesson: str, tmp_path: Path) -> None:
+    words = blocks(lesson, "What it prints", "sh")[0].split()
+    check_output(lesson, run_command([str(BIN / words[0]), *words[1:]], tmp_path))
+
+
+@pytest.mark.parametrize(("lesson", "number"), breakages())
+def test_it_breaks_as_its_page_says(launch: Launch, tmp_path: Path, lesson: str, number: int) -> None:
+    """What it prints last is on standard error, after the rank: `[rank0]: …`. Tried with a `+` that changes nothing."""
+    script, processes = command(lesson)
+    change = blocks(lesson, "Break it", "diff")[number].splitlines(keepends=True)
+    old, new = ("".join(line[1:] for line in change if line[0] in signs) for signs in ("- ", "+ "))
+    code = (PROJECT / script).read_text()
+    assert code.count(old) == 1, f"{script} has this {code.count(old)} times:\n{old}"
+    (tmp_path / "broken.py").write_text(code.replace(old, new))
+    run = launch("ddp", processes=processes, script=str(tmp_path / "broken.py"))
+    assert run.exit_code != 0, run.stdout
+    assert blocks(lesson, "Break it", "text")[number].strip() in run.stderr
+
+
+@pytest.mark.parametrize("file", sorted(LEARN.glob("*.py")), ids=lambda file: file.name)
+def test_a_file_of_the_course_is_short(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= (160 if file.name == "pictures.py" else 80)
+
+
+@needs_all_rooms
+@pytest.mark.parametrize("page", PAGES)
+def test_links_point_at_what_is_there(page: str) -> None:
+    """The row of a link to a line quotes code of that line. Tried: no such file; the number of the next line."""
+    for row in PAGES[page].splitlines():
+        for target, line in re.findall(r"\]\((?!https?:)([^)#]*)(?:#L(\d+))?[^)]*\)", row):
+            file = LEARN / (target or page)
+            assert file.exists(), row
+            if line:
+                (quoted,) = re.findall(r"`([^`]+)`", row)
+                numbers = [n for n, text in enumerate(file.read_text().splitlines(), start=1) if quoted in text]
+                assert int(line) in numbers, f"{target}: `{quoted}` stands in line {numbers}, not in {line}"
+
+
+@pytest.mark.skipif(not ADVICE.exists(), reason="without --check, nothing has these names")
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_checks_that_would_tell_have_these_names(lesson: str) -> None:
+    """Tried with another name in bold."""
+    named = re.findall(r"\*\*(\w[\w ]*)\*\*", PAGES[lesson].split("\n## Break it\n")[1])
+    assert named
+    assert set(named) <= set(re.findall(r'^    "(.+)": \{$', ADVICE.read_text(), re.MULTILINE))
+
+
+@pytest.mark.skipif(not find_spec("matplotlib"), reason="matplotlib draws them")
+def test_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
+    """And the pages show each. Tried with another name on a page, and another number in the script."""
+    subprocess.run([sys.executable, LEARN / "pictures.py", tmp_path], check=True)
+    drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert drawn == {file.name: file.read_text() for file in LEARN.glob("*.svg")}
+    assert set(drawn) == {name for page in PAGES.values() for name in re.findall(r"\]\((\w+\.svg)\)", page)}
