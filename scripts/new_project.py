@@ -1,0 +1,143 @@
+"""Make a new project from this one: `make new NAME=my-project DEST=../my-project TASK=dpo WITHOUT="wandb norms"`.
+
+Nothing needs to be installed. docs/make-it-yours.md says what goes and what stays, and has the commands that are run.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+TEMPLATE = Path(__file__).resolve().parent.parent
+ROOMS = dict(re.findall(r"^```sh (\S+)\n(.*?)^```", (TEMPLATE / "docs/make-it-yours.md").read_text(), re.M | re.S))
+"""The commands that throw out a part, by its name."""
+RENAME = ROOMS.pop("rename")
+ALWAYS_OUT = ("benchmarks", "course", "examples", "template")
+TASKS = dict(re.findall(r'"(\w+)": "([\w.]+)\.\w+"', (TEMPLATE / "src/tasks/__init__.py").read_text()))
+"""Each task's module. The map is read as text: importing it would import torch."""
+SECTION = re.compile(r"^## .*?(?=^## |\Z)", re.M | re.S)
+
+
+def main(name: str, folder: str, task: str, without: str) -> None:
+    task, dest, unwanted = task or "mnist", Path(folder).expanduser().absolute(), without.replace(",", " ").split()
+    sed = next((sed for sed in ("sed", "gsed") if answers(sed, "--version")), "")  # BSD's refuses it, and `-i` alone
+    if errors := list(mistakes(name, dest, task, unwanted, sed)):
+        print(*(f"make new: {error}" for error in errors), sep="\n", file=sys.stderr)
+        sys.exit(2)
+    rooms = list(dict.fromkeys([*unwanted, *ALWAYS_OUT]))
+    with tempfile.TemporaryDirectory() as temporary:  # DEST gets all of it at the end, or nothing
+        project = Path(temporary, "project")
+        for file in filter(Path.exists, map(TEMPLATE.joinpath, git(TEMPLATE, "ls-files", "-z").split("\0")[:-1])):
+            copy = project / file.relative_to(TEMPLATE)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+        code, config = train_by_default(project, task)
+        commit(project, name)
+        for commands in [*(ROOMS[room] for room in rooms), RENAME.replace("my-project", name)]:
+            subprocess.run(["bash", "-ec", commands.replace("sed -i", f"{sed} -i")], cwd=project, check=True)
+        write_docs(project, rooms, name=name, task=task, code=code, config=config)
+        shutil.rmtree(project / ".git")
+        commit(project, name)
+        shutil.copytree(project, dest, dirs_exist_ok=True)
+    lines = sum(len(file.read_text().splitlines()) for file in [dest / "train.py", *(dest / "src").rglob("*.py")])
+    downloads = re.findall(r"^#   (?!accelerate )(.*)", (dest / config).read_text(), re.M)
+    print(f"{name}: {dest}")
+    print(f"  task      {task}: {code}, {config}")
+    print(f"  left out  {', '.join(rooms)}")
+    print(f"  left      {lines:,} lines of Python in train.py and src")
+    print("  next      " + "\n            ".join([f"cd {folder}", *downloads, "make train"]))
+
+
+def mistakes(name: str, dest: Path, task: str, without: list[str], sed: str) -> Iterator[str]:
+    """Yield what is wrong, one line each."""
+    if not re.fullmatch(r"[a-zA-Z0-9]([\w-]{0,28}[a-zA-Z0-9])?", name, re.ASCII):  # 31 make a line of src too long
+        yield f"NAME={name}: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends"
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        yield f"DEST={dest}: is there already; name a folder that doesn't exist or is empty, such as DEST=../my-project"
+    if task not in TASKS:
+        yield f"TASK={task}: unknown task{closest(task, TASKS)}"
+    for room in without:
+        if room not in ROOMS:
+            yield f"WITHOUT={room}: unknown part{closest(room, ROOMS)}"
+        elif task in TASKS and TASKS[task].replace(".", "/") + "." in ROOMS[room]:
+            yield f"WITHOUT={room}: the task {task} needs it"
+    tools = {"git": shutil.which("git"), "bash": shutil.which("bash"), "GNU sed (on macOS: brew install gnu-sed)": sed}
+    if missing := [tool for tool, found in tools.items() if not found]:
+        yield f"needs {' and '.join(missing)}"
+    elif not answers("git", "-C", str(TEMPLATE), "ls-files", "--error-unmatch", __file__):
+        yield f"{TEMPLATE} is not a git checkout: run `git init && git add --all` there first"
+
+
+def closest(word: str, known: dict[str, str]) -> str:
+    guess = get_close_matches(word, known, 1)
+    return (f", did you mean {guess[0]}?" if guess else "") + f" ({', '.join(known)})"
+
+
+def answers(*command: str) -> bool:
+    """Return whether the command exists and succeeds."""
+    return bool(shutil.which(command[0])) and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def commit(project: Path, name: str) -> None:
+    """Commit all files to a new repository, under a neutral name if git knows no author."""
+    git(project, "init", "-q", "-b", "main")
+    git(project, "add", "--all", "--force")
+    is_known = answers("git", "-C", str(project), "var", "GIT_COMMITTER_IDENT")
+    author = [] if is_known else ["-c", f"user.name={name}", "-c", f"user.email={name}@localhost"]
+    git(project, *author, "-c", "commit.gpgsign=false", "commit", "-q", "--no-verify", "-m", f"Start {name}")
+
+
+def train_by_default(project: Path, task: str) -> tuple[str, str]:
+    """Have `make train` train the task, moved to src/tasks if it is an example. Return the paths of code and config."""
+    code, config = f"src/tasks/{task}.py", f"configs/{task}.yaml"
+    if TASKS[task].startswith("examples."):
+        for old, new in ((f"examples/{task}.py", code), (f"examples/{task}.yaml", config)):
+            replace((project / old).rename(project / new), {f"examples/{task}": f"configs/{task}"})
+        tasks = project / "src/tasks/__init__.py"
+        (line,) = re.findall(rf'"{task}": "examples\.{task}\.\w+"', tasks.read_text())
+        replace(tasks, {"TASKS = {\n": f"TASKS = {{\n    {line.replace('examples.', 'src.tasks.')},\n"})
+        test = (TEMPLATE / "scripts/stub_test.py").read_text().format(task=task, config=config)
+        (project / f"tests/test_{task}.py").write_text(test)
+    else:
+        files = sorted((project / "configs").glob("*.yaml"))
+        config = next(f"configs/{file.name}" for file in files if f"\ntask:\n  name: {task}\n" in file.read_text())
+    what = {"the CNN on scikit-learn's digits: two minutes on 2 cores, no download": f"{task} with {config}"}
+    names = {"name=digits": f"name={Path(config).stem}", "configs/digits.yaml": config}
+    replace(project / "Makefile", what | names)
+    return code, config
+
+
+def replace(file: Path, changes: dict[str, str]) -> None:
+    text = file.read_text()
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
+def write_docs(project: Path, rooms: list[str], **names: str) -> None:
+    """Write a README, and leave no link to a file that is gone: only its text, and no row of a table without others."""
+    readme, by_hand = project / "README.md", project / "docs/make-it-yours.md"
+    useful = re.compile("## (Choosing how to run|Adding a task|Further reading)\n")
+    stub = (TEMPLATE / "scripts/stub_README.md").read_text().format(**names)
+    readme.write_text(stub + "".join(part for part in SECTION.findall(readme.read_text()) if useful.match(part)))
+    gone = re.compile(rf"## (In one command|Rename it)\n|.*^```sh ({'|'.join(rooms)})$", re.M | re.S)
+    by_hand.write_text(SECTION.sub(lambda part: "" if gone.match(part[0]) else part[0], by_hand.read_text()))
+    for page in map(project.joinpath, git(project, "ls-files", "*.md").splitlines()):
+        old = text = page.read_text()
+        for path in re.findall(r"\]\(([^):]+)\)", old):
+            if not (page.parent / path.partition("#")[0]).exists():
+                text = re.sub(rf"!?\[([^]]*)\]\({re.escape(path)}\)", r"\1", text)
+        lines = zip(old.splitlines(keepends=True), text.splitlines(keepends=True), strict=True)
+        page.write_text("".join(new for was, new in lines if new == was or "](" in new or not was.startswith("|")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
