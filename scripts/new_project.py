@@ -16,7 +16,6 @@ TEMPLATE = Path(__file__).resolve().parent.parent
 ROOMS = dict(re.findall(r"^```sh (\S+)\n(.*?)^```", (TEMPLATE / "docs/make-it-yours.md").read_text(), re.M | re.S))
 """The commands that throw out a part, by its name."""
 RENAME = ROOMS.pop("rename")
-ALWAYS_OUT = ("benchmarks", "course", "examples", "template")
 TASKS = dict(re.findall(r'"(\w+)": "([\w.]+)\.\w+"', (TEMPLATE / "src/tasks/__init__.py").read_text()))
 """Each task's module. The map is read as text: importing it would import torch."""
 SECTION = re.compile(r"^## .*?(?=^## |\Z)", re.M | re.S)
@@ -24,11 +23,10 @@ SECTION = re.compile(r"^## .*?(?=^## |\Z)", re.M | re.S)
 
 def main(name: str, folder: str, task: str, without: str) -> None:
     task, dest, unwanted = task or "mnist", Path(folder).expanduser().absolute(), without.replace(",", " ").split()
-    sed = next((sed for sed in ("sed", "gsed") if answers(sed, "--version")), "")  # BSD's refuses it, and `-i` alone
-    if errors := list(mistakes(name, dest, task, unwanted, sed)):
+    if errors := list(mistakes(name, dest, task, unwanted)):
         print(*(f"make new: {error}" for error in errors), sep="\n", file=sys.stderr)
         sys.exit(2)
-    rooms = list(dict.fromkeys([*unwanted, *ALWAYS_OUT]))
+    rooms = list(dict.fromkeys([*unwanted, "benchmarks", "course", "examples", "template"]))
     with tempfile.TemporaryDirectory() as temporary:  # DEST gets all of it at the end, or nothing
         project = Path(temporary, "project")
         for file in filter(Path.exists, map(TEMPLATE.joinpath, git(TEMPLATE, "ls-files", "-z").split("\0")[:-1])):
@@ -37,48 +35,42 @@ def main(name: str, folder: str, task: str, without: str) -> None:
             shutil.copy(file, copy)
         code, config = train_by_default(project, task)
         commit(project, name)
-        for commands in [*(ROOMS[room] for room in rooms), RENAME.replace("my-project", name)]:
-            subprocess.run(["bash", "-ec", commands.replace("sed -i", f"{sed} -i")], cwd=project, check=True)
+        commands = RENAME.replace("my-project", name) + "".join(ROOMS[room] for room in rooms)
+        subprocess.run(["bash", "-ec", commands], cwd=project, check=True)
         write_docs(project, rooms, name=name, task=task, code=code, config=config)
         shutil.rmtree(project / ".git")
         commit(project, name)
         shutil.copytree(project, dest, dirs_exist_ok=True)
     lines = sum(len(file.read_text().splitlines()) for file in [dest / "train.py", *(dest / "src").rglob("*.py")])
-    downloads = re.findall(r"^#   (?!accelerate )(.*)", (dest / config).read_text(), re.M)
-    print(f"{name}: {dest}")
+    downloads = re.findall(r"^#   (?!accelerate )(\S.*)", (dest / config).read_text(), re.M)
+    print(f"{name} is in {dest}, {lines:,} lines of Python in train.py and src")
     print(f"  task      {task}: {code}, {config}")
     print(f"  left out  {', '.join(rooms)}")
-    print(f"  left      {lines:,} lines of Python in train.py and src")
     print("  next      " + "\n            ".join([f"cd {folder}", *downloads, "make train"]))
 
 
-def mistakes(name: str, dest: Path, task: str, without: list[str], sed: str) -> Iterator[str]:
+def mistakes(name: str, dest: Path, task: str, without: list[str]) -> Iterator[str]:
     """Yield what is wrong, one line each."""
     if not re.fullmatch(r"[a-zA-Z0-9]([\w-]{0,28}[a-zA-Z0-9])?", name, re.ASCII):  # 31 make a line of src too long
         yield f"NAME={name}: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends"
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         yield f"DEST={dest}: is there already; name a folder that doesn't exist or is empty, such as DEST=../my-project"
-    if task not in TASKS:
-        yield f"TASK={task}: unknown task{closest(task, TASKS)}"
-    for room in without:
-        if room not in ROOMS:
-            yield f"WITHOUT={room}: unknown part{closest(room, ROOMS)}"
-        elif task in TASKS and TASKS[task].replace(".", "/") + "." in ROOMS[room]:
-            yield f"WITHOUT={room}: the task {task} needs it"
-    tools = {"git": shutil.which("git"), "bash": shutil.which("bash"), "GNU sed (on macOS: brew install gnu-sed)": sed}
-    if missing := [tool for tool, found in tools.items() if not found]:
+    for variable, word, known in [("TASK", task, TASKS), *(("WITHOUT", room, ROOMS) for room in without)]:
+        if word not in known:
+            guess = "".join(f", did you mean {match}?" for match in get_close_matches(word, known, 1))
+            yield f"{variable}={word}: not known{guess} ({', '.join(known)})"
+        elif known is ROOMS and TASKS.get(task, "?").replace(".", "/") + "." in ROOMS[word]:
+            yield f"WITHOUT={word}: the task {task} needs it"
+    missing = [tool for tool in ("git", "bash") if not shutil.which(tool)]
+    if not answers("sed", "--version"):  # BSD's refuses that, and `-i` without a suffix
+        missing.append("GNU sed (on macOS: brew install gnu-sed, then PATH as it says)")
+    if missing:
         yield f"needs {' and '.join(missing)}"
     elif not answers("git", "-C", str(TEMPLATE), "ls-files", "--error-unmatch", __file__):
         yield f"{TEMPLATE} is not a git checkout: run `git init && git add --all` there first"
 
 
-def closest(word: str, known: dict[str, str]) -> str:
-    guess = get_close_matches(word, known, 1)
-    return (f", did you mean {guess[0]}?" if guess else "") + f" ({', '.join(known)})"
-
-
 def answers(*command: str) -> bool:
-    """Return whether the command exists and succeeds."""
     return bool(shutil.which(command[0])) and subprocess.run(command, capture_output=True).returncode == 0
 
 
@@ -99,19 +91,20 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
     """Have `make train` train the task, moved to src/tasks if it is an example. Return the paths of code and config."""
     code, config = f"src/tasks/{task}.py", f"configs/{task}.yaml"
     if TASKS[task].startswith("examples."):
-        for old, new in ((f"examples/{task}.py", code), (f"examples/{task}.yaml", config)):
-            replace((project / old).rename(project / new), {f"examples/{task}": f"configs/{task}"})
+        test = ("scripts/stub_test.py", f"tests/test_{task}.py")
+        for old, new in ((f"examples/{task}.py", code), (f"examples/{task}.yaml", config), test):
+            replace(
+                (project / old).rename(project / new), {"stub_task": task, f"examples/{task}.y": f"configs/{task}.y"}
+            )
         tasks = project / "src/tasks/__init__.py"
         (line,) = re.findall(rf'"{task}": "examples\.{task}\.\w+"', tasks.read_text())
         replace(tasks, {"TASKS = {\n": f"TASKS = {{\n    {line.replace('examples.', 'src.tasks.')},\n"})
-        test = (TEMPLATE / "scripts/stub_test.py").read_text().format(task=task, config=config)
-        (project / f"tests/test_{task}.py").write_text(test)
     else:
         files = sorted((project / "configs").glob("*.yaml"))
         config = next(f"configs/{file.name}" for file in files if f"\ntask:\n  name: {task}\n" in file.read_text())
-    what = {"the CNN on scikit-learn's digits: two minutes on 2 cores, no download": f"{task} with {config}"}
+    what = "the CNN on scikit-learn's digits: two minutes on 2 cores, no download"
     names = {"name=digits": f"name={Path(config).stem}", "configs/digits.yaml": config}
-    replace(project / "Makefile", what | names)
+    replace(project / "Makefile", names | {what: f"{task} with {config}"})
     return code, config
 
 
