@@ -23,7 +23,7 @@ def make_new(folder: Path, *words: str, **environment: str) -> Run:
     (folder / "gitconfig").write_text("[user]\nuseConfigOnly = true\n")
     nobody = {"GIT_CONFIG_GLOBAL": str(folder / "gitconfig"), "GIT_CONFIG_SYSTEM": os.devnull}
     command = ["make", "--silent", "new", f"PYTHON={BIN / 'python'}", *words]
-    return run_command(command, folder, **(nobody | environment))
+    return run_command(command, folder, PROJECT, **(nobody | environment))
 
 
 @pytest.fixture(scope="module", params=PROJECTS)
@@ -56,7 +56,7 @@ def test_its_task_has_a_test_which_passes(made: tuple[Path, str, str]) -> None:
 
 def test_it_is_a_repository_of_its_own_with_its_name_everywhere(made: tuple[Path, str, str]) -> None:
     """Tried without the commands under "Rename it": the first assertion fails."""
-    project, task, config = made
+    project, _, config = made
     named = subprocess.run(["git", "grep", "-i", "accelerate-template"], cwd=project, capture_output=True, text=True)
     assert named.stdout == ""
     assert 'name = "my-project"' in (project / "pyproject.toml").read_text()
