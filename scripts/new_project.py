@@ -35,14 +35,14 @@ def main(name: str, folder: str, task: str, without: str) -> None:
             shutil.copy(file, copy)
         code, config = train_by_default(project, task)
         commit(project, name)
-        commands = RENAME.replace("my-project", name) + "".join(ROOMS[room] for room in rooms)
+        commands = "".join(ROOMS[room] for room in rooms) + RENAME.replace("my-project", name)
         subprocess.run(["bash", "-ec", commands], cwd=project, check=True)
         write_docs(project, rooms, name=name, task=task, code=code, config=config)
         shutil.rmtree(project / ".git")
         commit(project, name)
         shutil.copytree(project, dest, dirs_exist_ok=True)
     lines = sum(len(file.read_text().splitlines()) for file in [dest / "train.py", *(dest / "src").rglob("*.py")])
-    downloads = re.findall(r"^#   (?!accelerate )(\S.*)", (dest / config).read_text(), re.M)
+    downloads = re.findall(r"^#   (curl .*)", (dest / config).read_text(), re.M)
     print(f"{name} is in {dest}, {lines:,} lines of Python in train.py and src")
     print(f"  task      {task}: {code}, {config}")
     print(f"  left out  {', '.join(rooms)}")
@@ -89,22 +89,29 @@ def commit(project: Path, name: str) -> None:
 
 def train_by_default(project: Path, task: str) -> tuple[str, str]:
     """Have `make train` train the task, moved to src/tasks if it is an example. Return the paths of code and config."""
-    code, config = f"src/tasks/{task}.py", f"configs/{task}.yaml"
+    code, config, makefile = f"src/tasks/{task}.py", f"configs/{task}.yaml", project / "Makefile"
     if TASKS[task].startswith("examples."):
-        test = ("scripts/stub_test.py", f"tests/test_{task}.py")
-        for old, new in ((f"examples/{task}.py", code), (f"examples/{task}.yaml", config), test):
-            replace(
-                (project / old).rename(project / new), {"stub_task": task, f"examples/{task}.y": f"configs/{task}.y"}
-            )
-        tasks = project / "src/tasks/__init__.py"
+        tasks, example = project / "src/tasks/__init__.py", (project / f"examples/{task}.yaml").read_text()
         (line,) = re.findall(rf'"{task}": "examples\.{task}\.\w+"', tasks.read_text())
         replace(tasks, {"TASKS = {\n": f"TASKS = {{\n    {line.replace('examples.', 'src.tasks.')},\n"})
+        moves = {f"examples/{task}.py": code, f"examples/{task}.yaml": config}
+        for maker in set(re.findall(r"python -m examples\.(\w+)", example)):  # of the example's data
+            moves[f"examples/{maker}.py"] = f"src/data/{maker}.py"
+            rule = f"\ndata: | setup  ## make the data that is trained on\n\t@$(BIN)/python -m src.data.{maker}\n"
+            makefile.write_text(
+                re.sub("^(train|test.*): setup", r"\1: setup data", makefile.read_text(), flags=re.M) + rule
+            )
+        if not re.search("^  model: .*/", example, re.M):  # which tests can't download
+            moves["scripts/stub_test.py"] = f"tests/test_{task}.py"
+        names = {"stub_task": task, "examples/": "configs/", "examples.": "src.data."}
+        for old, new in moves.items():
+            replace((project / old).rename(project / new), names)
     else:
         files = sorted((project / "configs").glob("*.yaml"))
         config = next(f"configs/{file.name}" for file in files if f"\ntask:\n  name: {task}\n" in file.read_text())
     what = "the CNN on scikit-learn's digits: two minutes on 2 cores, no download"
     names = {"name=digits": f"name={Path(config).stem}", "configs/digits.yaml": config}
-    replace(project / "Makefile", names | {what: f"{task} with {config}"})
+    replace(makefile, names | {what: f"{task} with {config}"})
     return code, config
 
 
