@@ -95,15 +95,14 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
         (line,) = re.findall(rf'"{task}": "examples\.{task}\.\w+"', tasks.read_text())
         replace(tasks, {"TASKS = {\n": f"TASKS = {{\n    {line.replace('examples.', 'src.tasks.')},\n"})
         moves = {f"examples/{task}.py": code, f"examples/{task}.yaml": config}
-        for maker in set(re.findall(r"python -m examples\.(\w+)", example)):  # of the example's data
+        names = {"stub_task": task, f"examples/{task}.y": f"configs/{task}.y"}
+        for maker in set(re.findall(r"python -m examples\.(\w+)", example)):  # of the data
             moves[f"examples/{maker}.py"] = f"src/data/{maker}.py"
-            rule = f"\ndata: | setup  ## make the data that is trained on\n\t@$(BIN)/python -m src.data.{maker}\n"
-            makefile.write_text(
-                re.sub("^(train|test.*): setup", r"\1: setup data", makefile.read_text(), flags=re.M) + rule
-            )
+            names[f"examples.{maker}"] = f"src.data.{maker}"
+            text = re.sub("^(train|test.*): setup", r"\1: setup data", makefile.read_text(), flags=re.M)
+            makefile.write_text(f"{text}\ndata: | setup  ## make the data\n\t@$(BIN)/python -m src.data.{maker}\n")
         if not re.search("^  model: .*/", example, re.M):  # which tests can't download
             moves["scripts/stub_test.py"] = f"tests/test_{task}.py"
-        names = {"stub_task": task, "examples/": "configs/", "examples.": "src.data."}
         for old, new in moves.items():
             replace((project / old).rename(project / new), names)
     else:

@@ -75,8 +75,7 @@ def test_each_room_can_go_alone(launch: Launch, copy: Path, room: str) -> None:
 
 
 def test_all_rooms_can_go_together(launch: Launch, copy: Path) -> None:
-    assert len(ROOMS) == PAGE.count("## Without ") == 17
-    assert all(f"`{room}`" in PAGE for room in ROOMS)
+    assert len(ROOMS) == PAGE.count("\n## Without ")
     for commands in ROOMS.values():
         throw_out(commands, copy)
     require_that_it_works(launch, copy)
