@@ -32,7 +32,7 @@ def main(name: str, folder: str, task: str, without: str) -> None:
         for file in filter(Path.exists, map(TEMPLATE.joinpath, git(TEMPLATE, "ls-files", "-z").split("\0")[:-1])):
             copy = project / file.relative_to(TEMPLATE)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, copy)
+            shutil.copy(file, copy, follow_symlinks=False)
         code, config = train_by_default(project, task)
         commit(project, name)
         commands = "".join(ROOMS[room] for room in rooms) + RENAME.replace("my-project", name)
