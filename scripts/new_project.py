@@ -40,7 +40,7 @@ def main(name: str, folder: str, task: str, without: str) -> None:
         write_docs(project, rooms, name=name, task=task, code=code, config=config)
         shutil.rmtree(project / ".git")
         commit(project, name)
-        shutil.copytree(project, dest, dirs_exist_ok=True)
+        shutil.copytree(project, dest, symlinks=True, dirs_exist_ok=True)
     lines = sum(len(file.read_text().splitlines()) for file in [dest / "train.py", *(dest / "src").rglob("*.py")])
     downloads = re.findall(r"^#   (curl .*)", (dest / config).read_text(), re.M)
     print(f"{name} is in {dest}, {lines:,} lines of Python in train.py and src")
