@@ -5,7 +5,7 @@ BIN := .venv/bin
 # One thread per core; without it the launcher prints that it chose so itself.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: help setup train test testall lint format clean
+.PHONY: help setup train test testall lint format new clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,6 +38,9 @@ lint: setup  ## run linter, formatter and type checker, changing nothing
 format: setup  ## let the linter and the formatter change what they can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+new:  ## make a project of your own from this one: NAME=my-project DEST=../my-project TASK=mnist WITHOUT="wandb check"
+	@$(PYTHON) scripts/new_project.py '$(NAME)' '$(DEST)' '$(TASK)' '$(WITHOUT)'
 
 -include benchmarks/bench.mk  # make bench, make bench-check
 

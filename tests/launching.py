@@ -31,12 +31,21 @@ FAULTY = "tests/faults/inject.py"
 SECONDS = 300
 """After which a run is killed."""
 
+WANDB = (PROJECT / "src/wandb_logger.py").exists()
+"""Whether Weights & Biases has not been thrown out."""
+QUIET = ("--wandb.mode=disabled",) if WANDB else ()
+
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"needs the real MNIST in {MNIST}")
 
 
 def slow(*values: Any) -> Any:
     """A case that `make test` leaves out."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def needs(path: str) -> pytest.MarkDecorator:
+    """A test of something that may have been thrown out, by docs/make-it-yours.md."""
+    return pytest.mark.skipif(not (PROJECT / path).exists(), reason=f"{path} was thrown out")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.launching import PROJECT, Launch
+from tests.launching import PROJECT, Launch, needs
 
 TASK = '''
 """Learn the mean of a ragged number of values: most examples count for several, some for none."""
@@ -93,6 +93,7 @@ def test_a_new_task_trains_the_same_under_every_strategy(launch: Launch, project
         assert run.summary["eval/examples"] == 97
 
 
+@needs("src/check")
 @pytest.mark.parametrize("yaml", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_it_is_examined_by_its_normal_methods_alone(launch: Launch, project: Path, yaml: str) -> None:
     run = launch(yaml, *ARGUMENTS, "--check", project=project, processes=2).succeeded()
@@ -113,6 +114,7 @@ def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: La
     assert [record["step"] for record in again.records if "eval/loss" in record] == [13, 26]
 
 
+@needs("src/evaluate.py")
 def test_it_is_evaluated_outside_of_its_run_without_a_line_more(launch: Launch, project: Path) -> None:
     """From its export, and from a checkpoint of FSDP."""
     (project / "evaluate_it.py").write_text("import sys\nfrom src.evaluate import main\nmain(sys.argv[1:])\n")

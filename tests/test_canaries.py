@@ -24,7 +24,7 @@ from torch.distributed.tensor._ops import _pointwise_ops
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests import launching
-from tests.launching import Run, run_command
+from tests.launching import QUIET, Run, needs, run_command
 
 SAY = "import os; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"  # in one piece
 FSDP2 = {"fsdp_version": 2}
@@ -122,6 +122,7 @@ def test_backward_divides_by_nothing() -> None:
     assert weight.grad == 3
 
 
+@needs("src/wandb_logger.py")
 def test_wandb_login_answers_without_a_prompt(tmp_path: Path) -> None:
     """src/wandb_logger.py: how it decides for offline."""
     assert said(tmp_path, "import wandb; print(wandb.login(prompt=False, verify=False))", HOME=str(tmp_path)) == "False"
@@ -180,7 +181,7 @@ def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None
 import sys, train, src.data.loading
 def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)
 src.data.loading.fetch = stop
-sys.argv[1:] = ["--task.source=digits", "--wandb.mode=disabled", "--output_dir={tmp_path}/run"]
+sys.argv[1:] = ["--task.source=digits", *{QUIET}, "--output_dir={tmp_path}/run"]
 train.main()
 """
     run = run_command([sys.executable, "-c", code], tmp_path)

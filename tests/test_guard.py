@@ -9,7 +9,7 @@ import yaml
 
 from src.data.mnist import IDX_FILES
 from src.launch_guard import choose_precision
-from tests.launching import BIN, PROJECT, Launch, Run, run_command
+from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command
 
 FSDP = yaml.safe_load((PROJECT / "accelerate_configs" / "fsdp.yaml").read_text())
 DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
@@ -135,7 +135,7 @@ def test_a_gpu_without_bf16_trains_in_fp32_and_says_so(monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_torchrun_works_without_an_accelerate_yaml(tmp_path: Path) -> None:
     command = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node=2", "train.py", "--task.source=digits"]
-    command += ["--max_steps=2", f"--output_dir={tmp_path}/run", "--wandb.mode=disabled"]
+    command += ["--max_steps=2", f"--output_dir={tmp_path}/run", *QUIET]
     run = run_command(command, tmp_path / "run").succeeded()
     assert (run.summary["strategy"], run.summary["num_processes"]) == ("ddp", 2)
     assert "not started by an accelerate yaml" in run.stdout

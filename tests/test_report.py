@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 
 from src.process import UserError
 from src.report import report_line, write_report
-from tests.launching import Launch, run_command
+from tests.launching import Launch, needs, run_command
 
 PIXEL = (
     "data:image/png;base64,"
@@ -246,10 +246,15 @@ def test_why_there_is_no_report_is_one_line(tmp_path: Path, monkeypatch: pytest.
     assert report_line(tmp_path).count("\n") == 0
 
 
-def test_a_run_and_its_check_end_with_a_report(launch: Launch) -> None:
+def test_a_run_ends_with_a_report(launch: Launch) -> None:
     run = launch("cpu", "--max_steps=2", "--log_every=1").succeeded()
     assert f"  report     {run.folder}/report.html" in run.stdout
     assert "2 steps" in readable((run.folder / "report.html").read_text())
+
+
+@needs("src/check")
+def test_a_check_ends_with_a_report_which_that_of_a_run_shows_too(launch: Launch) -> None:
+    run = launch("cpu", "--max_steps=2", "--log_every=1").succeeded()
     check = launch("cpu", "--check").succeeded()
     text = readable((check.folder / "report.html").read_text())
     assert "mnist: all checks passed." in text

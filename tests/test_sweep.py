@@ -13,9 +13,8 @@ from src import sweep as sweep_module
 from src.process import UserError
 from src.sweep import Trial, draw, main, read_sweep
 from tests.faults.runs import without_times
-from tests.launching import PROJECT, Launch, Run, Started
+from tests.launching import PROJECT, QUIET, Launch, Run, Started
 
-QUIET = ["--wandb.mode=disabled"] if (PROJECT / "src/wandb_settings.py").exists() else []
 DIGITS = ["--task.source=digits", "--epochs=2", "--eval_every=10", "--log_every=5", "--save_every=4", *QUIET]
 """46 steps."""
 SWEEP: dict[str, Any] = {

@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 
 from src import terminal
-from tests.launching import PROJECT, Launch, mistakes
+from tests.launching import PROJECT, Launch, mistakes, needs
 
 EVALUATION = "step     20/60  eval/loss 3.4374  eval/examples 1,743  eval/perplexity 31.1060  eval/accuracy 0.1687"
 BATCH = "  batch      64 = 16 per micro-batch x 4 processes x 1 accumulated"
 LAST = [tool for tool in ("report", "evaluate") if (PROJECT / f"src/{tool}.py").exists()]
 SHORT = ("--max_steps=6", "--log_every=2", "--eval_every=3", "--save_every=3", "--task.source=digits")
-needs_text = pytest.mark.skipif(
-    not (PROJECT / "src/tasks/causal_lm.py").exists(), reason="needs transformers, which may have been thrown out"
-)
+needs_text = needs("src/tasks/causal_lm.py")
 Shown = Callable[..., tuple[str, list[str]]]
 
 
@@ -225,5 +223,9 @@ def test_a_dry_run_says_that_a_run_is_finished_and_refuses_what_a_run_would(laun
     assert other.exit_code == 2
     assert "of a run with other settings: optim.lr" in other.messages[0]
     assert tree(tmp_path) == before
+
+
+@needs("src/check")
+def test_a_dry_run_of_a_check_is_refused(tmp_path: Path) -> None:
     (refused,) = mistakes("--dry-run", "--check", "--task.source=digits", f"--output_dir={tmp_path}/new")
     assert refused.startswith("dry_run: writes nothing, and check writes check.json")

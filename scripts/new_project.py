@@ -1,0 +1,142 @@
+"""Make a new project from this one: `make new NAME=my-project DEST=../my-project TASK=dpo WITHOUT="wandb norms"`.
+
+Nothing needs to be installed. docs/make-it-yours.md says what goes and what stays, and has the commands that are run.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+TEMPLATE = Path(__file__).resolve().parent.parent
+ROOMS = dict(re.findall(r"^```sh (\S+)\n(.*?)^```", (TEMPLATE / "docs/make-it-yours.md").read_text(), re.M | re.S))
+"""The commands that throw out a part, by its name."""
+RENAME = ROOMS.pop("rename")
+TASKS = dict(re.findall(r'"(\w+)": "([\w.]+)\.\w+"', (TEMPLATE / "src/tasks/__init__.py").read_text()))
+"""Each task's module. The map is read as text: importing it would import torch."""
+SECTION = re.compile(r"^## .*?(?=^## |\Z)", re.M | re.S)
+
+
+def main(name: str, folder: str, task: str, without: str) -> None:
+    task, dest, unwanted = task or "mnist", Path(folder).expanduser().absolute(), without.replace(",", " ").split()
+    if errors := list(mistakes(name, dest, task, unwanted)):
+        print(*(f"make new: {error}" for error in errors), sep="\n", file=sys.stderr)
+        sys.exit(2)
+    rooms = list(dict.fromkeys([*unwanted, "benchmarks", "course", "examples", "template"]))
+    with tempfile.TemporaryDirectory() as temporary:  # DEST gets all of it at the end, or nothing
+        project = Path(temporary, "project")
+        for file in filter(Path.exists, map(TEMPLATE.joinpath, git(TEMPLATE, "ls-files", "-z").split("\0")[:-1])):
+            copy = project / file.relative_to(TEMPLATE)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy, follow_symlinks=False)
+        code, config = train_by_default(project, task)
+        commit(project, name)
+        commands = "".join(ROOMS[room] for room in rooms) + RENAME.replace("my-project", name)
+        subprocess.run(["bash", "-ec", commands], cwd=project, check=True)
+        write_docs(project, rooms, name=name, task=task, code=code, config=config)
+        shutil.rmtree(project / ".git")
+        commit(project, name)
+        shutil.copytree(project, dest, symlinks=True, dirs_exist_ok=True)
+    lines = sum(len(file.read_text().splitlines()) for file in [dest / "train.py", *(dest / "src").rglob("*.py")])
+    downloads = re.findall(r"^#   (curl .*)", (dest / config).read_text(), re.M)
+    print(f"{name} is in {dest}, {lines:,} lines of Python in train.py and src")
+    print(f"  task      {task}: {code}, {config}")
+    print(f"  left out  {', '.join(rooms)}")
+    print("  next      " + "\n            ".join([f"cd {folder}", *downloads, "make train"]))
+
+
+def mistakes(name: str, dest: Path, task: str, without: list[str]) -> Iterator[str]:
+    """Yield what is wrong, one line each."""
+    if not re.fullmatch(r"[a-zA-Z0-9]([\w-]{0,28}[a-zA-Z0-9])?", name, re.ASCII):  # 31 make a line of src too long
+        yield f"NAME={name}: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends"
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        yield f"DEST={dest}: is there already; name a folder that doesn't exist or is empty, such as DEST=../my-project"
+    for variable, word, known in [("TASK", task, TASKS), *(("WITHOUT", room, ROOMS) for room in without)]:
+        if word not in known:
+            guess = "".join(f", did you mean {match}?" for match in get_close_matches(word, known, 1))
+            yield f"{variable}={word}: not known{guess} ({', '.join(known)})"
+        elif known is ROOMS and TASKS.get(task, "?").replace(".", "/") + "." in ROOMS[word]:
+            yield f"WITHOUT={word}: the task {task} needs it"
+    missing = [tool for tool in ("git", "bash") if not shutil.which(tool)]
+    if not answers("sed", "--version"):  # BSD's refuses that, and `-i` without a suffix
+        missing.append("GNU sed (on macOS: brew install gnu-sed, then PATH as it says)")
+    if missing:
+        yield f"needs {' and '.join(missing)}"
+    elif not answers("git", "-C", str(TEMPLATE), "ls-files", "--error-unmatch", __file__):
+        yield f"{TEMPLATE} is not a git checkout: run `git init && git add --all` there first"
+
+
+def answers(*command: str) -> bool:
+    return bool(shutil.which(command[0])) and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def commit(project: Path, name: str) -> None:
+    """Commit all files to a new repository, under a neutral name if git knows no author."""
+    git(project, "init", "-q", "-b", "main")
+    git(project, "add", "--all", "--force")
+    is_known = answers("git", "-C", str(project), "var", "GIT_COMMITTER_IDENT")
+    author = [] if is_known else ["-c", f"user.name={name}", "-c", f"user.email={name}@localhost"]
+    git(project, *author, "-c", "commit.gpgsign=false", "commit", "-q", "--no-verify", "-m", f"Start {name}")
+
+
+def train_by_default(project: Path, task: str) -> tuple[str, str]:
+    """Have `make train` train the task, moved to src/tasks if it is an example. Return the paths of code and config."""
+    code, config, makefile = f"src/tasks/{task}.py", f"configs/{task}.yaml", project / "Makefile"
+    if TASKS[task].startswith("examples."):
+        tasks, example = project / "src/tasks/__init__.py", (project / f"examples/{task}.yaml").read_text()
+        (line,) = re.findall(rf'"{task}": "examples\.{task}\.\w+"', tasks.read_text())
+        replace(tasks, {"TASKS = {\n": f"TASKS = {{\n    {line.replace('examples.', 'src.tasks.')},\n"})
+        moves = {f"examples/{task}.py": code, f"examples/{task}.yaml": config}
+        names = {"stub_task": task, f"examples/{task}.y": f"configs/{task}.y"}
+        for maker in set(re.findall(r"python -m examples\.(\w+)", example)):  # of the data
+            moves[f"examples/{maker}.py"] = f"src/data/{maker}.py"
+            names[f"examples.{maker}"] = f"src.data.{maker}"
+            text = re.sub("^(train|test.*): setup", r"\1: setup data", makefile.read_text(), flags=re.M)
+            makefile.write_text(f"{text}\ndata: | setup  ## make the data\n\t@$(BIN)/python -m src.data.{maker}\n")
+        if not re.search("^  model: .*/", example, re.M):  # which tests can't download
+            moves["scripts/stub_test.py"] = f"tests/test_{task}.py"
+        for old, new in moves.items():
+            replace((project / old).rename(project / new), names)
+    else:
+        files = sorted((project / "configs").glob("*.yaml"))
+        config = next(f"configs/{file.name}" for file in files if f"\ntask:\n  name: {task}\n" in file.read_text())
+    what = "the CNN on scikit-learn's digits: two minutes on 2 cores, no download"
+    names = {"name=digits": f"name={Path(config).stem}", "configs/digits.yaml": config}
+    replace(makefile, names | {what: f"{task} with {config}"})
+    return code, config
+
+
+def replace(file: Path, changes: dict[str, str]) -> None:
+    text = file.read_text()
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
+def write_docs(project: Path, rooms: list[str], **names: str) -> None:
+    """Write a README, and leave no link to a file that is gone: only its text, and no row of a table without others."""
+    readme, by_hand = project / "README.md", project / "docs/make-it-yours.md"
+    useful = re.compile("## (Choosing how to run|Adding a task|Further reading)\n")
+    stub = (TEMPLATE / "scripts/stub_README.md").read_text().format(**names)
+    readme.write_text(stub + "".join(part for part in SECTION.findall(readme.read_text()) if useful.match(part)))
+    gone = re.compile(rf"## (In one command|Rename it)\n|.*^```sh ({'|'.join(rooms)})$", re.M | re.S)
+    by_hand.write_text(SECTION.sub(lambda part: "" if gone.match(part[0]) else part[0], by_hand.read_text()))
+    for page in map(project.joinpath, git(project, "ls-files", "*.md").splitlines()):
+        old = text = page.read_text()
+        for path in re.findall(r"\]\(([^):]+)\)", old):
+            if not (page.parent / path.partition("#")[0]).exists():
+                text = re.sub(rf"!?\[([^]]*)\]\({re.escape(path)}\)", r"\1", text)
+        lines = zip(old.splitlines(keepends=True), text.splitlines(keepends=True), strict=True)
+        page.write_text("".join(new for was, new in lines if new == was or "](" in new or not was.startswith("|")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

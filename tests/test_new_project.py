@@ -1,0 +1,117 @@
+"""make new: three fresh projects, each trained and tested, and what is refused. See docs/make-it-yours.md."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, PROJECT, Launch, Run, clean_environment, run_command
+from tests.test_rooms import COLLECT, PAGE, ROOMS, git, require_that_it_works
+
+ALL = " ".join(ROOMS)
+PROJECTS = [
+    pytest.param(("mnist", ALL, "configs/digits.yaml"), id="the leanest"),
+    pytest.param(("image_classification", "check wandb transformers", "configs/image_classification.yaml"), id="some"),
+    pytest.param(("dpo", "", "configs/dpo.yaml"), id="all of it"),
+]
+
+
+def make_new(folder: Path, *words: str, **environment: str) -> Run:
+    """Call it as one whose git knows no name."""
+    (folder / "gitconfig").write_text("[user]\nuseConfigOnly = true\n")
+    nobody = {"GIT_CONFIG_GLOBAL": str(folder / "gitconfig"), "GIT_CONFIG_SYSTEM": os.devnull}
+    command = ["make", "--silent", "new", f"PYTHON={BIN / 'python'}", *words]
+    return run_command(command, folder, PROJECT, **(nobody | environment))
+
+
+def make(project: Path, *words: str) -> str:
+    """Call make in a new project, with what is installed for this one. Return its output."""
+    if not (project / ".venv").exists():
+        (project / ".venv").symlink_to(BIN.parent)
+    command = ["make", "--assume-old=.venv/installed", *words]
+    done = subprocess.run(command, cwd=project, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=PROJECTS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A new project, its task and its config."""
+    task, without, config = request.param
+    folder = tmp_path_factory.mktemp("new")
+    words = ("NAME=my-project", f"DEST={folder / 'deep/my-project'}", f"TASK={task}", f"WITHOUT={without}")
+    done = make_new(folder, *words).succeeded()
+    assert f"  task      {task}: src/tasks/{task}.py, {config}\n" in done.stdout
+    return folder / "deep/my-project", task, config
+
+
+def test_make_train_trains_its_task_and_make_test_finds_its_tests(launch: Launch, made: tuple[Path, str, str]) -> None:
+    """Tried without the changes to the Makefile: the digits are trained."""
+    project, task, config = made
+    assert f"train.py --config {config} " in make(project, "--dry-run", "train")
+    if task != "mnist":
+        make(project, "data")
+    chosen = (f"--config={config}", f"--task.name={task}", "--max_steps=3", "--log_every=1")
+    assert len(launch("ddp", *chosen, project=project, processes=2).succeeded().losses) == 3
+    (project / "collect.py").write_text(COLLECT)
+    require_that_it_works(launch, project)
+    (project / "collect.py").unlink()
+    make(project, "test", f"ARGS=-n0 -p no:cacheprovider tests/test_{'metrics' if task == 'mnist' else task}.py")
+
+
+def test_it_is_a_repository_of_its_own_with_its_name_everywhere(made: tuple[Path, str, str]) -> None:
+    """Tried without the commands under "Rename it": the first assertion fails."""
+    project = made[0]
+    named = subprocess.run(["git", "grep", "-i", "accelerate-template"], cwd=project, capture_output=True, text=True)
+    assert named.stdout == ""
+    assert 'name = "my-project"' in (project / "pyproject.toml").read_text()
+    assert git(project, "log", "--format=%an: %s") == "my-project: Start my-project\n"
+    assert set(git(project, "status", "--short").splitlines()) <= {"?? .venv"}  # a link here
+    run_command([str(BIN / "ruff"), "format", "--check", "--no-cache", "."], project, cwd=project).succeeded()
+
+
+def test_its_pages_link_to_nothing_that_is_gone(made: tuple[Path, str, str]) -> None:
+    project = made[0]
+    for page in map(project.joinpath, git(project, "ls-files", "*.md").splitlines()):
+        for path in re.findall(r"\]\(([^):#]+)[)#]", page.read_text()):
+            assert (page.parent / path).exists(), (page, path)
+
+
+@pytest.mark.slow
+def test_make_train_and_make_test_pass_in_it(made: tuple[Path, str, str]) -> None:
+    for target in ("train", "test"):
+        make(made[0], target)
+
+
+def test_all_mistakes_are_told_at_once_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    """Tried without each line of `mistakes`: its message is missing."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").write_text("mine")
+    words = ("NAME=my project", f"DEST={tmp_path}/mine", "TASK=dop", "WITHOUT=transformer wandb")
+    done = make_new(tmp_path, *words)
+    assert done.exit_code == 2
+    assert all(f"`{room}`" in PAGE for room in ROOMS)
+    assert [re.sub(r" \([^)]*\)$", "", line) for line in done.stderr.splitlines()[:-1]] == [
+        "make new: NAME=my project: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends",
+        f"make new: DEST={tmp_path}/mine: is there already; name a folder that doesn't exist or is empty, such as "
+        "DEST=../my-project",
+        "make new: TASK=dop: not known, did you mean dpo?",
+        "make new: WITHOUT=transformer: not known, did you mean transformers?",
+    ]
+    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "text_classification", "dpo", "token_classification"])
+def test_a_task_that_needs_transformers_is_not_made_without(tmp_path: Path, task: str) -> None:
+    done = make_new(tmp_path, "NAME=x", f"DEST={tmp_path}/x", f"TASK={task}", "WITHOUT=transformers")
+    assert done.stderr.splitlines()[0] == f"make new: WITHOUT=transformers: the task {task} needs it"
+    assert not (tmp_path / "x").exists()
+
+
+def test_where_sed_is_bsd_s_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sed").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "sed").chmod(0o755)
+    done = make_new(tmp_path, "NAME=x", f"DEST={tmp_path}/x", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.stderr.startswith("make new: needs GNU sed")
