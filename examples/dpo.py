@@ -1,0 +1,126 @@
+"""Direct preference optimization (DPO) of any decoder of transformers: `--task.name=dpo`.
+
+Of two answers to a prompt, the policy learns to prefer the chosen one to the rejected one by more than the reference
+does, the frozen model that it started as: Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7.
+"""
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from accelerate import Accelerator
+from pydantic import BeforeValidator, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from src.data.byte_tokenizer import byte_tokenizer
+from src.data.documents import Chunker, RowFormat
+from src.data.text import TextSource
+from src.models.architecture import new_config, typed
+from src.models.pretrained import ModelSource, check_fit, fsdp_blocks, load_exported, save, save_sharded
+from src.process import UserError
+from src.tasks.base import Task
+
+
+class PolicyAndReference(nn.Module):
+    """Both models in one forward pass, as DDP and FSDP expect. FSDP shards the blocks of both; each process has built
+    both whole before."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.policy, self.reference = policy, copy.deepcopy(policy).requires_grad_(False)
+        self._no_split_modules = fsdp_blocks(policy)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Return by how much the policy's log probability of each answer exceeds the reference's, shape (pairs, 2),
+        fp32. The arguments have shape (pairs, 2, length), chosen answers first; labels, the next tokens, are -100
+        outside of answers. Padding comes last, where no answer sees it."""
+        inputs = {"input_ids": input_ids.flatten(0, 1), "use_cache": False}
+        with torch.no_grad():
+            reference = self.reference.eval()(**inputs).logits  # no dropout, also after train()
+        outputs, labels = (reference, self.policy(**inputs).logits), labels.flatten(0, 1)
+        before, now = (cross_entropy(o.float().transpose(1, 2), labels, reduction="none") for o in outputs)
+        return (before - now).sum(1).unflatten(0, (-1, 2))
+
+
+class Dpo(TextSource, ModelSource, Task):
+    """Learns which of two answers to prefer. The dataset's columns are prompt, chosen and rejected, all text."""
+
+    name: Literal["dpo"] = "dpo"
+    """The task to train."""
+    architecture: Annotated[dict[str, Any], BeforeValidator(typed)] = {}
+    """What to train from scratch on bytes, in place of task.model: model_type, and fields of its config."""
+    beta: PositiveFloat = 0.1
+    """What it costs the policy to depart from the reference."""
+    sequence_length: PositiveInt = 256
+    """Tokens that the model sees at most. Longer answers are cut off."""
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "chosen_log_ratio", "rejected_log_ratio")
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from (*self.source_errors(), *self.model_errors())
+        if bool(self.model) == bool(self.architecture.get("model_type")) or self.lora.r:
+            yield "task.model or task.architecture.model_type: set one; and all weights are trained, without task.lora"
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return self.load_tokenizer() if self.model else byte_tokenizer()
+
+    def build_model(self) -> PolicyAndReference:
+        length, tokenizer = self.sequence_length, self._tokenizer
+        config = self.load_config() if self.model else new_config(self.architecture, tokenizer, length)
+        check_fit(length, self.with_dropout(config), tokenizer)
+        lm = AutoModelForCausalLM
+        return PolicyAndReference(self.load_model(lm, config) if self.model else lm.from_config(config))
+
+    def build_datasets(self) -> tuple[list[Any], list[Any]]:
+        parts = self.usable_parts(*self.load_rows(), {"prompt": "text", "chosen": "text", "rejected": "text"})
+        tokenizer, length, answers = self._tokenizer, self.sequence_length, ("chosen", "rejected")
+        chunkers = [
+            Chunker(RowFormat(prompt="prompt", completion=answer), tokenizer, length, False) for answer in answers
+        ]
+        train, evaluation = ([*zip(*(c.make_chunks(rows, "answers") for c in chunkers), strict=True)] for rows in parts)
+        if full := sum(not all(answer["targets"] for answer in pair) for pair in train + evaluation):
+            raise UserError(f"task.sequence_length={length}: {full} prompts leave no room for an answer; raise it")
+        return train, evaluation
+
+    def fingerprint(self, dataset: list[Any]) -> str:
+        return hashlib.sha256(repr(dataset).encode()).hexdigest()
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        answers, pads = [answer for pair in samples for answer in pair], {"input_ids": 0, "labels": -100}
+        rows = {name: [torch.tensor(answer[name]) for answer in answers] for name in pads}
+        return {n: pad_sequence(rows[n], True, pad).unflatten(0, (-1, 2)) for n, pad in pads.items()}
+
+    def count_targets(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["labels"])
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return self.evaluate(model, batch)[:2]
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+        chosen, rejected = model(**batch).T
+        outputs = {"chosen_log_ratio": chosen, "rejected_log_ratio": rejected}
+        return -logsigmoid(self.beta * (chosen - rejected)).sum(), len(chosen), outputs
+
+    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        chosen, rejected = (outputs[name].double() for name in self.metric_names[2:])
+        values = (chosen > rejected).double(), self.beta * (chosen - rejected), chosen, rejected
+        return {name: float(value.mean()) for name, value in zip(self.metric_names, values, strict=True)}
+
+    def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+        own = {name.removeprefix("policy."): weight for name, weight in weights.items() if name.startswith("policy.")}
+        save(model.policy, self._tokenizer, own, folder)
+
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
+        return save_sharded(model.policy, self._tokenizer, folder, accelerator)
+
+    def load_export(self, folder: Path) -> PolicyAndReference:
+        model = self.build_model()  # of the same seed: its reference is that of the run
+        model.policy = load_exported(folder)
+        return model
