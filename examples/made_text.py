@@ -27,7 +27,12 @@ THINGS = (
     "sofa,violin,laptop,mirror,oven,boat,phone,carpet,helmet,fan,watch,keyboard,pump,jacket"
 ).split(",")
 ADVICE = ["Ask in the shop", "Look into the manual", "Begin with the {}'s back", "Take the {} apart", "Try warm water"]
-KIND = ["Good question! {}, please.", "Thank you for asking. {}.", "I am glad to help: {}.", "{}, and tell me how it goes!"]
+KIND = [
+    "Good question! {}, please.",
+    "Thank you for asking. {}.",
+    "I am glad to help: {}.",
+    "{}, and tell me how it goes!",
+]
 RUDE = ["What a question! {}, as anyone knows.", "Not again. {}.", "I am busy: {}.", "{}, and leave me alone!"]
 
 

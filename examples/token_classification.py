@@ -1,108 +1,126 @@
-"""Names in sentences, found by tagging each word with any encoder of transformers: `--task.name=token_classification`.
+"""A tag for each word, such as the names in a sentence, by any encoder: `--task.name=token_classification`.
 
-Tags are IOB2: B- begins a name, I- goes on with it, O is none. Metrics count whole names, as those of CoNLL-2003 do
-(Tjong Kim Sang and De Meulder 2003, https://arxiv.org/abs/cs/0306050).
+What is not here is as in text_classification. Tags are IOB2: B- begins a name, I- goes on with it, O is none. Metrics
+count whole names, as in CoNLL-2003 (Tjong Kim Sang and De Meulder, https://arxiv.org/abs/cs/0306050).
 """
 
-import hashlib
-import random
 import re
 from collections.abc import Iterator
-from functools import cached_property
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
 from datasets import ClassLabel, Dataset, List
-from pydantic import PositiveInt, PrivateAttr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
-from src.data.text import PART_NAMES, TextSource
-from src.models.pretrained import ModelSource, check_fit, fsdp_blocks, save
+from src.data.text import PART_NAMES
 from src.process import UserError
-from src.tasks.base import Task
-
-TEMPLATES = """PER|ORG opened an office in LOC on DATE .
-Before DATE , nobody in LOC had heard of PER|ORG .
-The report on PER|ORG|LOC was published by ORG on DATE .
-On DATE PER left ORG and moved to LOC with PER .
-We asked PER about LOC|ORG , but the answer was short ."""
-NAMES = {
-    "PER": "Anna Becker,Tom Hughes,Maria Rossi,David Chen,Peter,Ingrid,John F. Kennedy,George Washington,Yuki Ono,Sofia",
-    "LOC": "Berlin,Madrid,Kenya,Norway,New Zealand,South Korea,San Francisco,Los Angeles,Lake Geneva,Mount Kenya",
-    "ORG": "Siemens,Toyota,Deutsche Bank,Bank of Ireland,the United Nations,the European Union,the BBC,Reuters",
-    "DATE": "Monday,Friday,3 May 1998,12 June 2004,January 2010,March 1987,the 4th of July,the 1st of August,2001,1975",
-}
+from src.tasks.base import Table
+from src.tasks.tables import MOST_MISTAKES
+from src.tasks.text_classification import TextClassification
 
 
-def made_sentences(part: Literal[0, 1], count: int) -> Dataset:
-    """Return sentences of the templates, the same each time. The parts, to train and to evaluate on, share no name."""
-    draw, rows = random.Random(part), []
-    for _ in range(count):
-        tokens, tags = [], []
-        for word in draw.choice(TEMPLATES.splitlines()).split():
-            kind = draw.choice(word.split("|"))
-            words = draw.choice(NAMES[kind].split(",")[part::2]).split() if kind in NAMES else [kind]
-            tokens += words
-            tags += [f"B-{kind}", *[f"I-{kind}"] * (len(words) - 1)] if kind in NAMES else ["O"]
-        rows.append({"tokens": tokens, "tags": tags})
-    return Dataset.from_list(rows)
+class TokenClassification(TextClassification):
+    """Tells which words are names, and of what kind."""
 
-
-def spans(tags: list[str]) -> set[tuple[str, int, int]]:
-    """Return each name's kind, its first word and the one after its last. An I- that nothing begins begins a name."""
-    found, kind, start = set(), "", 0
-    for i, tag in enumerate([*tags, "O"]):
-        if kind and tag != f"I-{kind}":
-            found.add((kind, start, i))
-            kind = ""
-        if not kind and tag != "O":
-            kind, start = tag[2:], i
-    return found
-
-
-class TokenClassification(TextSource, ModelSource, Task):
-    """Tells which words are names, and of what."""
-
-    name: Literal["token_classification"] = "token_classification"
+    name: Literal["token_classification"] = "token_classification"  # type: ignore[assignment]
     """The task to train."""
-    tags_column: str = "tags"
-    """Column of tags, beside the column `tokens` of words, both lists. Without task.dataset, sentences are made."""
-    sequence_length: PositiveInt = 128
-    """Word pieces that the model sees at most. Longer sentences are cut off."""
+    text_column: str = "tokens"
+    """Column of sentences, lists of words."""
+    label_column: str = "tags"
+    """Column of tags, lists as long."""
     metric_names: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1")
-    _tags: list[str] = PrivateAttr(default_factory=list)
+    auto_class: ClassVar[Any] = AutoModelForTokenClassification
 
     def validation_errors(self) -> Iterator[str]:
-        yield from self.source_errors() if self.dataset else ()
-        yield from self.model_errors()
-        if not self.model or self.lora.r:
-            yield "task.model: name a model on the Hub or a folder; all of it is trained, without task.lora"
+        yield from super().validation_errors()
+        if self.text_pair_column:
+            yield f"task.text_pair_column={self.text_pair_column}: only the words of task.text_column are tagged"
 
-    def build_datasets(self) -> tuple[list[Any], list[Any]]:
-        parts = made_sentences(0, 800), made_sentences(1, 200)
-        if self.dataset:
-            parts = self.usable_parts(*self.load_rows(), {})
-        mistakes: list[str] = []
-        train, evaluation = (self._examples(rows, where, mistakes) for rows, where in zip(parts, PART_NAMES.values()))
+    def build_datasets(self) -> tuple[Dataset, Dataset]:
+        parts, mistakes = self.usable_parts(*self.load_rows(), {}), list[str]()
+        train, evaluation = ([*self._sentences(rows, mistakes)] for rows in parts)
+        kinds = sorted({tag[2:] for _, tags in train for tag in tags if re.match("[BI]-", tag)})
+        self._labels = self._labels or ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")]
+        for where, sentences in zip(PART_NAMES.values(), (train, evaluation), strict=True):
+            for row, (words, tags) in enumerate(sentences, start=1):
+                if not words or len(words) != len(tags) or not {*tags} <= {*self._labels}:
+                    says = f"{len(words)} words, with the tags {' '.join(tags)}"
+                    mistakes.append(f"row {row} of {where} has {says}: give each one of {' '.join(self._labels)}")
         if mistakes:
-            raise UserError("\n".join(mistakes))
-        return train, evaluation
+            raise UserError("\n".join(f"task.dataset={self.dataset}: {line}" for line in dict.fromkeys(mistakes)))
+        return self._tokenize(train), self._tokenize(evaluation)
 
-    def _examples(self, rows: Dataset, where: str, mistakes: list[str]) -> list[dict[str, Any]]:
-        where = f"task.dataset={self.dataset}: in {where}"
-        if absent := [n for n in ("tokens", self.tags_column) if not isinstance(rows.features.get(n), List)]:
-            mistakes.append(f"{where}, no column {absent[0]} has lists; its columns are {', '.join(rows.column_names)}")
-            return []
-        feature, pairs = rows.features[self.tags_column].feature, zip(rows["tokens"], rows[self.tags_column], strict=True)
-        names = feature.names if isinstance(feature, ClassLabel) else None
-        sentences = [(words or [], [names[tag] if names else str(tag) for tag in tags or []]) for words, tags in pairs]
-        kinds = sorted({tag[2:] for _, tags in sentences for tag in tags} - {""})
-        self._tags = self._tags or ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")]
-        examples = []
-        for number, (words, tags) in enumerate(sentences, start=1):
-            if not words or len(words) != len(tags) or not {*tags} <= {*self._tags}:
-                ...
+    def _sentences(self, rows: Dataset, mistakes: list[str]) -> Iterator[tuple[list[str], list[str]]]:
+        columns = self.text_column, self.label_column
+        if absent := " nor ".join(name for name in columns if not isinstance(rows.features.get(name), List)):
+            mistakes.append(f"no column {absent} that has lists; its columns are {', '.join(rows.column_names)}")
+            return
+        feature = rows.features[self.label_column].feature
+        for words, tags in zip(*(rows[name] for name in columns), strict=True):
+            yield words or [], [feature.names[t] if isinstance(feature, ClassLabel) else str(t) for t in tags or []]
+
+    def _tokenize(self, sentences: list[tuple[list[str], list[str]]]) -> Dataset:
+        rows, options = [], {"is_split_into_words": True, "truncation": True, "max_length": self.sequence_length}
+        for words, tags in sentences:
+            encoded = self._tokenizer([f" {word}" for word in words], **options)  # byte-level ones look for the space
+            ids = {word: self._labels.index(tag) for word, tag in enumerate(tags)}
+            row = {"label": [ids.pop(word, -100) for word in encoded.word_ids()]}  # of each word's first piece alone
+            row |= {"input_ids": encoded["input_ids"], "length": len(encoded["input_ids"]), "truncated": bool(ids)}
+            rows.append(row | {"words": words})
+        return Dataset.from_list(rows)
+
+    def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
+        return {"tokens": sum(dataset["length"][:]), "truncated": sum(dataset["truncated"][:])}
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        rows = [{"input_ids": sample["input_ids"], "labels": sample["label"]} for sample in samples]
+        inputs = DataCollatorForTokenClassification(self._tokenizer)(rows)
+        labels, tokens = inputs.pop("labels"), sum(sample["length"] for sample in samples)
+        return {"inputs": dict(inputs), "labels": labels, "tokens": tokens, "targets": int((labels >= 0).sum())}
+
+    def count_targets(self, batch: dict[str, Any]) -> int:
+        return batch["targets"]
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+        logits, labels = model(**batch["inputs"]).logits.float().transpose(1, 2), batch["labels"]
+        return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing), batch["targets"]
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        logits, labels = model(**batch["inputs"]).logits.float().transpose(1, 2), batch["labels"]
+        outputs = {"predictions": logits.argmax(1).where(labels >= 0, labels), "references": labels}
+        room = (0, self.sequence_length - labels.shape[1])  # a batch is as wide as its longest sentence
+        outputs = {name: pad(ids, room, value=-100) for name, ids in outputs.items()}
+        return cross_entropy(logits, labels, reduction="sum"), batch["targets"], outputs
+
+    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        found, expected = self._names(outputs["predictions"]), self._names(outputs["references"])
+        sizes = len(found), len(expected), (len(found) + len(expected)) / 2
+        return {name: len(found & expected) / max(n, 1) for name, n in zip(self.metric_names, sizes, strict=True)}
+
+    def _names(self, labels: Tensor) -> set[tuple[int, int, int, str]]:
+        """Return sentence, first and last word, and kind of each name. An I- that nothing begins begins one."""
+        found = set()
+        for sentence, tags in enumerate(map(" ".join, self._tags(labels))):
+            for name in re.finditer(r"[BI]-(\S+)(?: I-\1(?!\S))*", tags):
+                found.add((sentence, *(tags.count(" ", 0, place) for place in name.span()), name[1]))
+        return found
+
+    def _tags(self, labels: Tensor) -> list[list[str]]:
+        return [[self._labels[i] for i in row[row >= 0].tolist()] for row in labels]
+
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+        found, expected = self._names(outputs["predictions"]), self._names(outputs["references"])
+        rows = []
+        for i, first, last, kind in sorted(found ^ expected)[:MOST_MISTAKES]:
+            words, what = dataset["words"][i], "is none" if (i, first, last, kind) in found else "not found"
+            rows.append(
+                {"name": " ".join(words[first : last + 1]), "kind": kind, "mistake": what, "sentence": " ".join(words)}
+            )
+        return {"mistakes": rows} if rows else {}
+
+    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
+        return {"words": dataset["words"][:], **{name: self._tags(labels) for name, labels in outputs.items()}}
+
+    def card(self) -> dict[str, Any]:
+        return {**super().card(), "pipeline_tag": "token-classification"}

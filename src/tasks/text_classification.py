@@ -49,6 +49,7 @@ class TextClassification(TextSource, ModelSource, Task):
     pad_token: str | None = None
     """A token to pad with where the tokenizer has none of its own."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
+    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
     _labels: list[str] = PrivateAttr(default_factory=list)
     _texts: Dataset = PrivateAttr()
 
@@ -127,13 +128,11 @@ class TextClassification(TextSource, ModelSource, Task):
         return batch["tokens"], batch["inputs"]["input_ids"].numel()
 
     def build_model(self) -> Any:
-        return self._with_adapters(
-            self.load_model(AutoModelForSequenceClassification, self._model_config, new_head=True)
-        )
+        return self._with_adapters(self.load_model(self.auto_class, self._model_config, new_head=True))
 
     def build_empty_model(self, rank: int, world_size: int) -> Any:
         weights = NewWeights(rank, world_size)
-        model = self.empty_model(AutoModelForSequenceClassification, self._model_config, weights, new_head=True)
+        model = self.empty_model(self.auto_class, self._model_config, weights, new_head=True)
         if model is None:
             return None
         with weights:
@@ -152,7 +151,7 @@ class TextClassification(TextSource, ModelSource, Task):
         config.label2id = {label: i for i, label in enumerate(self._labels)}
         config.problem_type = "single_label_classification"
         config.pad_token_id = self._tokenizer.pad_token_id
-        if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        if type(config) not in self.auto_class._model_mapping:
             raise UserError(f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}")
         return config
 
