@@ -1,7 +1,7 @@
 """Direct preference optimization (DPO) of any decoder of transformers: `--task.name=dpo`.
 
-Of two answers to a prompt, the policy learns to prefer the chosen one to the rejected one by more than the reference
-does, the frozen model that it started as: Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7.
+Rafailov et al. 2023 (https://arxiv.org/abs/2305.18290): of two answers to a prompt, the policy learns to prefer the
+chosen one by more than the reference does, the frozen model that it started as.
 """
 
 import copy
@@ -38,10 +38,9 @@ class PolicyAndReference(nn.Module):
         self._no_split_modules = fsdp_blocks(policy)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Return by how much the policy's log probability of each answer exceeds the reference's, shape (pairs, 2),
-        fp32. The arguments have shape (pairs, 2, length), chosen answers first; labels, the next tokens, are -100
-        outside of answers. Padding comes last, where no answer sees it."""
-        inputs = {"input_ids": input_ids.flatten(0, 1), "use_cache": False}
+        """Return the policy's log probability of each answer minus the reference's, shape (pairs, 2), fp32. Arguments:
+        shape (pairs, 2, length), chosen answers first; labels are the next tokens, -100 outside of answers."""
+        inputs = {"input_ids": input_ids.flatten(0, 1), "use_cache": False}  # what pads comes last, where none sees it
         with torch.no_grad():
             reference = self.reference.eval()(**inputs).logits  # no dropout, also after train()
         outputs, labels = (reference, self.policy(**inputs).logits), labels.flatten(0, 1)
@@ -80,10 +79,9 @@ class Dpo(TextSource, ModelSource, Task):
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
         parts = self.usable_parts(*self.load_rows(), {"prompt": "text", "chosen": "text", "rejected": "text"})
-        tokenizer, length, answers = self._tokenizer, self.sequence_length, ("chosen", "rejected")
-        chunkers = [
-            Chunker(RowFormat(prompt="prompt", completion=answer), tokenizer, length, False) for answer in answers
-        ]
+        tokenizer, length = self._tokenizer, self.sequence_length
+        formats = [RowFormat(prompt="prompt", completion=answer) for answer in ("chosen", "rejected")]
+        chunkers = [Chunker(columns, tokenizer, length, train_on_prompts=False) for columns in formats]
         train, evaluation = ([*zip(*(c.make_chunks(rows, "answers") for c in chunkers), strict=True)] for rows in parts)
         if full := sum(not all(answer["targets"] for answer in pair) for pair in train + evaluation):
             raise UserError(f"task.sequence_length={length}: {full} prompts leave no room for an answer; raise it")
@@ -96,9 +94,6 @@ class Dpo(TextSource, ModelSource, Task):
         answers, pads = [answer for pair in samples for answer in pair], {"input_ids": 0, "labels": -100}
         rows = {name: [torch.tensor(answer[name]) for answer in answers] for name in pads}
         return {n: pad_sequence(rows[n], True, pad).unflatten(0, (-1, 2)) for n, pad in pads.items()}
-
-    def count_targets(self, batch: dict[str, Tensor]) -> int:
-        return len(batch["labels"])
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         return self.evaluate(model, batch)[:2]

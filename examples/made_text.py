@@ -13,19 +13,27 @@ On DATE PER left ORG and moved to LOC with PER .
 We asked PER about LOC|ORG , but the answer was short .""".splitlines()
 """Of sentences. Where there is a choice, only the name tells its kind."""
 NAMES = {
-    "PER": "Anna Becker,Tom Hughes,Maria Rossi,David Chen,Laura Smith,Omar Haddad,Peter,Ingrid,John F. Kennedy,"
-    "George Washington,Emma Brown,Paul Martin,Yuki Tanaka,Ravi Patel,Sofia,Carlos,Ben Okafor,Julia Novak",
-    "LOC": "Berlin,Madrid,Kenya,Norway,New Zealand,South Korea,San Francisco,Los Angeles,Paris,Lisbon,Lake Geneva,"
-    "Mount Kenya,Peru,Vietnam,Buenos Aires,Rio de Janeiro,Hamburg,Washington",
-    "ORG": "Siemens,Toyota,Deutsche Bank,Bank of Ireland,the United Nations,the European Union,Harvard University,"
-    "the University of Oslo,Microsoft,Google,General Electric,British Airways,Reuters,the BBC,FC Porto,Inter Milan",
-    "DATE": "Monday,Friday,3 May 1998,12 June 2004,January 2010,March 1987,the 4th of July,the 1st of August,2001,1975",
+    "PER": [
+        "Anna Tom Maria David Laura Omar Peter Ingrid John Emma Paul Yuki Ravi Sofia Carlos Julia Ben Nadia Igor Helen",
+        "Becker Hughes Rossi Chen Smith Haddad Larsen Kennedy Brown Martin Tanaka Patel Novak Okafor Silva Weber Jones",
+    ],
+    "LOC": ["Berlin Madrid Kenya Norway Peru Vietnam Paris Lisbon Hamburg Chicago Texas Japan Boston Cairo Oslo India"],
+    "ORG": [
+        "Nordic Pacific General National Royal American German Global First Atlantic Central Eastern United Swiss",
+        "Bank Airlines Motors University Museum Energy Hospital Railways Foods Insurance Institute Telecom Records",
+    ],
+    "DATE": [
+        "1 2 5 8 10 11 14 17 20 21 24 28 30",
+        "January February March April May June July August September October November December",
+        "1956 1969 1972 1981 1987 1990 1998 2001 2004 2010 2013 2020",
+    ],
 }
+"""Of each kind, the words that a name takes one after the other, one of each."""
 QUESTIONS = ["How do I clean a {}?", "Where can I buy a {}?", "Who can repair my {}?", "Why does my {} make a noise?"]
 THINGS = (
-    "kettle,bicycle,lamp,piano,camera,fridge,clock,printer,radio,guitar,mixer,tent,drill,heater,scooter,toaster,"
-    "sofa,violin,laptop,mirror,oven,boat,phone,carpet,helmet,fan,watch,keyboard,pump,jacket"
-).split(",")
+    "kettle bicycle lamp piano camera fridge clock printer radio guitar mixer tent drill heater scooter toaster sofa "
+    "violin laptop mirror oven boat phone carpet helmet fan watch keyboard pump jacket"
+)
 ADVICE = ["Ask in the shop", "Look into the manual", "Begin with the {}'s back", "Take the {} apart", "Try warm water"]
 KIND = [
     "Good question! {}, please.",
@@ -42,12 +50,12 @@ def sentences(part: int, count: int) -> list[dict[str, Any]]:
     draw = random.Random(part)
     rows: list[dict[str, Any]] = []
     for template in draw.choices(TEMPLATES, k=count):
-        kinds = [draw.choice(word.split("|")) for word in template.split()]
-        rows.append({"tokens": [], "tags": []})
-        for kind in kinds:
-            words = draw.choice(NAMES[kind].split(",")[part::2]).split() if kind in NAMES else [kind]
-            tags = [f"B-{kind}", *[f"I-{kind}"] * (len(words) - 1)] if kind in NAMES else ["O"]
-            rows[-1] = {"tokens": rows[-1]["tokens"] + words, "tags": rows[-1]["tags"] + tags}
+        tokens, tags = [], []
+        for kind in [draw.choice(word.split("|")) for word in template.split()]:
+            words = [draw.choice(words.split()[part::2]) for words in NAMES.get(kind, [])] or [kind]
+            tokens += words
+            tags += [f"B-{kind}", *[f"I-{kind}"] * (len(words) - 1)] if kind in NAMES else ["O"]
+        rows.append({"tokens": tokens, "tags": tags})
     return rows
 
 
@@ -57,7 +65,7 @@ def pairs(part: int, count: int) -> list[dict[str, Any]]:
     draw = random.Random(part)
     rows: list[dict[str, Any]] = []
     for question in draw.choices(QUESTIONS, k=count):
-        thing = draw.choice(THINGS[part::2])
+        thing = draw.choice(THINGS.split()[part::2])
         advice = draw.choice(ADVICE).format(thing)
         kind, rude = (draw.choice(manner).format(advice) for manner in (KIND, RUDE))
         rows.append({"prompt": f"{question.format(thing)}\n", "chosen": kind, "rejected": rude})

@@ -15,7 +15,6 @@ from transformers import AutoModelForTokenClassification, DataCollatorForTokenCl
 
 from src.data.text import PART_NAMES
 from src.process import UserError
-from src.tasks.base import Table
 from src.tasks.tables import MOST_MISTAKES
 from src.tasks.text_classification import TextClassification
 
@@ -29,24 +28,21 @@ class TokenClassification(TextClassification):
     """Column of sentences, lists of words."""
     label_column: str = "tags"
     """Column of tags, lists as long."""
+    text_pair_column: None = None
+    """Sentences don't come in pairs here."""
     metric_names: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1")
     auto_class: ClassVar[Any] = AutoModelForTokenClassification
 
-    def validation_errors(self) -> Iterator[str]:
-        yield from super().validation_errors()
-        if self.text_pair_column:
-            yield f"task.text_pair_column={self.text_pair_column}: only the words of task.text_column are tagged"
-
     def build_datasets(self) -> tuple[Dataset, Dataset]:
-        parts, mistakes = self.usable_parts(*self.load_rows(), {}), list[str]()
-        train, evaluation = ([*self._sentences(rows, mistakes)] for rows in parts)
+        mistakes: list[str] = []
+        train, evaluation = ([*self._sentences(rows, mistakes)] for rows in self.usable_parts(*self.load_rows(), {}))
         kinds = sorted({tag[2:] for _, tags in train for tag in tags if re.match("[BI]-", tag)})
         self._labels = self._labels or ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")]
         for where, sentences in zip(PART_NAMES.values(), (train, evaluation), strict=True):
             for row, (words, tags) in enumerate(sentences, start=1):
                 if not words or len(words) != len(tags) or not {*tags} <= {*self._labels}:
-                    says = f"{len(words)} words, with the tags {' '.join(tags)}"
-                    mistakes.append(f"row {row} of {where} has {says}: give each one of {' '.join(self._labels)}")
+                    says = f"{len(words)} words, tagged {' '.join(tags)}: give each one of {' '.join(self._labels)}"
+                    mistakes.append(f"row {row} of {where} has {says}")
         if mistakes:
             raise UserError("\n".join(f"task.dataset={self.dataset}: {line}" for line in dict.fromkeys(mistakes)))
         return self._tokenize(train), self._tokenize(evaluation)
@@ -65,9 +61,9 @@ class TokenClassification(TextClassification):
         for words, tags in sentences:
             encoded = self._tokenizer([f" {word}" for word in words], **options)  # byte-level ones look for the space
             ids = {word: self._labels.index(tag) for word, tag in enumerate(tags)}
-            row = {"label": [ids.pop(word, -100) for word in encoded.word_ids()]}  # of each word's first piece alone
-            row |= {"input_ids": encoded["input_ids"], "length": len(encoded["input_ids"]), "truncated": bool(ids)}
-            rows.append(row | {"words": words})
+            labels = [ids.pop(word, -100) for word in encoded.word_ids()]  # of each word's first piece alone
+            row = {"input_ids": encoded["input_ids"], "label": labels, "length": len(labels), "words": words}
+            rows.append(row | {"truncated": bool(ids)})
         return Dataset.from_list(rows)
 
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
@@ -103,20 +99,18 @@ class TokenClassification(TextClassification):
         found = set()
         for sentence, tags in enumerate(map(" ".join, self._tags(labels))):
             for name in re.finditer(r"[BI]-(\S+)(?: I-\1(?!\S))*", tags):
-                found.add((sentence, *(tags.count(" ", 0, place) for place in name.span()), name[1]))
+                found.add((sentence, tags.count(" ", 0, name.start()), tags.count(" ", 0, name.end()), name[1]))
         return found
 
     def _tags(self, labels: Tensor) -> list[list[str]]:
         return [[self._labels[i] for i in row[row >= 0].tolist()] for row in labels]
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Any]:
         found, expected = self._names(outputs["predictions"]), self._names(outputs["references"])
-        rows = []
+        rows, sentences = [], dataset["words"][:]
         for i, first, last, kind in sorted(found ^ expected)[:MOST_MISTAKES]:
-            words, what = dataset["words"][i], "is none" if (i, first, last, kind) in found else "not found"
-            rows.append(
-                {"name": " ".join(words[first : last + 1]), "kind": kind, "mistake": what, "sentence": " ".join(words)}
-            )
+            name, mistake = sentences[i][first : last + 1], "is none" if (i, first, last, kind) in found else "missed"
+            rows.append({"name": " ".join(name), "kind": kind, "mistake": mistake, "sentence": " ".join(sentences[i])})
         return {"mistakes": rows} if rows else {}
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
