@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from examples.dpo import Dpo
-from examples.made_text import write
+from examples.make_text import write
 from examples.token_classification import TokenClassification
 from src.checkpoint.tensors import saved_tensors
 from src.evaluate import main

@@ -1,4 +1,4 @@
-"""Small data for the examples on text, the same each time: `python -m examples.made_text` writes data/made."""
+"""Small data for the examples on text, the same each time: `python -m examples.make_text` writes data/made."""
 
 import json
 import random
