@@ -1,6 +1,7 @@
 # docker build --tag accelerate-template .
 # docker run --volume "$PWD/runs:/app/runs" accelerate-template [make train ARGS=--seed=1]
-# On GPUs: docker run --gpus all --ipc=host … accelerate-template .venv/bin/accelerate launch …
+# If runs/ is not of user 1000: --user "$(id -u)" --env HOME=/tmp. On GPUs: --gpus all --ipc=host, and another command,
+# such as .venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml train.py. No GPU has run it yet.
 ARG BASE=python:3.12-slim
 FROM $BASE AS base
 # g++: torch.compile on a CPU needs it
