@@ -21,7 +21,7 @@ setup: .venv/installed  ## make .venv with everything in it
 
 uv:  ## the same with uv, if it is installed
 	@uv venv --quiet --allow-existing --seed --python $(PYTHON) .venv
-	@uv pip install --quiet --python .venv -r requirements.txt -r requirements-dev.txt
+	@uv pip install --quiet --compile-bytecode --python .venv -r requirements.txt -r requirements-dev.txt
 	@touch .venv/installed
 
 train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores, no download; ARGS='--seed=1 …'
