@@ -5,7 +5,7 @@ BIN := .venv/bin
 # One thread per core; without it the launcher prints that it chose so itself.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: help setup train test testall lint format new clean
+.PHONY: help setup uv train test testall lint format new clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -18,6 +18,11 @@ setup: .venv/installed  ## make .venv with everything in it
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
 	@touch $@
+
+uv:  ## the same with uv, if it is installed
+	@uv venv --quiet --allow-existing --seed --python $(PYTHON) .venv
+	@uv pip install --quiet --compile-bytecode --python .venv -r requirements.txt -r requirements-dev.txt
+	@touch .venv/installed
 
 train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores, no download; ARGS='--seed=1 …'
 	@name=digits; n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); name=digits-$$n; done; \

@@ -1,0 +1,18 @@
+# docker build --tag accelerate-template .
+# docker run --volume "$PWD/runs:/app/runs" accelerate-template [make train ARGS=--seed=1]
+# If runs/ is not of user 1000: --user "$(id -u)" --env HOME=/tmp. On GPUs: --gpus all --ipc=host, and another command,
+# such as .venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml train.py. No GPU has run it yet.
+ARG BASE=python:3.12-slim
+FROM $BASE AS base
+# g++: torch.compile on a CPU needs it
+RUN apt-get update && apt-get install -y --no-install-recommends g++ git make && rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home --uid 1000 user && install --directory --owner=user /app /app/runs
+USER user
+WORKDIR /app
+
+FROM base
+# before the code: a change of the code does not install all of it again
+COPY --chown=user Makefile requirements.txt requirements-dev.txt ./
+RUN PIP_NO_CACHE_DIR=1 make setup
+COPY --chown=user . .
+CMD ["make", "train"]

@@ -1,0 +1,78 @@
+"""What comes with the project for GitHub, git, Docker and coding assistants names what is there."""
+
+import json
+import re
+from typing import Any
+
+import yaml
+
+from tests.launching import PROJECT
+
+TARGETS = {
+    target
+    for file in (PROJECT / "Makefile", *PROJECT.glob("*/*.mk"))
+    for target in re.findall(r"^([a-z-]+):", file.read_text(), re.MULTILINE)
+}
+
+
+def read(name: str) -> str:
+    return (PROJECT / name).read_text()
+
+
+def find(pattern: str, name: str) -> list[Any]:
+    return re.findall(pattern, read(name), re.MULTILINE)
+
+
+def field(name: str) -> str:
+    """Return a field of pyproject.toml. (Python 3.10 has no tomllib.)"""
+    return find(rf'^{name} = "(.*)"', "pyproject.toml")[0]
+
+
+def test_make_targets_that_the_pages_name_exist() -> None:
+    """Tried with `make tests` in CONTRIBUTING.md."""
+    for page in (*PROJECT.glob("*.md"), *PROJECT.glob("docs/**/*.md")):
+        called = find(r"(?:`|^ *)make ([a-z-]+)(?=`|  | [A-Z]+=|$)", str(page))
+        assert set(called) <= TARGETS, page
+
+
+def test_files_and_tests_that_the_guides_name_exist() -> None:
+    """Tried with src/optimizers.py, with a link to docs/setting.md and with `-k setting_up`."""
+    tests = " ".join(path.name for path in PROJECT.glob("tests/**/test_*.py"))
+    for guide in ("AGENTS.md", "CONTRIBUTING.md"):
+        text = re.sub(r"\[[^]]*\]\(|\.venv/bin/", " ", read(guide))  # of a link, only its target
+        paths = re.findall(r"[\w.-]+/[\w./-]*\w|\w+\.(?:md|py|txt)\b", text)
+        assert len(paths) > 10
+        assert not [path for path in paths if not (PROJECT / path).exists()], guide
+        chosen = {word for words in re.findall(r"-k ([^']+)", text) for word in re.findall(r"\w+", words)} - {"or"}
+        assert chosen
+        assert not [word for word in chosen if word not in tests], guide
+    assert read("AGENTS.md").count("\n") <= 40
+
+
+def test_workflow_and_hooks_call_targets_that_exist_on_the_oldest_python() -> None:
+    """Tried with `make tests` there, with 3.11 as the oldest, and with a hook that calls ruff: the linter, and its
+    version, are those of `make lint` everywhere."""
+    job = yaml.safe_load(read(".github/workflows/test.yml"))["jobs"]["test"]
+    runs = {step["run"] for step in job["steps"] if "run" in step}
+    assert {"make lint", "make test", "make testall"} <= runs <= {f"make {target}" for target in TARGETS}
+    assert ">=" + job["strategy"]["matrix"]["python"][0] == field("requires-python")
+    (repo,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
+    assert [hook["entry"] for hook in repo["hooks"] if hook["language"] == "system"] == ["make format", "make lint"]
+
+
+def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
+    """Tried without requirements-dev.txt in the first COPY, without `data` in .dockerignore, and with another stage."""
+    needed = find(r"^\.venv/installed: (.*)$", "Makefile")[0].split()
+    assert {"Makefile", *needed} <= set(find(r"^COPY (.*)$", "Dockerfile")[0].split())
+    ignored = {line.removeprefix("**/") for line in read(".dockerignore").split()}
+    assert {line.strip("/") for line in read(".gitignore").split()} <= ignored
+    python, oldest = find(r"^ARG BASE=python:([\d.]+)-slim$", "Dockerfile")[0], field("requires-python")[2:]
+    assert [int(part) for part in python.split(".")] >= [int(part) for part in oldest.split(".")]
+    assert find(r" AS (\w+)$", "Dockerfile") == [json.loads(read(".devcontainer/devcontainer.json"))["build"]["target"]]
+
+
+def test_the_citation_is_of_this_version() -> None:
+    """Tried with version 0.2.0. (A copy may have none.)"""
+    for file in PROJECT.glob("CITATION.cff"):
+        citation = yaml.safe_load(file.read_text())
+        assert (citation["version"], citation["license"]) == (field("version"), field("license"))
