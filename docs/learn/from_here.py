@@ -34,7 +34,8 @@ class Collectives(TorchDispatchMode):
         if op.namespace == "c10d":
             size = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             (line,) = [frame.line for frame in traceback.extract_stack() if frame.name == "train_step"]
-            self.notes.append(f"{op.name().removeprefix('c10d::').strip('_'):20}{size:10,} bytes  {line}")
+            name = op.name().removeprefix("c10d::").replace("_base", "").strip("_")
+            self.notes.append(f"{name:15}{size:10,} bytes  {line}")
         return op(*args, **(kwargs or {}))
 
 
