@@ -75,6 +75,6 @@ if rank == 0:
     print(*(f"{way:28} loss {losses[way]:.4f}   off by {off[way]:7.4f}" for way in losses), sep="\n")
 assert (sums[2], small[0]) == (1, 0)
 assert abs(off[RIGHT[1]]) < 1e-5, f"{RIGHT[1]}: off by {off[RIGHT[1]]:.4f}"
-assert all(off[way] > 1e-3 for way in WRONG), "a wrong way that does no harm"
+assert not (harmless := [way for way in WRONG if off[way] < 1e-3]), f"{harmless[0]} does no harm"
 dist.barrier()
 dist.destroy_process_group()
