@@ -75,7 +75,7 @@ def test_it_breaks_as_its_page_says(launch: Launch, tmp_path: Path, lesson: str,
 
 @pytest.mark.parametrize("file", sorted(LEARN.glob("*.py")), ids=lambda file: file.name)
 def test_a_file_of_the_course_is_short(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= (160 if file.name == "pictures.py" else 80)
+    assert len(file.read_text().splitlines()) <= (180 if file.name == "pictures.py" else 80)
 
 
 @needs_all_rooms
