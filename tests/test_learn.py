@@ -93,6 +93,7 @@ def test_links_point_at_what_is_there(page: str) -> None:
 
 
 def test_the_last_file_prints_what_its_page_says_under_fsdp_too(launch: Launch) -> None:
+    """Tried: another figure on the page."""
     (text,) = blocks("6-train.md", "The same under FSDP", "text")
     run = launch("fsdp", processes=2, script="docs/learn/from_here.py")
     assert run.succeeded().stdout.strip() == text.strip()
