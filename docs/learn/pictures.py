@@ -104,7 +104,68 @@ def optimizer_sharding(axes: Axes) -> None:
     axes.text(29.5, 10, "broadcast: weights, to all")
 
 
-PICTURES: dict[Callable[[Axes], None], int] = {collectives: 69, data_parallel: 32, optimizer_sharding: 40}
+def fully_sharded(axes: Axes) -> None:
+    """When a process has all of a block's weights: its shards stay, the rest comes and goes."""
+    moments = ("forward 1", "forward 2", "forward 3", "backward 3", "backward 2", "backward 1", "Adam")
+    for i, moment in enumerate(moments):
+        axes.text(15.5 + 9 * i, 33, moment, ha="center", fontweight="bold", fontsize=9)
+    for block in range(3):
+        y = 25 - 9 * block
+        axes.text(1, y + 0.7, f"block {block + 1}", va="center_baseline")
+        box(axes, 11, y, 63, 1.4, colour=RANKS[0])
+        for i, end in ((block, "free"), (5 - block, "reduce-scatter, free")):
+            box(axes, 11 + 9 * i, y + 1.4, 9, 4.2, "all-gather", RANKS[1 + block])
+            axes.text(15.5 + 9 * i, y - 1.6, end, ha="center", fontsize=7)
+    axes.text(11, 1.5, "blue: its shards of weights, gradients and Adam's state; above: the whole weights", fontsize=9)
+
+
+def precision(axes: Axes) -> None:
+    """The powers of 2 that each format reaches, and what the loss scale does to a small gradient."""
+
+    def at(power: float) -> float:
+        return 10 + (power + 150) * 68 / 280
+
+    for y, name, low, high, steps in ((23, "fp32", -149, 128, "8,388,608"), (17, "bf16", -133, 128, "128"),
+                                      (11, "fp16", -24, 16, "1,024")):  # fmt: skip
+        axes.text(2, y + 1.5, name, va="center_baseline", fontweight="bold")
+        box(axes, at(low), y, at(high) - at(low), 3, colour=RANKS[0])
+        if name == "fp16":
+            axes.text(at(high) + 1, y + 1.5, f"{steps} from 1 to 2", va="center_baseline", fontsize=9)
+        else:
+            axes.text(at(64), y + 1.5, f"{steps} from 1 to 2", va="center_baseline", ha="center", fontsize=9)
+    for power in (-149, -100, -50, 0, 50, 100, 128):
+        axes.text(at(power), 28, f"$2^{{{power}}}$", ha="center", fontsize=9)
+    arrow(axes, (at(-26.6), 7.5), (at(-11.6), 7.5))
+    axes.text(at(-26.6) - 1, 7.5, "a gradient of $10^{-8}$, 0 in fp16", ha="right", va="center_baseline", fontsize=9)
+    axes.text(at(-11.6) + 1, 7.5, "times a loss scale of $2^{15}$", va="center_baseline", fontsize=9)
+    axes.text(10, 2, "a longer bar: smaller gradients; more numbers from 1 to 2: smaller updates", fontsize=9)
+
+
+def from_here(axes: Axes) -> None:
+    """Where the six steps are by hand, and in the project."""
+    rows = (
+        ("1 join the processes", "data_parallel.py", "src/distributed.py"),
+        ("2 each its share of the data", "data_parallel.py", "src/data/loading.py"),
+        ("3 the same model everywhere", "fully_sharded.py", "src/run.py, src/distributed.py"),
+        ("4 count, forward, backward", "precision.py", "train_step in train.py"),
+        ("5 update", "optimizer_sharding.py", "src/optim.py"),
+        ("6 evaluate, save", "", "evaluate in train.py, src/checkpoint"),
+    )
+    for x, title in ((1, "a step"), (27, "by hand, in this course"), (51, "in the project")):
+        axes.text(x, 39, title, fontweight="bold")
+    for i, (step, by_hand, file) in enumerate(rows):
+        y = 33 - 6 * i
+        box(axes, 1, y, 22, 4, step, RANKS[0])
+        box(axes, 51, y, 28, 4, file, RANKS[2])
+        if by_hand:
+            box(axes, 27, y, 20, 4, by_hand, RANKS[1])
+            arrow(axes, (23, y + 2), (27, y + 2))
+        arrow(axes, (47 if by_hand else 23, y + 2), (51, y + 2))
+
+
+PICTURES: dict[Callable[[Axes], None], int] = {
+    collectives: 69, data_parallel: 32, optimizer_sharding: 40, fully_sharded: 36, precision: 31, from_here: 42,
+}  # fmt: skip
 """The pictures, and their heights in units."""
 
 

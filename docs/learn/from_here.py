@@ -1,0 +1,74 @@
+"""Steps of this project's train.py next to a loop by hand: the same losses, and the collectives behind them."""
+
+import sys
+import traceback
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, ".")  # the project's root, where the command is run: train.py and src are there
+
+from src.config import load_config
+from src.data.loading import training_steps
+from src.optim import build_optimizers, lr_at, set_lr
+from src.preemption import StopSignal
+from src.run import new_model
+from train import build, train_step
+
+STEPS = 3
+
+
+class Collectives(TorchDispatchMode):
+    """Notes each collective, whoever calls it: its name, the bytes of the whole tensor, the line of train_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "c10d":
+            size = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+            (line,) = [frame.line for frame in traceback.extract_stack() if frame.name == "train_step"]
+            name = op.name().removeprefix("c10d::").replace("_base", "").strip("_")
+            self.notes.append(f"{name:15}{size:10,} bytes  {line}")
+        return op(*args, **(kwargs or {}))
+
+
+# 1. Join the processes. 2. Each its share of the data. 3. The same model everywhere, wrapped or sharded.
+settings = ["--task.source=digits", "--task.dropout=0", "--micro_batch_size=16", "--output_dir=runs/from_here"]
+config = load_config([*settings, "--dry_run=true"])  # writes nothing
+run = build(config)
+assert run is not None, "runs/from_here holds a finished run"
+by_hand, _ = new_model(config, "cpu", "fp32")  # from the same seed: the same weights
+optimizers = build_optimizers(config.optim, by_hand)
+losses = []
+with StopSignal(run.accelerator, config) as stop:
+    for step, micro_batches in enumerate(islice(training_steps(run, 0), STEPS)):
+        with Collectives() as collectives:
+            losses.append(train_step(run, micro_batches, stop).loss)  # 4. Count, forward, backward, reduce. 5. Update.
+        sums = torch.zeros(2, dtype=torch.float64)  # the loss and its targets
+        for batch in micro_batches:
+            loss_sum, n = config.task.loss(by_hand, batch.data)
+            loss_sum.backward()
+            sums += torch.tensor([loss_sum.item(), n])
+        dist.all_reduce(sums)
+        for parameter in by_hand.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= sums[1]
+        set_lr(optimizers, lr_at(step, config.optim, *run.schedule))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = float(sums[0] / sums[1])
+        assert abs(losses[-1] - expected) < 1e-5, f"step {step + 1}: {losses[-1]:.4f}, not {expected:.4f}"
+if run.is_main:
+    print(f"{run.launch.strategy} x {run.world_size}, losses as by hand:", *(f"{loss:.4f}" for loss in losses))
+    print(f"step {STEPS} called", *collectives.notes, sep="\n")
+run.accelerator.wait_for_everyone()
+run.accelerator.end_training()
