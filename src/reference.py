@@ -1,27 +1,14 @@
-"""Data-parallel training by hand, as the classic tutorials teach it: what DDP does, one step at a time.
+"""Data-parallel training by hand, for any task: what DDP does, one step at a time.
 
     torchrun --standalone --nproc-per-node=2 -m src.reference --config=configs/mnist.yaml [--key.sub=value]...
 
-Read it before train.py. It is also the second implementation that `train.py --check` compares the first with: there is
-no Accelerator in it, no DDP and no FSDP, no accumulation, mixed precision or checkpoints.
+It is the second implementation that `train.py --check` compares the first with: there is no Accelerator in it, no DDP
+and no FSDP, no accumulation, mixed precision or checkpoints. docs/learn/2-data-parallelism.md explains each collective.
 
-Every process has the whole model and computes the gradients of its share of each batch. A few collectives, which every
-process has to call, in the same order, keep them one model:
-
-- `barrier`, twice: no process goes on before all have arrived. The first one downloads the data for the others; and
-  at the end none leaves while another still needs it.
-- `broadcast`, once: process 0 sends its weights to the others. The seed made them the same already; this makes sure.
-- `all_reduce` of two numbers, each step: afterwards every process has their sums over all of them. One is the loss, to
-  print it. The other is the number of its targets (examples, tokens) in the whole batch, which it is divided by: a mean
-  of each process's mean would weigh them wrongly where their shares differ, as they do at the end of an epoch.
-- `all_reduce` of each gradient, each step, after the backward pass: their sum over the processes, divided by that
-  count, is the gradient of the whole batch. All processes then take the same step, and their weights stay the same.
-
-DDP computes the same, but faster. Each all_reduce has a latency that doesn't depend on its size, so DDP reduces buckets
-of 25 MB at once; and it starts on each while the backward pass goes on, as the last layer's gradients are ready long
-before the first one's. `python -m benchmarks.data_parallel` measures both against this file. FSDP goes on from there:
-an all_reduce is a reduce_scatter (each process gets the sum of one part) and an all_gather (the parts come together
-again), and between the two a process needs only its own part.
+Every process has the whole model and computes the gradients of its share of each batch. A `broadcast` of the weights at
+the start, and in each step an `all_reduce` of two numbers (the loss and the number of its targets, which it is divided
+by) and of each gradient keep them one model. DDP computes the same, but faster: it reduces buckets of 25 MB, and starts
+on each while the backward pass goes on. `python -m benchmarks.data_parallel` measures both against this file.
 
 Sources: https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html, and Li et al. 2020 for what DDP does,
 https://arxiv.org/abs/2006.15704.
