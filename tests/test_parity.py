@@ -1,7 +1,7 @@
 """The same curve on 1, 2 or 4 processes, DDP or FSDP: every training loss within 1e-5, relative.
 
 The learning rate is small here, as it is in the first steps of a real run. At its peak, training is chaotic: what
-rounding makes of the order of a sum doubles every few steps, in plain PyTorch too (README, "What is promised").
+rounding makes of the order of a sum doubles every few steps, in plain PyTorch too (docs/promises.md).
 """
 
 import pytest
