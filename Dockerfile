@@ -1,5 +1,5 @@
-# docker build --tag accelerate-template .
-# docker run --volume "$PWD/runs:/app/runs" accelerate-template [make train ARGS=--seed=1]
+# docker build --tag trainer .
+# docker run --volume "$PWD/runs:/app/runs" trainer [make train ARGS=--seed=1]
 # If runs/ is not of user 1000: --user "$(id -u)" --env HOME=/tmp. On GPUs: --gpus all --ipc=host, and another command,
 # such as .venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml train.py. No GPU has run it yet.
 # It was built and run by podman on a Debian with Python 3.11 in place of the image that FROM names.
