@@ -4,6 +4,7 @@ Nothing needs to be installed. docs/make-it-yours.md says what goes and what sta
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ SECTION = re.compile(r"^## .*?(?=^## |\Z)", re.M | re.S)
 
 
 def main(name: str, folder: str, task: str, without: str) -> None:
-    task, dest, unwanted = task or "mnist", Path(folder).expanduser().absolute(), without.replace(",", " ").split()
+    task, dest, unwanted = task or "mnist", Path(folder).expanduser().resolve(), without.replace(",", " ").split()
     if errors := list(mistakes(name, dest, task, unwanted)):
         print(*(f"make new: {error}" for error in errors), sep="\n", file=sys.stderr)
         sys.exit(2)
@@ -46,7 +47,7 @@ def main(name: str, folder: str, task: str, without: str) -> None:
     print(f"{name} is in {dest}, {lines:,} lines of Python in train.py and src")
     print(f"  task      {task}: {code}, {config}")
     print(f"  left out  {', '.join(rooms)}")
-    print("  next      " + "\n            ".join([f"cd {folder}", *downloads, "make train"]))
+    print("  next      " + "\n            ".join([f"cd {shlex.quote(str(dest))}", *downloads, "make train"]))
 
 
 def mistakes(name: str, dest: Path, task: str, without: list[str]) -> Iterator[str]:

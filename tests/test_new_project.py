@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import BIN, PROJECT, Launch, Run, clean_environment, run_command
-from tests.test_rooms import COLLECT, PAGE, ROOMS, git, require_that_it_works
+from tests.test_rooms import PAGE, ROOMS, git, require_that_it_works
 
 ALL = " ".join(ROOMS)
 PROJECTS = [
@@ -51,14 +51,11 @@ def test_make_train_trains_its_task_and_make_test_finds_its_tests(launch: Launch
     """Tried without the changes to the Makefile: the digits are trained."""
     project, task, config = made
     assert f"train.py --config {config} " in make(project, "--dry-run", "train")
-    if task != "mnist":
+    if task == "image_classification":  # with its data, which is not there yet
+        assert "1 passed" in make(project, "test", f"ARGS=-n0 -p no:cacheprovider tests/test_{task}.py")
+    elif task == "dpo":
         make(project, "data")
-    chosen = (f"--config={config}", f"--task.name={task}", "--max_steps=3", "--log_every=1")
-    assert len(launch("ddp", *chosen, project=project, processes=2).succeeded().losses) == 3
-    (project / "collect.py").write_text(COLLECT)
-    require_that_it_works(launch, project)
-    (project / "collect.py").unlink()
-    make(project, "test", f"ARGS=-n0 -p no:cacheprovider tests/test_{'metrics' if task == 'mnist' else task}.py")
+    require_that_it_works(launch, project, f"--config={config}", f"--task.name={task}")
 
 
 def test_it_is_a_repository_of_its_own_with_its_name_everywhere(made: tuple[Path, str, str]) -> None:
@@ -81,12 +78,13 @@ def test_its_pages_link_to_nothing_that_is_gone(made: tuple[Path, str, str]) -> 
 
 @pytest.mark.slow
 def test_make_train_and_make_test_pass_in_it(made: tuple[Path, str, str]) -> None:
-    for target in ("train", "test"):
-        make(made[0], target)
+    """Of its tests, those in no folder: text and check are this project's own, and faults need a quiet machine."""
+    make(made[0], "train", "ARGS=--max_steps=20")
+    make(made[0], "test", "ARGS=-n0 -p no:cacheprovider tests/test_*.py")
 
 
 def test_all_mistakes_are_told_at_once_and_nothing_is_overwritten(tmp_path: Path) -> None:
-    """Tried without each line of `mistakes`: its message is missing."""
+    """Tried without each of the checks: its message is missing, or there is a traceback."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").write_text("mine")
     words = ("NAME=my project", f"DEST={tmp_path}/mine", "TASK=dop", "WITHOUT=transformer wandb")
@@ -105,12 +103,14 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_overwritten(tmp_path: Path
 
 @pytest.mark.parametrize("task", ["causal_lm", "text_classification", "dpo", "token_classification"])
 def test_a_task_that_needs_transformers_is_not_made_without(tmp_path: Path, task: str) -> None:
+    """Tried without: the project is made."""
     done = make_new(tmp_path, "NAME=x", f"DEST={tmp_path}/x", f"TASK={task}", "WITHOUT=transformers")
     assert done.stderr.splitlines()[0] == f"make new: WITHOUT=transformers: the task {task} needs it"
     assert not (tmp_path / "x").exists()
 
 
 def test_where_sed_is_bsd_s_it_says_what_to_install(tmp_path: Path) -> None:
+    """Tried without: a traceback."""
     (tmp_path / "sed").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "sed").chmod(0o755)
     done = make_new(tmp_path, "NAME=x", f"DEST={tmp_path}/x", PATH=f"{tmp_path}:{os.environ['PATH']}")

@@ -37,7 +37,6 @@ def copy(tmp_path: Path) -> Path:
         if (file := PROJECT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, folder / name)
-    (folder / "collect.py").write_text(COLLECT)
     git(folder, "init", "--quiet")
     git(folder, "add", "--all", "--force")
     git(folder, "commit", "--quiet", "--message=all of it")
@@ -54,11 +53,13 @@ def changed_lines(folder: Path) -> int:
     return sum(max(map(int, change.split()[:2])) for change in changes)
 
 
-def require_that_it_works(launch: Launch, folder: Path) -> None:
-    """Train on the digits, import the tests that are left, and look for imports that nobody needs any more."""
-    run = launch("ddp", "--max_steps=2", project=folder, processes=2).succeeded()
-    assert len(run.losses) == 1
+def require_that_it_works(launch: Launch, folder: Path, *arguments: str) -> None:
+    """Train, import the tests that are left, and look for imports that nobody needs any more."""
+    run = launch("ddp", "--max_steps=2", "--log_every=1", *arguments, project=folder, processes=2).succeeded()
+    assert len(run.losses) == 2
+    (folder / "collect.py").write_text(COLLECT)
     collected = launch("cpu", project=folder, script="collect.py")
+    (folder / "collect.py").unlink()
     assert collected.exit_code == 0, collected.stdout[-3000:]
     linted = subprocess.run(
         [BIN / "ruff", "check", "--no-cache", "train.py", "src", "tests"], cwd=folder, capture_output=True, text=True
