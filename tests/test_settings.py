@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -317,8 +318,10 @@ def test_no_config_is_configs_mnist_yaml() -> None:
 
 @pytest.mark.parametrize("file", sorted((PROJECT / "configs").glob("*.yaml")), ids=lambda file: file.name)
 def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command(file: Path) -> None:
-    Path("data/tinyshakespeare").mkdir(parents=True)
-    Path("data/tinyshakespeare/input.txt").write_text("which the header says how to get")
+    for path in map(Path, re.findall("^  dataset: (data/.*)", file.read_text(), re.MULTILINE)):
+        data = path if path.suffix else path / "train.jsonl"
+        data.parent.mkdir(parents=True)
+        data.write_text("which the header says how to get")
     assert isinstance(load_config([f"--config={file}"]), Config)
     header = file.read_text().split("\n\n")[0]
     assert header.startswith("# ")
