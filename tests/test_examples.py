@@ -1,10 +1,10 @@
 """The examples: a task is a file, and trains the same under every strategy. Those on text: text/test_examples.py."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,9 +14,8 @@ from torchvision.models import get_model
 from examples.image_classification import ImageClassification
 from examples.make_data import digits_png, friedman_csv
 from examples.tabular_regression import TabularRegression
-from src.evaluate import main
 from src.process import UserError
-from tests.launching import PROJECT, Launch, Run, Tool, slow
+from tests.launching import PROJECT, Launch, Run, Whole, needs, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 CURVE = ("--log_every=1", "--optim.lr=1e-4")  # small, as in test_parity.py
@@ -40,31 +39,38 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return ("--config=examples/tabular_regression.yaml", *(f"--task.{setting}" for setting in settings))
 
 
-@pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[[Run], dict[str, float]]:
-    """Returns what src.evaluate says of a run's export."""
-    tool = Tool("evaluate", main, capsys)
-    return lambda run: json.loads(tool(run.folder, f"--output={tmp_path}/out.parquet").succeeded().stdout)
-
-
 def assert_same(run: Run, alone: Run) -> None:
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
     metrics = {name: value for name, value in alone.summary.items() if name.startswith("eval/")}
     assert {name: run.summary[name] for name in metrics} == pytest.approx(metrics, rel=1e-4)
 
 
+def assert_evaluated(launch: Launch, run: Run, part: str, folder: Path) -> None:
+    words = (str(run.folder / part), f"--output={folder}/predictions.parquet")
+    found = json.loads(launch("cpu", *words, script="src/evaluate.py").succeeded().stdout)
+    assert found == pytest.approx({name: run.summary[name] for name in found}, rel=1e-6)
+    assert len(pq.read_table(words[1].partition("=")[2])) == found["eval/examples"]
+
+
 @pytest.mark.parametrize("example", ["pictures", "table"])
-def test_the_curve_is_the_same_under_every_strategy_and_so_is_the_export(
-    launch: Launch, evaluate: Callable[[Run], dict[str, float]], request: pytest.FixtureRequest, example: str
-) -> None:
+def test_the_curve_is_the_same_under_every_strategy(whole: Whole, request: pytest.FixtureRequest, example: str) -> None:
     arguments = (*request.getfixturevalue(example), *STEPS)
-    alone = launch("cpu", *arguments).succeeded()
+    alone = whole("cpu", *arguments)
     for yaml in ("ddp", "fsdp"):
-        run = launch(yaml, *arguments, processes=2).succeeded()
+        run = whole(yaml, *arguments, processes=2)
         assert_same(run, alone)
     assert run.summary["strategy"] == "fsdp"
-    found = evaluate(run)
-    assert found == pytest.approx({name: run.summary[name] for name in found}, rel=1e-6)
+
+
+@needs("src/evaluate.py")
+@pytest.mark.parametrize("example", ["pictures", "table"])
+@pytest.mark.parametrize("part", ["model", "checkpoints/step_00000008"])
+def test_its_metrics_are_those_of_the_training(
+    launch: Launch, whole: Whole, request: pytest.FixtureRequest, tmp_path: Path, example: str, part: str
+) -> None:
+    """From what FSDP exported, and from its checkpoint."""
+    run = whole("fsdp", *request.getfixturevalue(example), *STEPS, processes=2)
+    assert_evaluated(launch, run, part, tmp_path)
 
 
 def test_an_mlp_beats_ridge_regression(launch: Launch, table: tuple[str, ...]) -> None:
@@ -85,17 +91,22 @@ def test_a_resnet_reads_the_digits(launch: Launch, pictures: tuple[str, ...]) ->
     assert run.summary["eval/accuracy"] >= 0.97
 
 
-def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
-    launch: Launch, evaluate: Callable[[Run], dict[str, float]], pictures: tuple[str, ...]
-) -> None:
+def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(whole: Whole, pictures: tuple[str, ...]) -> None:
     """Its statistics are the first process's for all, as DDP has them. Tried without sending them: under FSDP the
-    evaluation has another loss than the export, and than DDP."""
+    evaluation has another loss than under DDP."""
     arguments = (*pictures, *STEPS, "--task.norm=batch")
-    alone, ddp = launch("cpu", *arguments).succeeded(), launch("ddp", *arguments, processes=2).succeeded()
+    alone, ddp, fsdp = whole("cpu", *arguments), *(whole(yaml, *arguments, processes=2) for yaml in ("ddp", "fsdp"))
     assert ddp.losses[0] != pytest.approx(alone.losses[0], rel=1e-3)
-    fsdp = launch("fsdp", *arguments, processes=2).succeeded()
     assert_same(fsdp, ddp)
-    assert evaluate(fsdp)["eval/loss"] == pytest.approx(fsdp.summary["eval/loss"], rel=1e-6)
+
+
+@needs("src/evaluate.py")
+def test_fsdp_exports_the_statistics_that_it_evaluates(
+    launch: Launch, whole: Whole, pictures: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Tried without sending them: the export has another loss."""
+    run = whole("fsdp", *pictures, *STEPS, "--task.norm=batch", processes=2)
+    assert_evaluated(launch, run, "model", tmp_path)
 
 
 def test_a_stopped_run_continues_to_the_last_bit(launch: Launch, table: tuple[str, ...]) -> None:
@@ -107,6 +118,7 @@ def test_a_stopped_run_continues_to_the_last_bit(launch: Launch, table: tuple[st
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@needs("src/check")
 @pytest.mark.parametrize(("example", "yaml"), [slow("pictures", "fsdp"), ("pictures", "ddp"), ("table", "fsdp")])
 def test_the_check_finds_no_fault(launch: Launch, request: pytest.FixtureRequest, example: str, yaml: str) -> None:
     run = launch(yaml, *request.getfixturevalue(example), "--check", processes=2).succeeded()
