@@ -18,7 +18,7 @@ from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import PROJECT, Launch, Run, Whole, needs, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
-STEPS = ("--max_steps=8", "--save_every=4", "--log_every=1", "--optim.lr=1e-4")  # small, as in test_parity.py
+STEPS = ("--max_steps=8", "--save_every=4", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
 BATCH_NORM = "--task.norm=batch"
 
 
@@ -31,7 +31,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
         files = sorted(folder.glob(f"{part}/*/*.png"))
         for file in {*files} - {*files[::31]}:
             file.unlink()
-    settings = (f"data_dir={folder}", "name=image_classification", "model=shufflenet_v2_x0_5")
+    settings = (f"data_dir={folder}", "name=image_classification", "model=shufflenet_v2_x0_5", "size=64")
     example = ("--config=examples/image_classification.yaml", "--global_batch_size=16")
     return (*example, *(f"--task.{setting}" for setting in settings))
 
