@@ -29,11 +29,11 @@ from src.tasks.base import Task
 
 
 class PolicyAndReference(nn.Module):
-    """Both models in one forward pass, as DDP and FSDP need it. Each process builds both before FSDP shards them."""
+    """Both models, as DDP and FSDP hook into the forward pass of one module. FSDP shards both once they are built."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
-        self.policy, self.reference = policy, copy.deepcopy(policy).requires_grad_(False)
+        self.policy, self.reference = policy, copy.deepcopy(policy).requires_grad_(False)  # it keeps today's weights
         self._no_split_modules = fsdp_blocks(policy)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -42,9 +42,9 @@ class PolicyAndReference(nn.Module):
         inputs = {"input_ids": input_ids.flatten(0, 1), "use_cache": False}  # what pads comes last, where none sees it
         with torch.no_grad():
             reference = self.reference.eval()(**inputs).logits  # no dropout, also after train()
-        outputs, labels = (reference, self.policy(**inputs).logits), labels.flatten(0, 1)
-        before, now = (cross_entropy(o.float().transpose(1, 2), labels, reduction="none") for o in outputs)
-        return (before - now).sum(1).unflatten(0, (-1, 2))
+        both, labels = (reference, self.policy(**inputs).logits), labels.flatten(0, 1)
+        before, now = (cross_entropy(logits.float().transpose(1, 2), labels, reduction="none") for logits in both)
+        return (before - now).sum(1).unflatten(0, (-1, 2))  # each is minus a log probability, or 0 for a label of -100
 
 
 class Dpo(TextSource, ModelSource, Task):
@@ -73,8 +73,8 @@ class Dpo(TextSource, ModelSource, Task):
         length, tokenizer = self.sequence_length, self._tokenizer
         config = self.load_config() if self.model else new_config(self.architecture, tokenizer, length)
         check_fit(length, self.with_dropout(config), tokenizer)
-        lm = AutoModelForCausalLM
-        return PolicyAndReference(self.load_model(lm, config) if self.model else lm.from_config(config))
+        auto = AutoModelForCausalLM
+        return PolicyAndReference(self.load_model(auto, config) if self.model else auto.from_config(config))
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
         parts = self.usable_parts(*self.load_rows(), {"prompt": "text", "chosen": "text", "rejected": "text"})
@@ -92,7 +92,7 @@ class Dpo(TextSource, ModelSource, Task):
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         answers, pads = [answer for pair in samples for answer in pair], {"input_ids": 0, "labels": -100}
         rows = {name: [torch.tensor(answer[name]) for answer in answers] for name in pads}
-        return {n: pad_sequence(rows[n], True, pad).unflatten(0, (-1, 2)) for n, pad in pads.items()}
+        return {name: pad_sequence(rows[name], True, pad).unflatten(0, (-1, 2)) for name, pad in pads.items()}
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         return self.evaluate(model, batch)[:2]
@@ -100,7 +100,7 @@ class Dpo(TextSource, ModelSource, Task):
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
         chosen, rejected = model(**batch).T
         outputs = {"chosen_log_ratio": chosen, "rejected_log_ratio": rejected}
-        return -logsigmoid(self.beta * (chosen - rejected)).sum(), len(chosen), outputs
+        return -logsigmoid(self.beta * (chosen - rejected)).sum(), len(chosen), outputs  # the loop divides by all pairs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         chosen, rejected = (outputs[name].double() for name in self.metric_names[2:])

@@ -1,8 +1,6 @@
 """Pictures in folders, train/<class>/… and val/<class>/…, and any torchvision model with one output, of a Linear."""
 
-import io
 import math
-from base64 import b64encode
 from copy import copy
 from hashlib import sha256
 from pathlib import Path
@@ -18,11 +16,14 @@ from torchvision.transforms import v2
 
 from src.process import UserError, explained
 from src.tasks import load_metric
-from src.tasks.base import PICTURE, Table, Task
+from src.tasks.base import Table, Task
 from src.tasks.tables import label_columns, label_tables
 
 
 class Pictures(datasets.ImageFolder):
+    seed: list[int] = []
+    """Of the run and the epoch, where something is drawn."""
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return a picture, shape (3, size, size), fp32, and its label. What it draws depends on seed and index."""
         with random.fork_rng(devices=[]), explained(f"{self.samples[index][0]}: cannot be read, ", OSError):
@@ -49,21 +50,20 @@ class ImageClassification(Task):
     flip: bool = True
     """Mirror half of the training pictures."""
     _classes: list[str] = PrivateAttr(default_factory=list)
-    _val: Pictures = PrivateAttr()
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
         with explained("task.data_dir (`python -m examples.make_data` makes data/digits_png): ", OSError):
-            train, self._val = (Pictures(Path(self.data_dir, part), square) for part in ("train", "val"))
-        train.seed = self._val.seed = [0]  # unused, as nothing is drawn
+            train, val = (Pictures(Path(self.data_dir, part), square) for part in ("train", "val"))
         self._classes = self._classes or train.classes
-        if odd := {*self._classes}.symmetric_difference(self._val.classes):
+        if odd := {*self._classes}.symmetric_difference(val.classes):
             raise UserError(f"task.data_dir={self.data_dir}: val and the data to train on do not both have {min(odd)}")
-        return train, self._val
+        return train, val
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
-        epoch, crop = copy(train), v2.RandomResizedCrop(self.size, (0.5, 1.0))
-        epoch.seed, epoch.transform = seed, v2.Compose([crop, v2.RandomHorizontalFlip(self.flip / 2)])
+        crop, flip = v2.RandomResizedCrop(self.size, (0.5, 1.0)), v2.RandomHorizontalFlip(0.5 if self.flip else 0.0)
+        epoch = copy(train)  # the files are not listed again
+        epoch.seed, epoch.transform = seed, v2.Compose([crop, flip])
         return epoch
 
     def fingerprint(self, dataset: Any) -> str:
@@ -81,9 +81,10 @@ class ImageClassification(Task):
                 raise ValueError("weights that were trained with BatchNorm need frozen, or batch")
             state = load_state_dict_from_file(self.weights, safe=False) if Path(self.weights).is_file() else None
             model = models.get_model(self.model, weights=None if state else self.weights or None)
-            model.load_state_dict(state or model.state_dict())
+            if state:
+                model.load_state_dict(state)
         own = [type(layer).__name__ for layer in model.modules() if type(layer).__module__.startswith(models.__name__)]
-        model._no_split_modules = sorted({name for name in own if own.count(name) > 1})  # torchvision's, repeated
+        model._no_split_modules = sorted({name for name in own if own.count(name) > 1})  # blocks, for FSDP to shard
         for name, layer in [*model.named_modules()]:
             if isinstance(layer, nn.BatchNorm2d) and self.norm != "batch":
                 n = layer.num_features
@@ -103,18 +104,14 @@ class ImageClassification(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
         logits, labels = model(batch[0]).float(), batch[1]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
+        # a sum and a count: the loop divides by the pictures of all processes, which may have unequal shares
         return nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
-        def show(index: int) -> dict[str, str]:
-            png = io.BytesIO()
-            self._val.transform(self._val.loader(self._val.samples[index][0])).save(png, "png")
-            return {"image": PICTURE + b64encode(png.getvalue()).decode()}
-
-        return label_tables(outputs, self._classes, show)
+        return label_tables(outputs, self._classes, lambda index: {"file": dataset.samples[index][0]})
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {"file": [file for file, _ in dataset.samples], **label_columns(outputs, self._classes)}

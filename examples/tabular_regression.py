@@ -107,6 +107,7 @@ class TabularRegression(Task):
         inputs, targets, _ = batch
         found, mean, std = model(inputs).float()[:, 0], *(self._known[name][self.target] for name in ("mean", "std"))
         outputs = {"predictions": found * std + mean, "references": targets * std + mean}
+        # a sum and a count: the loop divides by the rows of all processes, which may have unequal shares
         return nn.functional.mse_loss(found, targets, reduction="sum"), len(targets), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:

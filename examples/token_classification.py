@@ -61,9 +61,9 @@ class TokenClassification(TextClassification):
         for words, tags in sentences:
             encoded = self._tokenizer([f" {word}" for word in words], **options)  # byte-level ones look for the space
             ids = {word: self._labels.index(tag) for word, tag in enumerate(tags)}
-            labels = [ids.pop(word, -100) for word in encoded.word_ids()]  # of each word's first piece alone
+            labels = [ids.pop(word, -100) for word in encoded.word_ids()]  # -100 after the first piece: no target
             row = {"input_ids": encoded["input_ids"], "label": labels, "length": len(labels), "words": words}
-            rows.append(row | {"truncated": bool(ids)})
+            rows.append(row | {"truncated": bool(ids)})  # tags are left over
         return Dataset.from_list(rows)
 
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:

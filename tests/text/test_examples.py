@@ -15,11 +15,9 @@ from examples.dpo import Dpo
 from examples.make_text import write
 from examples.token_classification import TokenClassification
 from src.checkpoint.tensors import saved_tensors
-from src.evaluate import main
 from src.process import UserError
-from tests.check.test_check import assert_all_is_well
 from tests.faults.runs import assert_same_run, cut_back
-from tests.launching import PROJECT, Launch, Whole, mistakes, slow
+from tests.launching import PROJECT, Launch, Whole, mistakes, needs, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 STEPS = ("--max_steps=30", "--log_every=1", "--save_every=10")
@@ -78,16 +76,17 @@ def test_it_learns_the_same_on_any_number_of_processes(
         assert alone.losses[0] == pytest.approx(math.log(2), rel=1e-7)
 
 
+@needs("src/evaluate.py")
 @pytest.mark.parametrize("name", ["dpo", "token_classification"])
 @pytest.mark.parametrize("part", ["model", "checkpoints/step_00000030"])
 def test_its_metrics_are_those_of_the_training(
-    whole: Whole, task: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, part: str
+    launch: Launch, whole: Whole, task: Any, tmp_path: Path, name: str, part: str
 ) -> None:
     """From what FSDP exported, which transformers loads, and from its checkpoint. Tried with the exported policy as its
     own reference: a loss of log 2."""
     run = whole("fsdp", *task[name], *STEPS, processes=2)
-    main([str(run.folder / part), f"--output={tmp_path}/predictions.parquet"])
-    found = json.loads(capsys.readouterr().out)
+    words = (str(run.folder / part), f"--output={tmp_path}/predictions.parquet")
+    found = json.loads(launch("cpu", *words, script="src/evaluate.py").succeeded().stdout)
     assert found == pytest.approx({metric: run.summary[metric] for metric in found}, rel=1e-4)
     assert len(pq.read_table(tmp_path / "predictions.parquet")) == found["eval/examples"]
     auto: Any = AutoModelForCausalLM if name == "dpo" else AutoModelForTokenClassification
@@ -163,9 +162,10 @@ def test_settings_that_do_not_fit_are_refused_at_once(models: Path) -> None:
     assert any("text_pair_column" in line for line in mistakes(tags, "--task.text_pair_column=other"))
 
 
+@needs("src/check")
 @pytest.mark.parametrize("name", ["dpo", slow("token_classification")])
-def test_it_is_well(launch: Launch, task: Any, name: str) -> None:
-    assert_all_is_well(launch("fsdp", "--check", *task[name], processes=2))
+def test_the_check_finds_no_fault(launch: Launch, task: Any, name: str) -> None:
+    assert "all checks passed" in launch("fsdp", "--check", *task[name], processes=2).succeeded().stdout
 
 
 def test_names_are_whole() -> None:
