@@ -66,8 +66,8 @@ def test_the_curve_is_the_same_under_every_strategy(whole: Whole, example: tuple
 
 
 def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(whole: Whole, pictures: tuple[str, ...]) -> None:
-    """Its statistics are the first process's for all, as DDP has them. Tried without sending them: under FSDP the
-    evaluation has another loss than under DDP, and, in the next test, than the export."""
+    """Its statistics are the first process's for all, as DDP has them. Tried without sending them: in the next test,
+    the evaluation under FSDP has another loss than the export."""
     arguments = (*pictures, *STEPS, BATCH_NORM)
     alone, ddp, fsdp = whole("cpu", *arguments), *(whole(yaml, *arguments, processes=2) for yaml in ("ddp", "fsdp"))
     assert ddp.losses[0] != pytest.approx(alone.losses[0], rel=1e-3)
