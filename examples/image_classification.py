@@ -50,6 +50,7 @@ class ImageClassification(Task):
     flip: bool = True
     """Mirror half of the training pictures."""
     _classes: list[str] = PrivateAttr(default_factory=list)
+    _files: list[str] = PrivateAttr()
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
@@ -58,6 +59,7 @@ class ImageClassification(Task):
         self._classes = self._classes or train.classes
         if odd := {*self._classes}.symmetric_difference(val.classes):
             raise UserError(f"task.data_dir={self.data_dir}: val and the data to train on do not both have {min(odd)}")
+        self._files = [file for file, _ in val.samples]
         return train, val
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
@@ -111,7 +113,7 @@ class ImageClassification(Task):
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
-        return label_tables(outputs, self._classes, lambda index: {"file": dataset.samples[index][0]})
+        return label_tables(outputs, self._classes, lambda index: {"file": self._files[index]})
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
-        return {"file": [file for file, _ in dataset.samples], **label_columns(outputs, self._classes)}
+        return {"file": self._files, **label_columns(outputs, self._classes)}
