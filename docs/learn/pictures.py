@@ -102,7 +102,7 @@ def optimizer_sharding(axes: Axes) -> None:
             outer = 4 + 20 * other + 4 * rank
             arrow(axes, (outer, 35.7), (middle, 25.3), RANKS[rank])
             arrow(axes, (middle, 20.7), (outer, 11.3), RANKS[rank])
-    axes.text(2, 1.5, "above: a reduce sends the sum of each part to its owner; below: a broadcast sends its weights to all")
+    axes.text(2, 1.5, "above: reduce, the sum of each part to its owner; below: broadcast, its new weights to all")
 
 
 def fully_sharded(axes: Axes) -> None:
