@@ -36,7 +36,7 @@ def average_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.f
 def train(name: str, rank: int, p: int) -> Tensor:
     """Return the loss of each step, over the examples of all processes."""
     torch.manual_seed(rank)  # other weights on each
-    model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: events.append("g"))
         if name == "by hand":

@@ -66,9 +66,9 @@ with StopSignal(run.accelerator, config) as stop:
             optimizer.step()
             optimizer.zero_grad()
         expected = float(sums[0] / sums[1])
-        assert abs(losses[-1] - expected) < 1e-5, f"step {step + 1}: {losses[-1]:.4f}, not {expected:.4f}"
+        assert abs(losses[-1] - expected) < 1e-5, f"step {step + 1}: {losses[-1]:.3f}, not {expected:.3f}"
 if run.is_main:
-    print(f"{run.launch.strategy} x {run.world_size}, losses as by hand:", *(f"{loss:.4f}" for loss in losses))
+    print(f"{run.launch.strategy} x {run.world_size}, losses as by hand:", *(f"{loss:.3f}" for loss in losses))
     print(f"step {STEPS} called", *collectives.notes, sep="\n")
 run.accelerator.wait_for_everyone()
 run.accelerator.end_training()

@@ -43,8 +43,8 @@ class ShardedOptimizer:
 def train(name: str, sharded: Any, own: slice) -> Tensor:
     """Return the loss of each step, over the whole batch, of which this process reads its own examples."""
     torch.manual_seed(0)  # the same weights on all processes
-    hidden = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.ReLU())]
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), *hidden, nn.Linear(128, 10))
+    hidden = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.GELU())]
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), *hidden, nn.Linear(128, 10))
     parameters: list[Any] = list(model.parameters())
     optimizer: Any = sharded(parameters, Adam, lr=0.002) if sharded else Adam(parameters, lr=0.002)
     losses = []
@@ -74,7 +74,7 @@ if rank == 0:
 alone = train("one process", None, slice(None))
 for name, sharded in {"by hand": ShardedOptimizer, "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer}.items():
     curve = train(name, sharded, slice(rank, None, p))
-    step = int(((curve - alone).abs() > 1e-6).int().argmax())  # the first that differs
-    assert abs(curve[step] - alone[step]) <= 1e-6, f"{name}, step {step + 1}: {curve[step]:.4f}, not {alone[step]:.4f}"
+    step = int(((curve - alone).abs() > 1e-5).int().argmax())  # the first that differs
+    assert abs(curve[step] - alone[step]) <= 1e-5, f"{name}, step {step + 1}: {curve[step]:.4f}, not {alone[step]:.4f}"
 dist.barrier()
 dist.destroy_process_group()

@@ -30,8 +30,8 @@ def box(axes: Axes, x: float, y: float, width: float, height: float, words: str 
     axes.text(x + width / 2, y + height / 2, words, ha="center", va="center_baseline")
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0})
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = INK) -> None:
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "shrinkA": 0, "shrinkB": 0})
 
 
 def draw(picture: Callable[[Axes], None], height: float) -> str:
@@ -91,17 +91,18 @@ def optimizer_sharding(axes: Axes) -> None:
     """What each process holds and sends in a step of ZeRO stage 1."""
     for rank in range(4):
         left = 2 + 20 * rank
-        axes.text(left, 37, f"rank {rank}", fontweight="bold")
-        for y, what, label in ((31, "gradients", 34.6), (3, "weights", 0.8)):
+        axes.text(left, 42, f"rank {rank}", fontweight="bold")
+        for y, what, label in ((36, "gradients", 39.6), (8, "weights", 5.8)):
             axes.text(left, label, what, fontsize=8)
             for part in range(4):
                 box(axes, left + 4 * part, y, 4, 3, colour=RANKS[part])
         middle = left + 4 * rank + 2
-        box(axes, min(max(middle - 5, left), left + 6), 15, 10, 5, "Adam's state", RANKS[rank])
-        arrow(axes, (middle, 30.5), (middle, 20.5))
-        arrow(axes, (middle, 14.5), (middle, 6.5))
-    axes.text(29.5, 25, "reduce: sums, to the owner")
-    axes.text(29.5, 10, "broadcast: weights, to all")
+        box(axes, min(max(middle - 5, left), left + 6), 21, 10, 4, "Adam's state", RANKS[rank])
+        for other in range(4):
+            outer = 4 + 20 * other + 4 * rank
+            arrow(axes, (outer, 35.7), (middle, 25.3), RANKS[rank])
+            arrow(axes, (middle, 20.7), (outer, 11.3), RANKS[rank])
+    axes.text(2, 1.5, "above: reduce, the sum of each part to its owner; below: broadcast, its new weights to all")
 
 
 def fully_sharded(axes: Axes) -> None:
@@ -146,9 +147,9 @@ def from_here(axes: Axes) -> None:
     rows = (
         ("1 join the processes", "data_parallel.py", "src/distributed.py"),
         ("2 each its share of the data", "data_parallel.py", "src/data/loading.py"),
-        ("3 the same model everywhere", "fully_sharded.py", "src/run.py, src/distributed.py"),
+        ("3 the same model on each", "fully_sharded.py", "src/run.py, src/distributed.py"),
         ("4 count, forward, backward", "precision.py", "train_step in train.py"),
-        ("5 update", "optimizer_sharding.py", "src/optim.py"),
+        ("5 update", "precision.py", "src/optim.py"),
         ("6 evaluate, save", "", "evaluate in train.py, src/checkpoint"),
     )
     for x, title in ((1, "a step"), (27, "by hand, in this course"), (51, "in the project")):
@@ -164,7 +165,7 @@ def from_here(axes: Axes) -> None:
 
 
 PICTURES: dict[Callable[[Axes], None], int] = {
-    collectives: 69, data_parallel: 32, optimizer_sharding: 40, fully_sharded: 36, precision: 31, from_here: 42,
+    collectives: 69, data_parallel: 32, optimizer_sharding: 45, fully_sharded: 36, precision: 31, from_here: 42,
 }  # fmt: skip
 """The pictures, and their heights in units."""
 
