@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, PROJECT, Launch, Run, run_command, slow
+from tests.launching import BIN, PROJECT, Launch, Run, needs, run_command, slow
 
 LEARN = PROJECT / "docs" / "learn"
 PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
@@ -102,7 +102,7 @@ def test_the_last_file_prints_what_its_page_says_under_fsdp_too(launch: Launch) 
     assert run.succeeded().stdout.strip() == text.strip()
 
 
-@pytest.mark.skipif(not ADVICE.exists(), reason="without --check, nothing has these names")
+@needs("src/check/advice.py")
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_checks_that_would_tell_have_these_names(lesson: str) -> None:
     """Tried with another name in bold."""

@@ -17,7 +17,7 @@ from examples.token_classification import TokenClassification
 from src.checkpoint.tensors import saved_tensors
 from src.process import UserError
 from tests.faults.runs import assert_same_run, cut_back
-from tests.launching import PROJECT, Launch, Whole, mistakes, needs, slow
+from tests.launching import Launch, Whole, mistakes, needs, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 STEPS = ("--max_steps=30", "--log_every=1")
@@ -177,8 +177,3 @@ def test_names_are_whole() -> None:
     assert task._names(torch.tensor([[2, 2, 4, 0, 1, 1, 2, -100]])) == {
         (0, 0, 1, "A"), (0, 2, 2, "AB"), (0, 4, 4, "A"), (0, 5, 6, "A"),
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["dpo", "token_classification"])
-def test_it_is_one_file_of_at_most_120_lines(name: str) -> None:
-    assert len((PROJECT / "examples" / f"{name}.py").read_text().splitlines()) <= 120
