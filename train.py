@@ -25,7 +25,7 @@ from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_bes
 from src.checkpoint.write import CheckpointWriter
 from src.config import Config, load_config, metric_errors
 from src.data.loading import MicroBatch, count_step, evaluation_batches, gather_in_order, training_steps
-from src.distributed import build_accelerator, float64_zeros, local_main_process_first, prepare, reduce_step
+from src.distributed import build_accelerator, find_shard, float64_zeros, local_main_process_first, prepare, reduce_step
 from src.export import export_model, push_to_hub
 from src.launch_guard import resume_command
 from src.model_transforms import transform
@@ -82,8 +82,7 @@ def build(config: Config) -> Run | None:
     fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_main_process else []
     train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
 
-    sharding = (accelerator.process_index, accelerator.num_processes) if accelerator.is_fsdp2 else None
-    model, facts = new_model(config, launch.device, launch.precision, sharding)
+    model, facts = new_model(config, launch.device, launch.precision, find_shard(accelerator))
     facts["data"] = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
     transform(model, config, accelerator)
     model = prepare(accelerator, model)

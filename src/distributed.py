@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -31,6 +32,7 @@ from src.launch_guard import Launcher, choose_precision, find_launcher, is_set, 
 from src.process import UserError
 from src.settings import nearest
 
+warnings.filterwarnings("ignore", "Slicing a flattened dim")  # what Accelerate does for HSDP
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -43,7 +45,7 @@ class Launch:
     requested: dict[str, Any]
     """The yaml's (or command line's) distributed_type, num_processes and mixed_precision."""
     strategy: str
-    """single, ddp, fsdp, fsdp_grad_op, fsdp_offload or fsdp_grad_op_offload."""
+    """single, ddp, or fsdp or hsdp, followed by _grad_op, _offload or both."""
     num_processes: int
     device: str
     precision: str
@@ -112,6 +114,9 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
         started = processes(world_size) + (f" on {backend}" if backend else "")
         note = f"no GPU here: {stand_in}, {started}{', sharding for real' if wants_fsdp else ''}, {precision}"
+    if mesh := accelerator.torch_device_mesh:  # its groups have not taken over the timeout
+        for group in mesh.get_all_groups():
+            torch.distributed.set_timeout(timeout, group)
     kind = yaml.get("distributed_type", "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO")
     return accelerator, Launch(
         config_file=config_file,
@@ -158,7 +163,20 @@ def _strategy(accelerator: Accelerator) -> str:
     plugin = accelerator.state.fsdp_plugin
     grad_op = "" if plugin.reshard_after_forward else "_grad_op"
     offload = "_offload" if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else ""
-    return f"fsdp{grad_op}{offload}"
+    return f"{'hsdp' if num_replicas(accelerator) > 1 else 'fsdp'}{grad_op}{offload}"
+
+
+def num_replicas(accelerator: Accelerator) -> int:
+    """Return how many processes hold the same gradients: under FSDP one, under HSDP the replicas of each shard."""
+    if not accelerator.is_fsdp2:
+        return accelerator.num_processes
+    return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
+
+
+def find_shard(accelerator: Accelerator) -> tuple[int, int] | None:
+    """Return which shard of the model is this process's, and their number; None if it is not sharded."""
+    number = accelerator.num_processes // num_replicas(accelerator)
+    return (accelerator.process_index % number, number) if accelerator.is_fsdp2 else None
 
 
 @contextlib.contextmanager
@@ -222,9 +240,8 @@ def reduce_step(
     squares = grad_square_sum(gradients).to(accelerator.device)
     targets = num_targets if isinstance(num_targets, Tensor) else squares.new_full((), num_targets)
     numbers = torch.stack((torch.stack(losses).sum(dtype=squares.dtype), targets.to(squares.dtype), squares))
+    numbers[2] /= num_replicas(accelerator)
     if accelerator.num_processes > 1:
-        if not accelerator.is_fsdp2:
-            numbers[2] /= accelerator.num_processes
         numbers = accelerator.reduce(numbers, "sum")
     numbers[2].sqrt_()
     return numbers

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src.distributed import grad_square_sum
+from src.distributed import grad_square_sum, num_replicas
 from src.optim import local_gradients, to_local
 from src.progress import StepResult
 from src.run import Run
@@ -39,7 +39,7 @@ class Norms:
             return {}
         accelerator, max_norm = self._run.accelerator, self._run.config.optim.max_grad_norm or math.inf
         if accelerator.is_fsdp2:
-            squares = accelerator.reduce(squares.to(accelerator.device), "sum")
+            squares = accelerator.reduce(squares.to(accelerator.device), "sum") / num_replicas(accelerator)
         gradients, parameters = squares.sqrt().view(2, -1)
         gradients /= min(max_norm / (norm + 1e-6), 1.0)  # as scale_and_clip_ has multiplied them
         names = [f"train/{kind}/{part}" for kind in ("grad_norm", "param_norm") for part in self._parts]

@@ -123,8 +123,8 @@ class Run:
 def new_model(
     config: Config, device_type: str, precision: str, sharding: tuple[int, int] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the task's model, the same on all processes, and facts about it by name. `sharding`, of FSDP: this process
-    and their number; the model may then be without weights."""
+    """Return the task's model, the same on all processes, and facts about it by name. `sharding`, of FSDP: which shard
+    is this process's, and their number; the model may then be without weights."""
     tuned = config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
     tuned += [name for name in ("compile", "cuda_graphs") if getattr(config, name)]
     set_seed(config.seed)

@@ -11,7 +11,9 @@ from src.data.mnist import IDX_FILES
 from src.launch_guard import choose_precision
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command
 
-FSDP = yaml.safe_load((PROJECT / "accelerate_configs" / "fsdp.yaml").read_text())
+FSDP, HSDP = (
+    yaml.safe_load((PROJECT / "accelerate_configs" / f"{name}.yaml").read_text()) for name in ("fsdp", "hsdp")
+)
 DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
 CUDA_GRAPHS = "cuda_graphs=true is for one process on one NVIDIA GPU: use single_gpu.yaml, or leave it out"
 ONE_GPU = "import torch.accelerator as a; a.is_available = lambda: True; a.device_count = lambda: 1"
@@ -67,6 +69,11 @@ def test_what_cannot_be_is_refused(
     assert fnmatchcase(found, says), found
 
 
+def hsdp(**sizes: int) -> dict[str, Any]:
+    sizes = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+    return HSDP | {"num_machines": 1, "parallelism_config": HSDP["parallelism_config"] | sizes}
+
+
 def fsdp(**changes: object) -> dict[str, Any]:
     return FSDP | {"fsdp_config": FSDP["fsdp_config"] | changes}
 
@@ -90,15 +97,22 @@ def fsdp(**changes: object) -> dict[str, Any]:
         (DDP | {"use_cpu": True}, "", "{file}: use_cpu has no effect with several processes: take it out"),
         (DDP | {"fsdp_config": {"ddp_comm_hook": "bf16"}}, "", "{file}: ddp_comm_hook is a setting of train.py now: "
          "take it out, and add --ddp_comm_hook=bf16 to the command"),
+        (hsdp(dp_shard_size=4), "", "parallelism_config_dp_replicate_size=2 x parallelism_config_dp_shard_size=4 asks "
+         "for 8 processes, not 4: replicas are machines, shards the GPUs of each"),
+        (hsdp(dp_shard_size=1, dp_replicate_size=4), "", "parallelism_config_dp_replicate_size=4 is not "
+         "supported here: set dp_replicate_size and dp_shard_size above 1, no other"),
+        (hsdp(dp_shards=2), "", "{file}: parallelism_config has no key parallelism_config_dp_shards, did you mean "
+         "parallelism_config_dp_shard_size?"),
     ],
-    ids=["misspelt", "sharding strategy", "version 1", "blocks", "checkpointing", "twice", "use_cpu", "hook"],
+    ids=["misspelt", "sharding strategy", "version 1", "blocks", "checkpointing", "twice", "use_cpu", "hook", "sizes",
+         "no shards", "misspelt size"],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_what_cannot_be_is_refused(
     launch: Launch, tmp_path: Path, settings: dict[str, Any], text: str, says: str
 ) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(settings) + text)
-    is_real = "no key" in says
+    is_real = "fsdp_config has no key" in says
     found = refused(launch(file, "--max_steps=1", real=is_real), is_real)
     assert fnmatchcase(found, says.format(file=file)), found
 

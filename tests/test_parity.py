@@ -37,7 +37,7 @@ def assert_same_curve(run: Run, alone: Run, examples: int) -> None:
     ("yaml", "processes", "micro_batch_size"),
     [
         ("cpu", 1, 16), slow("ddp", 2, 4), ("ddp", 4, 4), ("fsdp", 2, 16), slow("fsdp", 4, 4), ("fsdp", 4, 16),
-        ("fsdp_grad_op", 2, 16), ("fsdp_offload", 2, 16),
+        ("fsdp_grad_op", 2, 16), ("fsdp_offload", 2, 16), ("hsdp", 4, 16),
     ],
 )  # fmt: skip
 def test_digits_with_accumulation_clipping_and_ragged_windows(

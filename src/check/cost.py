@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,7 +18,7 @@ from src.check.findings import Row, finding, gather
 from src.check.start import blocks_to_wrap, largest_shard
 from src.check.subject import Autocast, Subject
 from src.data.loading import MicroBatch
-from src.distributed import peak_memory
+from src.distributed import num_replicas, peak_memory
 from src.reference import backward
 from src.run import Run
 
@@ -43,7 +44,7 @@ class Recorder(TorchDispatchMode):
         self.reduced: Counter[str] = Counter()  # bytes, by dtype
         self.sent = 0.0  # bytes, by this process, where each collective goes around a ring
         self.gradients: dict[str, str] = {}  # dtypes, by the parameter's name
-        self._model, self._world_size = subject.unwrapped, subject.run.world_size
+        self._model = subject.unwrapped
 
     def finish(self, *_: Any) -> None:
         """Record the gradients' dtypes, and nothing from here on."""
@@ -60,7 +61,9 @@ class Recorder(TorchDispatchMode):
             size, is_all_reduce = max(map(_bytes, sides)), "allreduce" in name.replace("_", "")
             if is_all_reduce or "reduce_scatter" in name:
                 self.reduced[_dtype(sides[0][0])] += size
-            self.sent += (self._world_size - 1) / self._world_size * size * (2 if is_all_reduce else 1)
+            by_name = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False))
+            members = ProcessGroup.unbox(by_name["process_group"]).size()
+            self.sent += (members - 1) / members * size * (2 if is_all_reduce else 1)
         elif space == "aten" and any(loss in name and "backward" not in name for loss in LOSSES):
             self.losses[_dtype(args[0])] += 1
         elif name in PRODUCTS:
@@ -133,11 +136,13 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
 
     In a ring of N processes an all_reduce of S bytes sends 2 (N - 1) / N S; a reduce_scatter to shards, or an
     all_gather of them, half of that (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7). FSDP may
-    keep what is not in a block gathered for the backward pass, and does not reduce what is not in `gradients`.
+    keep what is not in a block gathered for the backward pass, and does not reduce what is not in `gradients`. HSDP
+    does all that among the processes that share a replica, then an all_reduce of each reduced shard over the replicas.
     """
-    world_size, model, hook = subject.run.world_size, subject.reference, subject.run.launch.comm_hook
+    model, hook, replicas = subject.reference, subject.run.launch.comm_hook, num_replicas(subject.run.accelerator)
+    world_size = subject.run.world_size // replicas if subject.is_fsdp else subject.run.world_size
     share = (world_size - 1) / world_size
-    if world_size == 1:
+    if subject.run.world_size == 1:
         return 0.0, 0.0, "nothing"
     if not subject.is_fsdp:
         trained = _bytes(p for p in model.parameters() if p.requires_grad) * (0.5 if hook else 1.0)
@@ -153,16 +158,18 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
     blocks = [block for block in blocks if any(p.requires_grad for p in block.parameters())]  # else not gathered again
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     reductions = num_micro_batches if subject.run.config.fsdp_reduce_each_micro_batch else 1
+    across = 2 * (replicas - 1) / replicas / (world_size - 1)  # bytes of the all_reduce per byte of the reduce_scatter
     least = most = 0.0
     for name, p in model.named_parameters():
         size = world_size * largest_shard(p, world_size)
-        reduced = reductions * 4 * size if p.requires_grad else 0
+        reduced = reductions * 4 * size * (1 + across) if p.requires_grad else 0
         gathered = num_micro_batches * width * size
         again = gathered if is_resharded else 0
         least += gathered + (reduced if name in gradients else 0) + (again if id(p) in in_blocks else 0)
         most += gathered + reduced + again
     gathers = (2 if is_resharded else 1) * num_micro_batches
     formula = f"{gathers} all_gather + {reductions} reduce_scatter of each parameter"
+    formula += f" among {world_size}, all_reduce of each shard over {replicas} replicas" if replicas > 1 else ""
     return share * least, share * most, formula
 
 

@@ -22,7 +22,7 @@ from src.check.advice import ADVICE
 from src.check.findings import Row, WorstError, finding, finding_alike, gather, relative_error
 from src.check.subject import Subject, checksum, named_tensors, shard_like
 from src.data.loading import MicroBatch, evaluation_batches, fetch, samples, training_steps
-from src.distributed import sharded_units
+from src.distributed import num_replicas, sharded_units
 from src.launch_guard import is_set
 from src.optim import to_local
 from src.reference import own_share
@@ -55,7 +55,8 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     measured = f"{units}, {len(wrapped)} of {len(blocks)} blocks among them"
     yield row("sharded units", measured, "all blocks, and the rest", units > 1 and wrapped == blocks)
     total = sum(4 * p.numel() for p in subject.reference.parameters()) / 1e6
-    largest = sum(4 * largest_shard(p, run.world_size) for p in subject.reference.parameters()) / 1e6
+    num_shards = run.world_size // num_replicas(run.accelerator)
+    largest = sum(4 * largest_shard(p, num_shards) for p in subject.reference.parameters()) / 1e6
     whole = [name for name, p in run.model.named_parameters() if not isinstance(p, DTensor)]
     measured = f"{held:,.2f} MB of {total:,.2f} ({held / total:.1%})" + (f", all of {whole[0]}" if whole else "")
     yield row("parameters per process", measured, f"{largest:,.2f} MB", held <= largest and not whole)

@@ -29,7 +29,7 @@ from src.checkpoint.output_folder import (
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
 from src.checkpoint.tensors import frozen_square_sum, load_tensors, require_same_frozen
 from src.config import Config
-from src.distributed import Launch
+from src.distributed import Launch, num_replicas
 from src.process import SIGNALS, UserError
 from src.progress import Progress
 from src.run import Run
@@ -59,7 +59,7 @@ def checkpoint_metadata(
     evaluate on, are the main process's. Collective."""
     squares = frozen_square_sum(model)
     if accelerator.is_fsdp2:
-        squares = accelerator.reduce(squares.to(accelerator.device), "sum").cpu()
+        squares = accelerator.reduce(squares.to(accelerator.device), "sum").cpu() / num_replicas(accelerator)
     return {
         "config": config.model_dump(mode="json"),
         "data_state": config.task.data_state(),

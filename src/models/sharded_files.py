@@ -10,6 +10,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from src.distributed import find_shard
+
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
 """Names in the format's header: https://github.com/huggingface/safetensors#format"""
 LARGEST_FILE, LARGEST_WRITE = "5GB", 2**30
@@ -65,8 +67,9 @@ def _layout(tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int]]:
 def _write_part(descriptor: int, start: int, tensor: Tensor, accelerator: Accelerator) -> None:
     part = tensor.detach()
     if isinstance(part, DTensor):
-        rows = -(-part.shape[0] // accelerator.num_processes)  # as FSDP splits: the last shares may be smaller
-        start += accelerator.process_index * rows * (part.numel() // part.shape[0]) * part.element_size()
+        index, number = find_shard(accelerator) or (0, 1)
+        rows = -(-part.shape[0] // number)  # as FSDP splits: the last shares may be smaller
+        start += index * rows * (part.numel() // part.shape[0]) * part.element_size()
         part = part.to_local()
     elif not accelerator.is_main_process:
         return

@@ -44,6 +44,7 @@ def assert_all_is_well(run: Run) -> None:
         slow("ddp_bf16_hook", 2, ("--ddp_comm_hook=bf16",)),
         ("fsdp", 4, ("--optim.name=sgd", "--optim.max_grad_norm=1", "--micro_batch_size=2")),
         ("fsdp", 2, ("--micro_batch_size=4", "--fsdp_reduce_each_micro_batch=false")),
+        ("hsdp", 4, ("--optim.max_grad_norm=1", "--micro_batch_size=2")),
         slow("fsdp_offload", 2, ("--optim.name=muon",)),
     ],
 )

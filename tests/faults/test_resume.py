@@ -36,10 +36,12 @@ def test_a_killed_cnn_goes_on_to_the_last_bit(launch: Launch, whole: Whole, tmp_
 SMOOTH = ("--task.dropout=0", "--optim.lr=1e-4", *SHORT, "--checkpoint.keep_last=9")
 EVERY_STRATEGY = [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("fsdp_offload", 2)]
 
+WITH_HSDP = [(("fsdp", 2), ("hsdp", 4)), (("hsdp", 4), ("cpu", 1)), (("hsdp", 4), ("hsdp", 4))]
+
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("strategies")
-@pytest.mark.parametrize(("origin", "to"), list(itertools.permutations(EVERY_STRATEGY, 2)))
+@pytest.mark.parametrize(("origin", "to"), list(itertools.permutations(EVERY_STRATEGY, 2)) + WITH_HSDP)
 def test_saved_under_any_strategy_and_resumed_under_any_other(
     launch: Launch, whole: Whole, origin: tuple[str, int], to: tuple[str, int]
 ) -> None:

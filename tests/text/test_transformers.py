@@ -98,6 +98,7 @@ def samples(run: Run) -> list[list[dict[str, str]]]:
         ("lm with samples", "ddp", 4, CHECKPOINTED),
         ("lm with samples", "fsdp", 2, ()),
         slow("lm with samples", "fsdp", 4, CHECKPOINTED),
+        ("lm with samples", "hsdp", 4, CHECKPOINTED),
         slow("lm with samples", "fsdp_grad_op", 2, COMPILED),
         ("lm with samples", "fsdp_offload", 2, ()),
         ("lm with adapters", "fsdp", 2, CHECKPOINTED),
