@@ -41,9 +41,16 @@ def without_timings(text: str) -> str:
     return re.sub(r" *[\d.,]+ (ms|MB/s|times)\b", r" # \1", text).strip()
 
 
+def with_one_bucket(text: str) -> str:
+    """With two of DDP's buckets in one: which of them a small gradient is in depends on the processor's kernels."""
+    two = r"allreduce +([\d,]+) bytes  (.*backward.*)\nallreduce +([\d,]+) bytes  .*backward.*"
+    return re.sub(two, lambda found: f"{sum(int(found[i].replace(',', '')) for i in (1, 3))} bytes  {found[2]}", text)
+
+
 def check_output(lesson: str, run: Run) -> None:
     (text,) = blocks(lesson, "What it prints", "text")
-    assert without_timings(run.succeeded().stdout) == without_timings(text)
+    printed, said = (with_one_bucket(without_timings(each)) for each in (run.succeeded().stdout, text))
+    assert printed == said
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
