@@ -1,0 +1,192 @@
+"""launchers/slurm.sbatch on a real slurmctld and three slurmd, each on a host of its own (see cluster.py)."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.launching import PROJECT, QUIET, WANDB, Run, Whole, clean_environment, needs
+from tests.machines.cluster import Cluster, why_not
+
+REASON = why_not()
+pytestmark = [
+    needs("launchers/slurm.sbatch"),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+STEPS = 80
+SETTINGS = (f"--max_steps={STEPS}", "--log_every=1")
+SINGLE = "accelerate_configs/cpu.yaml"
+ENDLESS = ("--epochs=100000", "--log_every=1")
+STUB = """\
+#!/bin/bash
+# in place of accelerate: one node fails, which makes the other stop and say so, before there is anything to save
+[ "$SLURM_NODEID" = 1 ] && touch failed && exit 3
+until [ -e failed ]; do sleep 0.1; done
+sleep 1
+echo '{"status": "preempted", "checkpoint": null}' > "$STATUS"
+exit 1
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@dataclass
+class Job:
+    """A job of the script, which trains on the digits in `folder`."""
+
+    cluster: Cluster
+    number: str
+    folder: Path
+
+    def __getitem__(self, what: str) -> str:
+        """What the controller says of it, such as its JobState."""
+        return self.cluster.job(self.number).get(what, "")
+
+    @property
+    def log(self) -> str:
+        return self.cluster.log(self.number)
+
+    def wait_for(self, text: str) -> None:
+        """Until it has printed `text`."""
+        self.cluster.wait_until(lambda: text in self.log)
+
+    def ended(self) -> str:
+        """Returns: its state, when it has ended."""
+        self.cluster.wait_until(lambda: self["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
+        return self["JobState"]
+
+    def signal(self) -> None:
+        """As Slurm does before the end of the time: to all processes of the step, not to the script."""
+        self.cluster("scancel", "--signal=TERM", self.number)
+
+    @property
+    def losses(self) -> list[float]:
+        return Run(0, "", "", self.folder).losses
+
+
+def submit(
+    cluster: Cluster, folder: Path, *settings: str, options: tuple[str, ...] = (), wandb: str = "disabled", **more: str
+) -> Job:
+    own = ["--task.source=digits", f"--output_dir={folder}", *([f"--wandb.mode={wandb}"] if WANDB else [])]
+    number = cluster.submit(*options, "launchers/slurm.sbatch", *own, *settings, **more)
+    return Job(cluster, number, folder)
+
+
+@pytest.fixture(scope="module")
+def finished(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job on two nodes that was told to save, went on and got to its end."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    job = submit(cluster, folder, *SETTINGS, options=("--nodes=2",), wandb="offline")
+    job.wait_for("step      5/")
+    job.signal()
+    assert job.ended() == "COMPLETED", job.log
+    return job
+
+
+def test_a_job_that_is_told_to_save_goes_on_and_has_the_curve_of_one_in_one_piece(finished: Job, whole: Whole) -> None:
+    assert finished["Restarts"] == "1"
+    assert "by SIGTERM; to continue" in finished.log
+    assert finished["NumNodes"] == "2"
+    assert finished.losses == whole("ddp", *SETTINGS, processes=2).losses
+
+
+@pytest.mark.skipif(not WANDB, reason="Weights & Biases was thrown out")
+def test_it_goes_on_in_the_same_run_of_weights_and_biases(finished: Job) -> None:
+    parts = [folder.name.split("-")[-1] for folder in finished.folder.glob("wandb/offline-run-*")]
+    assert parts == [(finished.folder / "wandb/run_id").read_text()] * 2
+
+
+def test_a_finished_run_is_not_trained_again(cluster: Cluster, finished: Job) -> None:
+    record = (finished.folder / "metrics.jsonl").read_bytes()
+    again = submit(cluster, finished.folder, *SETTINGS, wandb="offline", YAML=SINGLE)
+    assert again.ended() == "COMPLETED"
+    assert "finished: nothing to do" in again.log
+    assert (finished.folder / "metrics.jsonl").read_bytes() == record
+
+
+def test_what_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
+    """Even if it has been stopped before, or one node's failure makes another one stop."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/status.json").write_text('{"status": "preempted", "checkpoint": null}')
+    failing = submit(cluster, tmp_path / "run", "--task.source=mnist", "--task.data_dir=/nowhere")
+    mistaken = submit(cluster, tmp_path / "mistaken", "--max_step=3")
+
+    stub = tmp_path / "stub"
+    (stub / ".venv/bin").mkdir(parents=True)
+    (stub / "train.py").touch()
+    (stub / "src").symlink_to(PROJECT / "src")
+    (stub / ".venv/bin/accelerate").write_text(STUB)
+    (stub / ".venv/bin/accelerate").chmod(0o755)
+    (tmp_path / "lost").mkdir()
+    lost = submit(cluster, tmp_path / "lost", options=("--nodes=2", f"--chdir={stub}"))
+
+    for job, code in ((failing, "1:0"), (mistaken, "2:0"), (lost, "3:0")):
+        assert (job.ended(), job["Restarts"], job["ExitCode"]) == ("FAILED", "0", code), job.log
+    assert "/nowhere" in failing.log
+    assert mistaken.log == "slurm.sbatch: --max_step=3: unknown setting, did you mean max_steps?\n"
+    assert "preempted" in (lost.folder / "status.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["normal", "graceful"])
+def test_a_job_makes_room_for_an_urgent_one_and_goes_on(
+    cluster: Cluster, tmp_path: Path, whole: Whole, partition: str
+) -> None:
+    """At once, with 30 seconds to save (KillWait), or within the partition's GraceTime."""
+    job = submit(cluster, tmp_path / "run", *SETTINGS, options=("--nodes=2", "--exclusive", f"--partition={partition}"))
+    job.wait_for("step      5/")
+    quick = ("--output=/dev/null", "--wrap=sleep 1")
+    urgent = cluster("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", *quick)
+    assert job.ended() == "COMPLETED", job.log
+    assert job["Restarts"] == "1"
+    assert cluster.job(urgent.strip())["JobState"] == "COMPLETED"
+    assert job.losses == whole("ddp", *SETTINGS, processes=2).losses
+
+
+@pytest.mark.slow
+def test_slurm_tells_it_to_save_before_its_time_ends_and_a_cancelled_job_stays_away(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Of a single process too, whose launcher would not wait for it."""
+    job = submit(cluster, tmp_path / "run", *ENDLESS, options=("--time=10", "--signal=TERM@60"), YAML=SINGLE)
+    job.wait_for("step      5/")
+    cluster("scontrol", "update", f"JobId={job.number}", "EndTime=now+90")
+    cluster.wait_until(lambda: job["Restarts"] == "1")
+    assert job.log.count("by SIGTERM; to continue") == 1
+    cluster("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
+    job.wait_for("resume     after step")
+    cluster("scancel", job.number)
+    assert job.ended() == "CANCELLED"
+    assert job["Restarts"] == "1"
+    assert job.log.count("by SIGTERM; to continue") == 2
+
+
+@pytest.mark.slow
+@needs("src/sweep.py")
+def test_an_array_trains_the_trials_of_a_sweep(cluster: Cluster, tmp_path: Path) -> None:
+    """Each in a folder of its own, and one that is told to save goes on alone. Afterwards the sweep only ranks them."""
+    folder, file = tmp_path / "sweep", tmp_path / "sweep.yaml"
+    sweep = yaml.safe_load((PROJECT / "sweeps/mnist.yaml").read_text()) | {"name": str(folder)}
+    file.write_text(yaml.safe_dump(sweep))
+    settings = ("--task.source=digits", "--epochs=6", "--log_every=1", *QUIET)
+    number = cluster.submit("--array=0-1", "launchers/slurm.sbatch", *settings, SWEEP=str(file))
+    record = folder / "trial-01/metrics.jsonl"
+    cluster.wait_until(lambda: record.exists() and record.stat().st_size)
+    cluster("scancel", "--signal=TERM", f"{number}_1")
+    tasks = [Job(cluster, f"{number}_{task}", folder) for task in range(2)]
+    assert [task.ended() for task in tasks] == ["COMPLETED"] * 2
+    assert [task["Restarts"] for task in tasks] == ["0", "1"]
+    records = [(folder / f"trial-0{task}/metrics.jsonl").read_bytes() for task in range(2)]
+
+    command = [sys.executable, "-m", "src.sweep", str(file), "--trials=2", *settings]
+    ranked = subprocess.run(command, cwd=PROJECT, env=clean_environment(), capture_output=True, text=True)
+    assert "best model: " in ranked.stdout, ranked.stdout + ranked.stderr
+    assert [(folder / f"trial-0{task}/metrics.jsonl").read_bytes() for task in range(2)] == records
