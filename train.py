@@ -23,11 +23,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from src.check import run_checks
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
-from src.config import Config, load_config, metric_errors
+from src.config import Config, metric_errors
 from src.data.loading import MicroBatch, count_step, evaluation_batches, gather_in_order, training_steps
 from src.distributed import build_accelerator, find_shard, float64_zeros, local_main_process_first, prepare, reduce_step
 from src.export import export_model, push_to_hub
 from src.launch_guard import resume_command
+from src.machines import MACHINES, load_config
 from src.model_transforms import transform
 from src.norms import Norms
 from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr, step_if_finite
@@ -39,14 +40,13 @@ from src.tracking import Tracker, dry_run, stop_at_start
 
 
 def main() -> None:
-    with exit_codes():
-        config = load_config(sys.argv[1:])
-    record(train_or_check)(config)  # puts the traceback of the process that failed first into the launcher's table
+    record(train_or_check)(sys.argv[1:])  # puts the traceback of what failed first into the launcher's table
 
 
 @exit_codes()
-def train_or_check(config: Config) -> None:
-    run = build(config)
+@MACHINES.named()
+def train_or_check(argv: list[str]) -> None:
+    run = build(config := load_config(argv))
     if run is None:  # it has already finished
         return
     is_good = run_checks(run, train_step, evaluate) if config.check else fit(run)
@@ -140,7 +140,7 @@ def fit(run: Run) -> bool:
                 checkpoints.close()
                 raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
-                tracker.log_training(result, performance.metrics() | norms.metrics(result))
+                tracker.log_training(result, performance.metrics() | MACHINES.metrics() | norms.metrics(result))
 
         checkpoints.close()
         if is_stopping:

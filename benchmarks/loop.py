@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CNN, Side, arguments, take_turns
-from src.config import Config, load_config
+from src.config import load_config
 from src.data.mnist import Digits
 from src.run import new_model
 from src.tasks import TASKS
@@ -51,8 +51,9 @@ class Mlp(Mnist):
         return examples, Digits(*examples.__getitems__(list(range(BATCH))).values())
 
 
-def by_hand(config: Config) -> None:
+def by_hand(argv: list[str]) -> None:
     """Train, and print the mean loss of each 50 steps."""
+    config = load_config(argv)
     examples: Any = config.task.build_datasets()[0]
     model, _ = new_model(config, "cpu", "fp32")  # as train.py has it: the question is the loop
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
@@ -99,6 +100,6 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
 if __name__ == "__main__":
     if sys.argv[1:2] in (["train"], ["by_hand"]):
         TASKS["mlp"] = "benchmarks.loop.Mlp"
-        (train_or_check if sys.argv[1] == "train" else by_hand)(load_config(sys.argv[2:]))
+        (train_or_check if sys.argv[1] == "train" else by_hand)(sys.argv[2:])
     else:
         pairs.main(measure, __doc__)

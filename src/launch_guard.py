@@ -100,10 +100,10 @@ def _yaml_errors(launcher: Launcher, world_size: int, wants_fsdp: bool) -> Itera
     file, asked = launcher.config_file, launcher.arguments.num_processes or launcher.config.get("num_processes")
     yield from (f"{file}: {repeated}" for repeated in launcher.repeated_keys)
     if asked and int(asked) != world_size:
-        yield (
-            f"{asked} processes were asked for, but {file} starts {world_size}: "
-            f"use a yaml for several, such as accelerate_configs/ddp.yaml"
-        )
+        machines = launcher.arguments.num_machines or launcher.config.get("num_machines", 1)
+        several = "use a yaml for several, such as accelerate_configs/ddp.yaml"
+        advice = f"take a multiple of the {machines} machines" if int(machines) > 1 else several
+        yield f"{asked} processes were asked for, but {file} starts {world_size}: {advice}"
     if launcher.config.get("distributed_type") == "FSDP" and not wants_fsdp:
         yield f"{file} asks for FSDP, but the command line switched it off: use another yaml"
     if launcher.config.get("use_cpu") and world_size > 1:

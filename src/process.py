@@ -116,10 +116,10 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
                 SIGNALS.die()
             time.sleep(GRACE_SECONDS)
         for line in str(error).splitlines():
-            print(f"{program}: {line}" + (f" [process {rank}]" if rank else ""), file=sys.stderr, flush=True)
+            print(f"{program}: {line}" + (f" [process {rank}]" if local_rank else ""), file=sys.stderr, flush=True)
         sys.exit(2)
     except RunError as error:
-        sys.exit(f"{program}: {error}" if rank == 0 else 1)  # it is the same on all processes
+        sys.exit(f"{program}: {error}" if local_rank == 0 else 1)  # it is the same on all processes
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

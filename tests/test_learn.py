@@ -14,7 +14,10 @@ LEARN = PROJECT / "docs" / "learn"
 PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
 LESSONS = [name for name in PAGES if name[0].isdigit()]
 ADVICE = PROJECT / "src" / "check" / "advice.py"
-ROOMS = ("alerts.py", "check", "cpu", "norms.py", "performance.py", "report.py", "trackers.py", "wandb_logger.py")
+ROOMS = (
+    "alerts.py", "check", "cpu", "machines.py", "norms.py", "performance.py", "report.py", "trackers.py",
+    "wandb_logger.py",
+)  # fmt: skip
 is_whole = all((PROJECT / "src" / room).exists() for room in ROOMS)
 needs_all_rooms = pytest.mark.skipif(not is_whole, reason="without some of src, some links lead nowhere")
 

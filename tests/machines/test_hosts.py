@@ -1,0 +1,204 @@
+"""Several machines, played by one (see hosts.py): they train as one would, and what goes wrong has one line.
+
+The hosts share the disk, as machines with a shared file system do.
+"""
+
+import json
+import time
+from argparse import Namespace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from src.config import load_config
+from src.launch_guard import Launcher, launch_errors
+from src.machines import Machines, differences
+from src.process import UserError
+from tests.faults.runs import SHORT, assert_same_run, checkpoints
+from tests.launching import Launch, Run, Whole, slow
+from tests.machines.hosts import Hosts, Running, missing, words
+from tests.test_parity import DIGITS, assert_same_curve
+from tests.warm_ranks import free_port
+
+needs_hosts = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def started(hosts: Hosts, yaml: str, folder: Path, *arguments: str, **more: Any) -> list[Running]:
+    """A run on all hosts, one process each. `more`: of the launcher, or in capitals environment variables."""
+    variables = {name: more.pop(name) for name in list(more) if name.isupper()}
+    return [
+        hosts.launch(
+            host,
+            words(yaml, host, folder, *arguments, machines=hosts.number, **more),
+            folder.with_name(f"{folder.name}-{host}"),
+            **variables,
+        )
+        for host in range(1, hosts.number + 1)
+    ]
+
+
+def ended(runs: list[Running]) -> list[Run]:
+    return [run.result() for run in runs]
+
+
+def finished(runs: list[Running], folder: Path) -> Run:
+    """The run on the first host; the others have none of its files."""
+    first, *_ = [run.succeeded() for run in ended(runs)]
+    return Run(0, first.stdout, first.stderr, folder)
+
+
+@needs_hosts
+@pytest.mark.parametrize("yaml", ["multi_node_ddp", slow("multi_node_fsdp")])
+def test_two_hosts_give_the_curve_of_one_process(whole: Whole, tmp_path: Path, yaml: str) -> None:
+    """Gloo's interface is chosen: without, it takes the loopback, and each waits for the other until the timeout."""
+    with Hosts(2) as hosts:
+        run = finished(started(hosts, yaml, tmp_path / "run", *DIGITS), tmp_path / "run")
+    assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.removeprefix("multi_node_"), 2)
+    assert_same_curve(run, whole("cpu", *DIGITS), 359)
+    trips = [record["perf/round_trip_ms/host2"] for record in run.records if "perf/round_trip_ms/host2" in record]
+    assert trips
+    assert "slow" not in run.stdout
+
+
+@needs_hosts
+def test_a_host_with_other_settings_is_refused_by_all_in_the_same_words(tmp_path: Path) -> None:
+    with Hosts(2) as hosts:
+        folder = tmp_path / "run"
+        others = ("--optim.lr=0.1", f"--output_dir={tmp_path}/elsewhere")
+        runs = [
+            hosts.launch(1, words("multi_node_ddp", 1, folder), tmp_path / "1"),
+            hosts.launch(2, words("multi_node_ddp", 2, folder, *others), tmp_path / "2"),
+        ]
+        for run in ended(runs):
+            assert run.exit_code == 1, run.stderr
+            assert run.messages == [
+                "train.py: machine 1 (host2) has optim.lr 0.1; machine 0 (host1) has optim.lr 0.003"
+            ]
+            assert "exitcode  : 2" in run.stderr
+            assert 'train.py", line' not in run.stderr, "a traceback"
+    assert not folder.exists()
+
+
+@needs_hosts
+def test_a_host_that_dies_is_named_and_the_run_goes_on_exactly_with_one_host_fewer(
+    launch: Launch, whole: Whole, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with Hosts(2) as hosts:
+        runs = started(hosts, "multi_node_ddp", folder, *SHORT)
+        runs[0].wait_for("step     12/")
+        hosts.kill(2)
+        run = runs[0].result()
+    assert run.exit_code == 1
+    assert run.messages == ["train.py: lost machine 1 (host2): its own output says why, unless it was cut off"]
+    assert 'train.py", line' not in run.stderr, "a traceback"
+    assert checkpoints(folder) == [8]
+    resumed = launch("ddp", *SHORT, folder=folder, processes=2).succeeded()
+    assert resumed.records[-1]["step"] == 30
+    assert_same_run(resumed, whole("ddp", *SHORT))
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_after_a_cut_link_all_end_within_the_timeout_and_a_relaunch_goes_on_exactly(
+    whole: Whole, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with Hosts(2) as hosts:
+        runs = started(hosts, "multi_node_ddp", folder, *SHORT, "--timeout_minutes=0.3")
+        runs[0].wait_for("step     12/")
+        hosts.cut(2)
+        cut = time.monotonic()
+        first, second = ended(runs)
+        assert time.monotonic() - cut < 18 + 60  # the rest: a grace period, and a launcher's end on a busy machine
+    assert (first.exit_code, second.exit_code) == (1, 1)
+    assert first.messages == ["train.py: lost machine 1 (host2): its own output says why, unless it was cut off"]
+    assert second.messages == ["train.py: lost machine 0 (host1): its own output says why, unless it was cut off"]
+    with Hosts(2) as hosts:
+        resumed = finished(started(hosts, "multi_node_ddp", folder, *SHORT), folder)
+    assert_same_run(resumed, whole("ddp", *SHORT))
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_of_three_hosts_the_two_that_are_left_name_the_third(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        runs = started(hosts, "multi_node_fsdp", tmp_path / "run", *SHORT, "--global_batch_size=60")
+        runs[0].wait_for("step     12/")
+        hosts.kill(2)
+        for run in (runs[0].result(), runs[2].result()):
+            assert run.exit_code == 1
+            (message,) = run.messages
+            assert message.startswith("train.py: lost machine 1 (host2): ")
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_a_slow_host_is_named_in_the_record(tmp_path: Path) -> None:
+    """A delay of 30 ms each way, and one packet of 200 is lost."""
+    folder = tmp_path / "run"
+    with Hosts(2, slow={2: (30, 0.005)}) as hosts:
+        run = finished(started(hosts, "multi_node_ddp", folder, *SHORT), folder)
+    assert run.records[-2]["perf/round_trip_ms/host2"] > 55
+    assert run.stdout.count("WARNING: slow: machine 1 (host2): a message takes ") == 1
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_a_main_process_whose_name_is_its_own_loopback(tmp_path: Path) -> None:
+    """As Debian's installer writes into /etc/hosts."""
+    names = {1: "127.0.0.1 localhost\n127.0.1.1 host1\n", 2: "127.0.0.1 localhost\n10.77.0.1 host1\n127.0.1.1 host2\n"}
+    with Hosts(2, names=names) as hosts:
+        runs = started(hosts, "multi_node_ddp", tmp_path / "run", "--max_steps=2", main_process_ip="host1")
+        finished(runs, tmp_path / "run")
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_an_interface_that_does_not_lead_to_the_others_is_named(tmp_path: Path) -> None:
+    with Hosts(2) as hosts:
+        settings = ("--max_steps=2", "--timeout_minutes=0.5")
+        runs = ended(started(hosts, "multi_node_ddp", tmp_path / "run", *settings, GLOO_SOCKET_IFNAME="lo"))
+    assert [run.exit_code for run in runs] == [1, 1]
+    (waiting,), (message,) = (run.messages for run in runs)
+    assert message.startswith("train.py: the machines can't connect by lo: set GLOO_SOCKET_IFNAME (")
+    assert waiting.startswith(("train.py: lost machine 1 (host2): ", "train.py: the machines can't connect by lo"))
+
+
+def test_what_differs_is_named_on_one_line_per_machine() -> None:
+    names = ["machine 0 (a)", "machine 1 (b)", "machine 2 (c)"]
+    first = {"src/optim.py": "00ff00ff", "torch": "2.15.0", "FSDP_VERSION": "2"}
+    same, other = dict(first), {"src/optim.py": "12345678", "torch": "2.14.0", "extra": "1"}
+    assert list(differences(names, [first, same, other])) == [
+        "machine 2 (c) has src/optim.py 12345678, torch 2.14.0, FSDP_VERSION None, extra 1; "
+        "machine 0 (a) has src/optim.py 00ff00ff, torch 2.15.0, FSDP_VERSION 2, extra None"
+    ]
+    wrong = {"mistakes": "sed: unknown\nepochs: must be more"}
+    assert list(differences(names, [first, wrong, same])) == [
+        "machine 1 (b): sed: unknown",
+        "machine 1 (b): epochs: must be more",
+    ]
+    assert set(differences(names, [wrong, wrong, wrong])) == {"sed: unknown", "epochs: must be more"}
+
+
+def test_a_machine_rank_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    server = TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    PrefixStore("machines/0", server).set("facts/1", json.dumps(["host2", "10.77.0.2", {}]))
+    variables: dict[str, Any] = {"GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": 0}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("socket.gethostname", lambda: "host3")
+    with pytest.raises(UserError, match="^machine_rank=1 is taken twice: by host2 and host3$"):
+        Machines().join({}, 30)
+
+
+def test_processes_that_are_no_multiple_of_the_machines_are_refused() -> None:
+    launcher = Launcher([], Namespace(num_processes=5, num_machines=2), "mine.yaml", {}, [], {})
+    assert list(launch_errors(launcher, load_config([]), 4, False)) == [
+        "5 processes were asked for, but mine.yaml starts 4: take a multiple of the 2 machines"
+    ]
