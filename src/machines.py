@@ -44,7 +44,8 @@ def load_config(argv: list[str]) -> Config:
     facts = {name: version(name) for name in LIBRARIES if find_spec(name)} | {"python": sys.version.split()[0]}
     for file in [*project.glob("*.py"), *project.glob("src/**/*.py"), *project.glob("examples/*.py")]:
         facts[str(file.relative_to(project))] = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
-    facts |= {name: os.environ[name] for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))}  # the yaml's
+    of_the_yaml = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+    facts |= {name: os.environ[name] for name in os.environ if name.startswith(of_the_yaml)}
     try:
         config = src.config.load_config(argv)
     except UserError as error:
