@@ -51,12 +51,12 @@ def finished(runs: list[Running], folder: Path) -> Run:
 
 
 @needs_hosts
-@pytest.mark.parametrize("yaml", ["multi_node_ddp", slow("multi_node_fsdp")])
-def test_two_hosts_give_the_curve_of_one_process(whole: Whole, tmp_path: Path, yaml: str) -> None:
+@pytest.mark.parametrize(("yaml", "processes"), [("multi_node_ddp", 2), slow("multi_node_fsdp", 2), slow("hsdp", 4)])
+def test_two_hosts_give_the_curve_of_one_process(whole: Whole, tmp_path: Path, yaml: str, processes: int) -> None:
     """Gloo's interface is chosen: without, it takes the loopback, and each waits for the other until the timeout."""
     with Hosts(2) as hosts:
-        run = finished(started(hosts, yaml, tmp_path / "run", *DIGITS), tmp_path / "run")
-    assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.removeprefix("multi_node_"), 2)
+        run = finished(started(hosts, yaml, tmp_path / "run", *DIGITS, num_processes=processes), tmp_path / "run")
+    assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.removeprefix("multi_node_"), processes)
     assert_same_curve(run, whole("cpu", *DIGITS), 359)
     trips = [record["perf/round_trip_ms/host2"] for record in run.records if "perf/round_trip_ms/host2" in record]
     assert trips
