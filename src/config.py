@@ -61,6 +61,8 @@ class Optim(Settings):
 class Checkpoint(Settings):
     """Which checkpoints are kept, and which one is exported."""
 
+    mirror: str | None = None
+    """Folder, or URL as fsspec has them (s3://…, hf://…), that checkpoints are copied to, as run_name; null: none."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0

@@ -23,7 +23,8 @@ def export_model(run: Run, metrics: dict[str, float]) -> None:
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
     with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished_place(folder)) as unfinished:
         accelerator.wait_for_everyone()
-        if accelerator.is_fsdp2 and run.task.export_sharded(model, unfinished, accelerator):
+        is_written_by_all = accelerator.is_fsdp2 and run.resume.is_disk_shared
+        if is_written_by_all and run.task.export_sharded(model, unfinished, accelerator):
             if run.is_main:
                 _card(run.config, metrics).save(unfinished / "README.md")
             return

@@ -57,6 +57,8 @@ class ResumePoint:
     """What the user should know about the choice, a line each."""
     is_finished: bool = False
     """Whether there is nothing left to do."""
+    mirror: Any = None
+    """What keeps copies of the run's checkpoints, src/checkpoint/mirror.py; None if there is nothing."""
 
     @property
     def progress(self) -> Progress:
@@ -70,6 +72,11 @@ class ResumePoint:
             return ""
         where = f"from {self.checkpoint}, saved under {state.strategy} x {state.num_processes}"
         return f"after step {state.progress.step:,}, {where}"
+
+    @property
+    def is_disk_shared(self) -> bool:
+        """Whether all machines see the same output folder, as they must without a mirror."""
+        return self.mirror is None or self.mirror.is_shared
 
     def is_own(self, config: Config) -> bool:
         """Return whether the checkpoint is of the run in this output folder, not of one that it branches off from."""
@@ -155,12 +162,17 @@ def remove_incomplete(checkpoints: Path) -> None:
 def rotate(checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> None:
     """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay."""
     whole = [path for path in list_checkpoints(checkpoints) if not any(problems(path, contents=False))]
-    kept = whole[: settings.keep_last] + best_first(whole, settings, evaluations)[: settings.num_best]
-    for path in [path for path in whole if path not in kept]:
+    for path in superfluous(whole, settings, evaluations):
         if path.is_symlink():  # someone moved the folder to another disk: it is theirs
             path.unlink()
         else:  # renamed first, then file by file: a crash in between leaves nothing that looks like a checkpoint
             shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
+
+
+def superfluous(whole: list[Path], settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> list[Path]:
+    """Return those of whole checkpoints, the newest first, that are neither among the newest nor among the best."""
+    kept = whole[: settings.keep_last] + best_first(whole, settings, evaluations)[: settings.num_best]
+    return [path for path in whole if path not in kept]
 
 
 def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> list[Path]:

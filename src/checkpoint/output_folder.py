@@ -68,27 +68,28 @@ def changed_settings(config: "Config", saved: dict[str, Any]) -> dict[str, tuple
     return changed
 
 
-def folder_errors(config: "Config") -> Iterator[str]:
-    """Yield why the run, or its check, must not write into its folder as it is now, one line each."""
+def folder_errors(config: "Config", mirrored: list[Path] | None = None) -> Iterator[str]:
+    """Yield why the run, or its check, must not write into its folder as it is now, one line each. `mirrored` are the
+    checkpoints in its mirror: as long as they are not known, the folder may lack anything."""
     folder = config.folder
     try:
         if any(len(os.fsencode(part)) > 255 for part in folder.parts):
             yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
         elif config.check and config.dry_run:
             yield "dry_run: writes nothing, and check writes check.json; choose one of them"
-        elif config.check:
+        elif config.check or (config.checkpoint.mirror and mirrored is None):
             yield from _write_errors(folder)
         else:
-            yield from (*_run_errors(config), *_write_errors(folder))
+            yield from (*_run_errors(config, mirrored or []), *_write_errors(folder))
     except OSError as error:
         yield f"output_dir={folder}: cannot look at {error.filename}, {error.strerror}; {ELSEWHERE}"
 
 
-def _run_errors(config: "Config") -> Iterator[str]:
-    """Yield what is wrong with the run that the folder holds."""
+def _run_errors(config: "Config", mirrored: list[Path]) -> Iterator[str]:
+    """Yield what is wrong with the run that the folder, or its mirror, holds."""
     folder = config.folder
-    held = [name for name in RUN_FILES if _is_held(folder / name)]
-    checkpoints, saved = list_checkpoints(folder / "checkpoints"), saved_settings(folder)
+    held = [name for name in RUN_FILES if _is_held(folder / name)] + ["checkpoint.mirror"][: len(mirrored)]
+    checkpoints, saved = list_checkpoints(folder / "checkpoints") or mirrored, saved_settings(folder)
     holds, elsewhere = f"output_dir={folder}: holds", f"{ELSEWHERE}, or move that folder away"
     lost = f"output_dir={folder}: its run saved checkpoints, but none are there: restore {folder / 'checkpoints'}"
     if config.resume not in ("auto", "never"):

@@ -18,6 +18,7 @@ from torch import nn
 
 from src.checkpoint import format
 from src.checkpoint.format import ResumePoint, RunState
+from src.checkpoint.mirror import Mirror
 from src.checkpoint.output_folder import (
     LENGTH_SETTINGS,
     changed_settings,
@@ -48,12 +49,7 @@ ALL_THE_SAME = "or continue anyway with --checkpoint.accept_changes=true"
 
 
 def checkpoint_metadata(
-    config: Config,
-    launch: Launch,
-    num_examples: int,
-    fingerprints: list[str],
-    accelerator: Accelerator,
-    model: nn.Module,
+    config: Config, launch: Launch, examples: int, fingerprints: list[str], accelerator: Accelerator, model: nn.Module
 ) -> dict[str, Any]:
     """Return the fields of RunState that stay the same throughout a run. The fingerprints, of the data to train and to
     evaluate on, are the main process's. Collective."""
@@ -63,7 +59,7 @@ def checkpoint_metadata(
     return {
         "config": config.model_dump(mode="json"),
         "data_state": config.task.data_state(),
-        "examples": num_examples,
+        "examples": examples,
         "data": fingerprints,
         "frozen_norm": squares.sqrt().item(),
         "strategy": launch.strategy,
@@ -79,29 +75,32 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if config.check:
         return ResumePoint()
     own = config.folder / "checkpoints"
+    mirror = Mirror(accelerator, config, _lock) if config.checkpoint.mirror and not config.dry_run else None
     if accelerator.is_main_process and not config.dry_run:
         _lock(config.folder)
         if own.is_symlink() and own.exists():
             _lock(own)  # two runs must not share it
-        if errors := list(folder_errors(config)):  # whoever held the lock may have changed what is there
+        mirrored = mirror.bring_record() if mirror else []
+        if errors := list(folder_errors(config, mirrored)):  # whoever held the lock may have changed what is there
             raise UserError("\n".join(errors))
         format.remove_incomplete(own)
     if config.resume == "never":
-        return ResumePoint()
-    parent = parent_checkpoint(config)
-    checkpoint, damaged = first_valid(accelerator, [*list_checkpoints(own), *([parent] if parent else [])])
+        return ResumePoint(mirror=mirror)
+    parent, there = parent_checkpoint(config), mirror.candidates() if mirror else list_checkpoints(own)
+    checkpoint, damaged = first_valid(accelerator, [*there, *([parent] if parent else [])], mirror)
     if checkpoint is None and damaged:
         lines = [f"{path}: {why}" for path, why in damaged.items()]
         advice = f"move {config.folder} away to start over" if own.exists() else "choose another --resume"
         raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
     if checkpoint is None:
         is_begun = (config.folder / "metrics.jsonl").exists()
-        return ResumePoint(notes=[f"starting over: {config.folder} has no checkpoint yet"] if is_begun else [])
+        notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
+        return ResumePoint(notes=notes, mirror=mirror)
     # as the main process sees them: a change to a file system reaches machines at different times
     state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
     done = "passed over" if config.dry_run else "passed over and set aside"
     notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
-    point = ResumePoint(checkpoint, state, [*notes, *_note_changes(config, checkpoint, state)])
+    point = ResumePoint(checkpoint, state, [*notes, *_note_changes(config, checkpoint, state)], mirror=mirror)
     point.is_finished = has_ended and point.is_own(config)
     watched = state.config["early_stopping"]
     if (watched["metric"], watched["mode"]) != (config.early_stopping.metric, config.early_stopping.mode):
@@ -109,7 +108,9 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if accelerator.is_main_process:
         if point.is_own(config):
             _require_whole_record(config, checkpoint, state)
-        for path in () if config.dry_run else damaged:  # of this run: the one to branch off from is the last candidate
+        for path in (
+            () if config.dry_run else filter(Path.exists, damaged)
+        ):  # not of a parent: that is the last candidate
             format.quarantine(path)
     return point
 
@@ -131,7 +132,7 @@ def load_checkpoint(run: Run) -> None:
     then, here = ({**of["versions"], "precision": of["precision"]} for of in (vars(saved), now))
     if changes := _differences({name: (then.get(name), value) for name, value in here.items()}):
         run.resume.notes.append(f"changed since: {changes}: what follows differs by rounding")
-    load_tensors(checkpoint, run.model, run.optimizers)
+    load_tensors(checkpoint, run.model, run.optimizers, run.resume.mirror and run.resume.mirror.reader(checkpoint))
     set_seed((run.config.seed + step + run.rank) % 2**32)
     if saved.num_processes != run.world_size:
         return  # each process has its own dropout, which cannot continue on another number of them
@@ -144,25 +145,27 @@ def load_checkpoint(run: Run) -> None:
 def load_best(run: Run, say: Callable[[str], None]) -> dict[str, float] | None:
     """Load the weights of the best checkpoint into the model, say so, and return its evaluation; None if there is no
     valid checkpoint that was evaluated. Collective."""
-    own, evaluations = list_checkpoints(run.config.folder / "checkpoints"), run.progress.evaluations
-    best, damaged = first_valid(run.accelerator, format.best_first(own, run.config.checkpoint, evaluations))
+    mirror, evaluations = run.resume.mirror, run.progress.evaluations
+    own = mirror.candidates() if mirror else list_checkpoints(run.config.folder / "checkpoints")
+    best, damaged = first_valid(run.accelerator, format.best_first(own, run.config.checkpoint, evaluations), mirror)
     for path, why in damaged.items():
         say(f"WARNING: {path}: {why}")
     if best is None:
         say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return None
     say(f"exporting the best of the checkpoints, {best}")
-    load_tensors(best, run.model)
+    load_tensors(best, run.model, reader=mirror and mirror.reader(best))
     return evaluations[format.step_of(best)]
 
 
-def first_valid(accelerator: Accelerator, candidates: list[Path]) -> tuple[Path | None, dict[Path, str]]:
+def first_valid(accelerator: Accelerator, candidates: list[Path], mirror: Any) -> tuple[Path | None, dict[Path, str]]:
     """Return the first whole one of the main process's candidates, and what is wrong with those before it. Collective:
-    each process reads its share of the files."""
+    each process reads its share of the files. What one lacks is fetched from the mirror."""
     damaged: dict[Path, str] = {}
     share = accelerator.process_index, accelerator.num_processes
     for checkpoint in gather_object([candidates])[0]:
-        if not (problems := gather_object(list(format.problems(checkpoint, share=share)))):
+        problems = gather_object(list(format.problems(checkpoint, share=share)))
+        if not (problems := mirror.fetch(checkpoint, problems) if mirror else problems):
             return checkpoint, damaged
         damaged[checkpoint] = problems[0]
     return None, damaged

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -54,9 +55,9 @@ def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> d
     return {name: tensor.detach() for name, tensor in tensors.items() if name not in elsewhere}
 
 
-def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = (), reader: Any = None) -> None:
     """Read the weights, and the state of `optimizers`, in place, whatever strategy and number of processes wrote them;
-    raise a UserError if the checkpoint is of another model. Collective if there are several processes."""
+    raise a UserError if the checkpoint is of another model. `reader` reads what is not all here. Collective."""
     saved, own = saved_tensors(checkpoint), model_tensors(model)
     there = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
     here = {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -74,16 +75,16 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
                 optimizer.step()  # creates the state, which is then overwritten by what is read, as are the weights
                 optimizer.zero_grad()
     tensors = run_tensors(model, optimizers)
-    read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved})
+    read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved}, reader)
 
 
-def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
+def read(checkpoint: Path, tensors: Mapping[str, Tensor], reader: Any = None) -> None:
     """Fill `tensors` with what the checkpoint has under their names. Collective if there are several processes."""
     alone = not torch.distributed.is_initialized()
-    dcp.load(dict(tensors), storage_reader=_StorageReader(str(checkpoint)), no_dist=alone)
+    dcp.load(dict(tensors), storage_reader=reader or StorageReader(str(checkpoint)), no_dist=alone)
 
 
-class _StorageReader(HuggingFaceStorageReader):
+class StorageReader(HuggingFaceStorageReader):
     """DCP's reader, which opens the files for each tensor again: what was read of an open one counts as memory of this
     process, and would be as much as all that it reads."""
 

@@ -100,7 +100,7 @@ class CheckpointWriter:
         try:
             future.result()
         except CheckpointException as error:  # a process could not write, and all have been told
-            if self._run.is_main:
+            if self._run.accelerator.is_local_main_process:
                 shutil.rmtree(writer.folder, ignore_errors=True)
             says = cause(next(iter(error.failures.values()))[0])
             kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
@@ -117,14 +117,17 @@ class CheckpointWriter:
         """Wait for the checkpoint that is being written, and free the memory of the copies."""
         self.poll(wait=True)
         self._stager.close()
+        if self._run.resume.mirror:
+            self._run.resume.mirror.wait()
 
 
 class StorageWriter(HuggingFaceStorageWriter):
     """DCP's writer of safetensors, into a folder that the coordinator publishes when all processes have written."""
 
     def __init__(self, checkpoint: Path, state: RunState, run: Run) -> None:
-        self.checkpoint, self.state = checkpoint, state
-        self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}")
+        self.checkpoint, self.state, self._mirror = checkpoint, state, run.resume.mirror
+        self._is_shared = run.resume.is_disk_shared
+        self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}") if self._is_shared else checkpoint
         super().__init__(str(self.folder), save_distributed=True)
         self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no GPU stream is needed
         self._run, self._random = run, random_state(run.device)
@@ -140,6 +143,8 @@ class StorageWriter(HuggingFaceStorageWriter):
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
+        if not self._is_shared:
+            self._mirror.put(self.folder, facts)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
         return done
@@ -150,11 +155,15 @@ class StorageWriter(HuggingFaceStorageWriter):
         files = {STATE: file_facts(self.folder / STATE)}
         for (result,) in results:
             files |= result.storage_data
+        if not self._is_shared:
+            return self._mirror.complete(self.folder, self.state, files)
         for name, facts in files.items():
             file = self.folder / name
             if not file.exists() or file.stat().st_size != facts["bytes"]:
-                raise OSError(f"{file} is not as its process wrote it: all machines must share output_dir")
+                raise OSError(f"{file} is not as its process wrote it: share output_dir, or set checkpoint.mirror")
         publish(self.folder, files, self.checkpoint)
+        if self._mirror:
+            self._mirror.start(self.checkpoint, self.state)
         try:
             rotate(self.checkpoint.parent, self._run.config.checkpoint, self.state.progress.evaluations)
         except Exception as error:  # in any case, the new one is published

@@ -1,0 +1,258 @@
+"""Copies of a run's checkpoints elsewhere, by fsspec (checkpoint.mirror): what machines that share no disk go on from.
+
+    <mirror>/<run_name>/step_00000500/    the checkpoint's files, metrics.jsonl, config.yaml; then manifest.json
+
+Nothing counts without its manifest. Where the disks are shared, the main process copies a checkpoint once it is
+published. Elsewhere each process copies what it wrote, and the manifest in the mirror publishes it; what was written or
+fetched on a machine stays in its `checkpoints` as a part, without a manifest: the next start there need not fetch it.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from fsspec.core import url_to_fs
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from tqdm import tqdm
+
+from src.checkpoint import format
+from src.checkpoint.format import INCOMPLETE, MANIFEST, STATE, RunState, file_facts, problems, step_of, write_text
+from src.checkpoint.output_folder import list_checkpoints
+from src.checkpoint.tensors import StorageReader
+from src.config import Config
+from src.process import UserError, cause, explained
+
+RECORD = ("metrics.jsonl", "config.yaml")
+SLICES = "slices.json"
+"""Names the shards in a part that are to be fetched slice by slice, as they are read."""
+
+
+class Mirror:
+    """The copies of one run's checkpoints. A path names a checkpoint, here or there, by its folder here."""
+
+    def __init__(self, accelerator: Accelerator, config: Config, lock: Callable[[Path], None]) -> None:
+        """Raise a UserError if nothing can be written there. Where the disks are not shared, `lock` the run's folder on
+        the other machines. Collective."""
+        self._config, self._own, self._is_main = config, config.folder / "checkpoints", accelerator.is_main_process
+        name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # each trial of a sweep has its own
+        self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{name}"
+        self._says = f"checkpoint.mirror={config.checkpoint.mirror}: "
+        try:
+            self._fs, self._root = url_to_fs(self.url)
+            if accelerator.is_local_main_process:
+                self._put(probe := f"{INCOMPLETE}{os.urandom(8).hex()}", b"probe")
+                self._fs.rm_file(f"{self._root}/{probe}")
+        except Exception as error:  # whatever a file system raises
+            install = f": pip install {error.__cause__.name}" if isinstance(error.__cause__, ImportError) else ""
+            raise UserError(f"{self._says}{cause(error)}{install}") from error
+        self.is_shared, self._is_first, self._copying = True, self._is_main, threading.Thread()
+        if accelerator.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            self._own.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._own) as file:
+                of_main = self._own / gather_object([Path(file.name).name])[0]
+                self.is_shared = all(gather_object([of_main.exists()]))
+        if not self.is_shared:
+            self._is_first = accelerator.is_local_main_process
+            if self._is_first and not self._is_main:
+                lock(config.folder)
+                self._tidy()
+        self._by_slices = accelerator.is_fsdp2 and not self.is_shared
+
+    def candidates(self) -> list[Path]:
+        """Return the checkpoints here and there, the newest first; on the main process, on others nothing."""
+        here = list_checkpoints(self._own)
+        return sorted({*here, *self._manifests()}, key=step_of, reverse=True) if self._is_main else []
+
+    def bring_record(self) -> list[Path]:
+        """If the newest checkpoint is there, get the run's record, unless this one begins with it, which else is set
+        aside. Return the checkpoints there."""
+        self._tidy()
+        there = list(self._manifests())
+        if there and self._config.resume != "never" and there[0] == self.candidates()[0]:
+            for file in (self._config.folder / name for name in RECORD):
+                content = self._fs.cat_file(self._path(there[0], file.name))
+                if file.exists() and file.name == RECORD[0] and not file.read_bytes().startswith(content):
+                    print(f"{file} is set aside: it is not the one in {self.url}", flush=True)
+                    format.quarantine(file)
+                if not file.exists():
+                    write_text(file, content.decode())
+        return there
+
+    def fetch(self, checkpoint: Path, lacks: list[str]) -> list[str]:
+        """Get what the checkpoint lacks here, of shards that `reader` reads only the headers. Return what it still
+        lacks. Collective."""
+        if checkpoint.parent != self._own or (self.is_shared and not lacks):
+            return lacks
+        with explained(self._says):
+            is_missing = not self.is_shared and self._is_main and checkpoint not in self._manifests()
+            if is_missing and not any(problems(checkpoint)):  # a single machine's, which had not copied it yet
+                self._copy(checkpoint, format.read_state(checkpoint))
+        gather_object([None])
+        with explained(self._says):
+            files = self._manifests().get(checkpoint) if self._is_first else None
+            found = list(self._fetch(checkpoint, files)) if files else [*lacks, "not in the mirror"]
+        found = gather_object(found if self._is_first else [])
+        if self._is_main and not found:
+            print(f"fetched from {self.url}/{checkpoint.name}", flush=True)
+        elif self._is_main and files:  # it must not count when some of its files have been written anew
+            self._fs.mv(self._path(checkpoint, MANIFEST), self._path(checkpoint, f"damaged_{MANIFEST}"))
+        return found
+
+    def _fetch(self, checkpoint: Path, files: dict[str, Any]) -> Iterator[str]:
+        """Yield what is wrong with it there."""
+        if self.is_shared and (checkpoint / MANIFEST).exists():
+            format.quarantine(checkpoint)
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        for path in checkpoint.iterdir():
+            if path.name not in files:
+                path.unlink()
+        sparse = []
+        for name, facts in files.items():
+            here, there = checkpoint / name, self._path(checkpoint, name)
+            if here.is_file() and here.stat().st_size == facts["bytes"] and file_facts(here) == facts:
+                continue
+            try:
+                if self._by_slices and name.endswith(".safetensors") and self._fs.size(there) == facts["bytes"]:
+                    header = self._fs.cat_file(there, start=0, end=8)
+                    header += self._fs.cat_file(there, start=8, end=8 + int.from_bytes(header, "little"))
+                    here.write_bytes(header)
+                    os.truncate(here, facts["bytes"])
+                    sparse.append(name)
+                    continue
+                self._fs.get_file(there, str(here))
+                if file_facts(here) != facts:
+                    yield f"{name} in the mirror has changed since it was saved"
+            except FileNotFoundError:
+                yield f"{name} in the mirror is missing"
+        if sparse:
+            format.write_json(checkpoint / SLICES, sparse)
+        elif self.is_shared:
+            format.write_json(checkpoint / MANIFEST, {"files": files})
+
+    def reader(self, checkpoint: Path) -> StorageReader | None:
+        """Return what reads the checkpoint if not all of it is here."""
+        return SliceReader(checkpoint, self._fs, self._path) if (checkpoint / SLICES).exists() else None
+
+    def start(self, checkpoint: Path, state: RunState) -> None:
+        """Copy a published checkpoint in the background, once the copy before it is complete."""
+
+        def copy() -> None:
+            try:
+                self._copy(checkpoint, state)
+                tqdm.write(f"mirrored to {self.url}/{checkpoint.name}")
+            except Exception as error:
+                tqdm.write(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
+
+        self.wait()
+        self._copying = threading.Thread(target=copy, daemon=True)
+        self._copying.start()
+
+    def wait(self) -> None:
+        """Wait for the copy that is being made."""
+        if self._copying.is_alive():
+            self._copying.join()
+
+    def _copy(self, checkpoint: Path, state: RunState) -> None:
+        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        self.put(checkpoint, files.keys() - {STATE})
+        self.complete(checkpoint, state, files)
+
+    def put(self, checkpoint: Path, files: Iterable[str]) -> None:
+        """Copy these files; delete parts that are no longer of use."""
+        for name in files:
+            self._put(f"{checkpoint.name}/{name}", checkpoint / name)
+        self._tidy(checkpoint)
+
+    def complete(self, checkpoint: Path, state: RunState, files: dict[str, Any]) -> None:
+        """Copy the run's record as it was then, add the manifest, and delete what is not to be kept."""
+        self.put(checkpoint, [STATE])
+        contents = {name: (self._config.folder / name).read_bytes() for name in RECORD}
+        contents[RECORD[0]] = contents[RECORD[0]][: state.metrics_bytes]
+        for name, content in (contents | {MANIFEST: json.dumps({"files": files}).encode()}).items():
+            self._put(f"{checkpoint.name}/{name}", content)
+        try:
+            whole = self._manifests()
+            kept = whole.keys() - format.superfluous(list(whole), self._config.checkpoint, state.progress.evaluations)
+            for path in self._steps() - kept:
+                if path in whole:  # first, or a part of it would count
+                    self._fs.rm_file(self._path(path, MANIFEST))
+                self._fs.rm(self._path(path), recursive=True)
+        except Exception as error:  # in any case, the new one is there
+            warnings.warn(f"old checkpoints in {self.url} could not be deleted: {error}", stacklevel=1)
+
+    def _tidy(self, unfinished: Path | None = None) -> None:
+        """Delete what crashes left behind, and the parts here of checkpoints that the mirror does not have."""
+        if self._is_first and not self.is_shared:
+            format.remove_incomplete(self._own)
+            for path in {*list_checkpoints(self._own)} - {unfinished, *self._manifests()}:
+                if not (path / MANIFEST).exists():
+                    shutil.rmtree(path)
+
+    def _path(self, checkpoint: Path, name: str = "") -> str:
+        return f"{self._root}/{checkpoint.name}/{name}".rstrip("/")
+
+    def _steps(self) -> set[Path]:
+        self._fs.invalidate_cache()
+        try:
+            names = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return set()
+        return {self._own / name for name in names if name.removeprefix("step_").isdigit()}
+
+    def _manifests(self) -> dict[Path, dict[str, Any]]:
+        """Return the facts about the files of each whole checkpoint there, the newest first."""
+        found = {}
+        for checkpoint in sorted(self._steps(), key=step_of, reverse=True):
+            with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+                files = json.loads(self._fs.cat_file(self._path(checkpoint, MANIFEST)))["files"]
+                if all(Path(name).name == name for name in files):  # nor is a path that leads elsewhere
+                    found[checkpoint] = files
+        return found
+
+    def _put(self, name: str, content: bytes | Path) -> None:
+        path, has_folders = f"{self._root}/{name}", hasattr(self._fs, "auto_mkdir")
+        if has_folders:  # unlike a bucket
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if isinstance(content, Path):
+            self._fs.put_file(str(content), path)
+        elif has_folders:  # whole or not at all
+            self._fs.pipe_file(f"{path}.tmp", content)
+            self._fs.mv(f"{path}.tmp", path)
+        else:
+            self._fs.pipe_file(path, content)
+
+
+class SliceReader(StorageReader):
+    """Fetches of the shards in a part what it reads of them, and keeps it there."""
+
+    def __init__(self, checkpoint: Path, fs: Any, path: Callable[[Path, str], str]) -> None:
+        super().__init__(str(checkpoint))
+        self._get, self._there = fs.cat_file, lambda name: path(checkpoint, name)
+        self._sparse = json.loads((checkpoint / SLICES).read_text())
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        for item in plan.items:
+            file = Path(self.storage_data[item.storage_index].relative_path)
+            if file.name not in self._sparse:
+                continue
+            with file.open("r+b") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                tensor = json.loads(stream.read(size))[item.storage_index.fqn]
+                start, end = (8 + size + offset for offset in tensor["data_offsets"])
+                if item.lengths:  # rows lie one after the other
+                    row = (end - start) // tensor["shape"][0]
+                    start += row * item.storage_offsets[0]
+                    end = start + row * item.lengths[0]
+                stream.seek(start)
+                stream.write(self._get(self._there(file.name), start=start, end=end))
+        return super().read_data(plan, planner)

@@ -1,0 +1,126 @@
+"""Copies a checkpoint to a mirror, is killed before and in the middle of each of its files, and looks what is found.
+
+tests/test_mirror.py starts it: mirror_kills.py FOLDER STATE_OF_A_CHECKPOINT
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from fsspec.implementations.local import LocalFileSystem
+
+from src.checkpoint.format import STATE, file_facts, problems, publish, read_state
+from src.checkpoint.mirror import Mirror
+from src.checkpoint.resume import first_valid
+from src.config import load_config
+
+FOLDER, STATE_FILE = Path(sys.argv[1]), Path(sys.argv[2])
+ACCELERATOR = Accelerator(cpu=True)
+
+
+def mirror_of(name: str) -> Mirror:
+    """As a start with this output folder sees it."""
+    arguments = [f"--output_dir={FOLDER / name}", f"--checkpoint.mirror={FOLDER}/mirror", "--checkpoint.keep_last=2"]
+    return Mirror(ACCELERATOR, load_config(arguments), lambda folder: None)
+
+
+def save(step: int) -> Path:
+    """A small checkpoint in the folder `run`."""
+    checkpoint = FOLDER / "run" / "checkpoints" / f"step_{step:08d}"
+    unfinished = checkpoint.with_name("tmp_")
+    unfinished.mkdir(parents=True)
+    state = json.loads(STATE_FILE.read_text())
+    state["progress"]["step"], state["metrics_bytes"] = step, 10 * step
+    (unfinished / STATE).write_text(json.dumps(state))
+    for name in ("shard-00001.safetensors", "shard-00002.safetensors", "rng_00001.json"):
+        (unfinished / name).write_bytes(os.urandom(1000))
+    (FOLDER / "run" / "metrics.jsonl").write_text("123456789\n" * step)
+    (FOLDER / "run" / "config.yaml").write_text(f"seed: {step}")
+    publish(unfinished, {path.name: file_facts(path) for path in unfinished.iterdir()}, checkpoint)
+    return checkpoint
+
+
+def copy(mirror: Mirror, checkpoint: Path) -> None:
+    mirror.start(checkpoint, read_state(checkpoint))
+    mirror.wait()
+
+
+def kill_at(number: int) -> None:
+    """In this process, before the operation of this number on the mirror; each file counts twice: in its middle too."""
+    left = iter(range(number, -1, -1))
+
+    def count(*_: Any) -> None:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def patch(name: str, middle: Callable[..., Any] | None = None) -> None:
+        original = getattr(LocalFileSystem, name)
+
+        def patched(self: LocalFileSystem, *arguments: Any, **named: Any) -> Any:
+            count()
+            if middle:
+                middle(*arguments)
+                count()
+            return original(self, *arguments, **named)
+
+        setattr(LocalFileSystem, name, patched)
+
+    patch("put_file", lambda source, target: Path(target).write_bytes(Path(source).read_bytes()[:500]))
+    patch("pipe_file", lambda target, content: Path(target).write_bytes(content[: len(content) // 2]))
+    patch("mv")
+    patch("rm_file")
+    patch("rm", lambda folder: next(Path(folder).iterdir()).unlink())
+
+
+first, second, third = (save(step) for step in (1, 2, 3))
+mirror = mirror_of("run")
+copy(mirror, first)
+copy(mirror, second)
+shutil.copytree(FOLDER / "mirror", FOLDER / "before")
+kills, found = 0, []
+while True:
+    shutil.rmtree(FOLDER / "mirror")
+    shutil.copytree(FOLDER / "before", FOLDER / "mirror")
+    if not (child := os.fork()):
+        kill_at(kills)
+        copy(mirror, third)
+        os._exit(0)
+    is_killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+    elsewhere = mirror_of(f"fresh{kills}")
+    (FOLDER / f"fresh{kills}").mkdir()
+    elsewhere.bring_record()
+    newest, damaged = first_valid(ACCELERATOR, elsewhere.candidates(), elsewhere)
+    assert newest is not None, kills
+    assert not damaged, damaged
+    assert not any(problems(newest)), kills
+    assert (newest.parent.parent / "metrics.jsonl").read_text() == "123456789\n" * read_state(newest).progress.step
+    found.append(read_state(newest).progress.step)
+    copy(mirror_of("run"), third)  # it is copied anew, and what was left behind is gone
+    steps = {path.name for path in (FOLDER / "mirror" / "mnist").iterdir()}
+    assert steps == {second.name, third.name}, steps
+    if not is_killed:
+        break
+    kills += 1
+assert found == sorted(found)
+
+(third / "shard-00001.safetensors").write_bytes(bytes(1000))  # is replaced by the mirror's
+assert first_valid(ACCELERATOR, [third], mirror) == (third, {})
+assert not any(problems(third))
+for shard in (FOLDER / "mirror" / "mnist").glob("*/shard-00001.safetensors"):  # damaged there too: the one before
+    shard.write_bytes(bytes(1000)) if shard.parent.name == third.name else None
+(third / "shard-00001.safetensors").unlink()
+newest, damaged = first_valid(ACCELERATOR, mirror.candidates(), mirror)
+assert newest == second, newest
+assert damaged == {third: "shard-00001.safetensors in the mirror has changed since it was saved"}, damaged
+assert mirror.candidates() == [third, second, first], mirror.candidates()
+
+shutil.rmtree(FOLDER / "mirror")
+(FOLDER / "mirror").write_text("a disk that fails")
+copy(mirror, second)
+print("killed", kills, "times, found", *found)
