@@ -35,7 +35,7 @@ def mistakes(machines: int, processes: int, rank: int, ip: str, port: int, *mesh
 
 @exit_codes("machine.py")
 def main(words: list[str]) -> None:
-    timeout = float(words.pop(0)[10:]) if "".join(words[:1]).startswith("--timeout=") else 600
+    timeout = int(words.pop(0)[10:]) if "".join(words[:1]).removeprefix("--timeout=").isdigit() else 600
     given = vars(launch_command_parser().parse_args(words))
     file = given["config_file"] or (default_config_file if os.path.isfile(default_config_file) else os.devnull)
     with explained(f"{file}: ", (OSError, yaml.YAMLError)), open(file) as text:
@@ -51,7 +51,7 @@ def main(words: list[str]) -> None:
             break
         except OSError as error:
             if time.monotonic() > end:
-                raise RunError(f"waited {timeout:g} s for the main process at {ip}:{port}: {cause(error)}") from error
+                raise RunError(f"waited {timeout} s for the main process at {ip}:{port}: {cause(error)}") from error
             time.sleep(1)
     os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *words])
 
