@@ -8,7 +8,7 @@ FROM $BASE AS base
 # g++: torch.compile on a CPU needs it
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git make && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 user && install --directory --owner=user /app /app/runs
-USER user
+USER 1000
 WORKDIR /app
 
 FROM base

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list, get_int_from_env, set_seed
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -55,8 +55,8 @@ def train_or_check(argv: list[str]) -> None:
     if is_good and config.push_to_hub and run.is_main and not config.check:
         push_to_hub(config)
     run.accelerator.end_training()
-    if config.check and not is_good:
-        sys.exit(1)
+    if not is_good and (config.check or (get_int_from_env(["GROUP_WORLD_SIZE"], 1) > 1 and not config.dry_run)):
+        sys.exit(1)  # stopped, on several machines: after 0, launchers wait for minutes and report success
 
 
 def build(config: Config) -> Run | None:

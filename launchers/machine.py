@@ -1,0 +1,60 @@
+"""python launchers/machine.py [--timeout=600] WORDS: check WORDS, wait for rank 0, become `accelerate launch WORDS`."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import yaml
+from accelerate.commands.launch import default_config_file, launch_command_parser
+from accelerate.utils.other import is_port_in_use
+
+sys.path.insert(0, ".")  # the project's root, where the command is run
+from src.process import RunError, UserError, cause, exit_codes, explained
+
+KEYS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
+MESH = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
+
+
+def mistakes(machines: int, processes: int, rank: int, ip: str, port: int, *mesh: int) -> Iterator[str]:
+    """Yield what would end in a traceback or in endless waiting, one line each."""
+    if mesh and mesh[0] * mesh[1] != processes:
+        yield f"dp_replicate_size={mesh[0]} x dp_shard_size={mesh[1]} is not num_processes={processes}: change one"
+    if machines == 1:
+        return
+    if (processes or 1) % machines:
+        yield f"num_processes={processes} is no multiple of num_machines={machines}: it counts those of all machines"
+    if rank not in range(machines):
+        yield f"machine_rank={rank} is none of 0 to {machines - 1}: add --machine_rank, another one on each machine"
+    for name in [name for name, value in ((KEYS[3], ip), (KEYS[4], port)) if not value]:
+        yield f"{name} is missing: add --{name}, that of the machine with rank 0, the same on all"
+    if rank == 0 and port and is_port_in_use(port):
+        yield f"main_process_port={port} is taken on this machine: choose another one, the same on all"
+
+
+@exit_codes("machine.py")
+def main(words: list[str]) -> None:
+    timeout = int(words.pop(0)[10:]) if "".join(words[:1]).removeprefix("--timeout=").isdigit() else 600
+    given = vars(launch_command_parser().parse_args(words))
+    file = given["config_file"] or (default_config_file if os.path.isfile(default_config_file) else os.devnull)
+    with explained(f"{file}: ", (OSError, yaml.YAMLError)), open(file) as text:
+        config = yaml.safe_load(text.read() or "{}")
+    mesh = (config.get("parallelism_config") or {}) | {key: given[key] for key in MESH if given[key] != 1}
+    machines, processes, rank, ip, port = (config.get(key) if given[key] is None else given[key] for key in KEYS)
+    if errors := "\n".join(mistakes(machines or 1, processes, rank, ip, port, *[mesh.get(k, 1) for k in MESH if mesh])):
+        raise UserError(errors)
+    end = time.monotonic() + timeout
+    while machines and machines > 1:  # in Kubernetes even the main machine's own name resolves only after its start
+        try:
+            socket.getaddrinfo(ip, port) if rank == 0 else socket.create_connection((ip, port), 5).close()
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RunError(f"waited {timeout} s for the main process at {ip}:{port}: {cause(error)}") from error
+            time.sleep(1)
+    os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *words])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

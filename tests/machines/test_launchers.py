@@ -1,0 +1,207 @@
+"""launchers/machine.py and launchers/kubernetes.yaml: what they check, and that their command trains."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import psutil
+import pytest
+import yaml
+from torch.distributed import TCPStore
+
+from launchers import machine
+from tests.launching import PROJECT, QUIET, Launch, Run, Whole, clean_environment
+
+KUBERNETES = (PROJECT / "launchers" / "kubernetes.yaml").read_text()
+SERVICE, JOB = yaml.safe_load_all(KUBERNETES)
+POD = JOB["spec"]["template"]["spec"]
+CONTAINER = POD["containers"][0]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+Starts = Callable[..., Run]
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Starts:
+    """starts("--num_machines=2", …): how machine.py ends; with exit code 0 and the words that it gives the launcher."""
+
+    def become_launcher(_: str, command: list[str]) -> None:
+        print(*command[1:])
+        sys.exit()
+
+    def start(*words: str) -> Run:
+        monkeypatch.setattr(os, "execv", become_launcher)
+        with pytest.raises(SystemExit) as end:
+            machine.main([*words, "train.py", "--epochs=1"])
+        code, output = end.value.code, capsys.readouterr()
+        if isinstance(code, str):  # as the interpreter would
+            return Run(1, output.out, code, Path())
+        return Run(code or 0, output.out, output.err, Path())
+
+    return start
+
+
+def two(port: int, rank: int, **others: Any) -> list[str]:
+    """The words for one of two machines, with some replaced; None: left out."""
+    words = {"num_machines": 2, "num_processes": 4, "main_process_ip": "127.0.0.1", "main_process_port": port}
+    given = {"config_file": PROJECT / "accelerate_configs/ddp.yaml", **words, "machine_rank": rank, **others}
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        ({"num_processes": 3}, "num_processes=3 is no multiple of num_machines=2"),
+        ({"machine_rank": 2}, "machine_rank=2 is none of 0 to 1"),
+        ({"machine_rank": None}, "machine_rank=None is none of 0 to 1"),
+        ({"main_process_ip": None}, "main_process_ip is missing: add --main_process_ip"),
+        ({"main_process_port": None}, "main_process_port is missing: add --main_process_port"),
+        ({"config_file": "no/such.yaml"}, "no/such.yaml: [Errno 2] No such file or directory"),
+    ],
+)
+def test_a_mistake_in_the_words_is_one_line(starts: Starts, port: int, others: dict[str, Any], says: str) -> None:
+    run = starts(*two(port, rank=1, **others))
+    assert run.exit_code == 2
+    assert run.stderr.startswith(f"machine.py: {says}")
+    assert run.stderr.count("\n") == 1
+
+
+def test_all_mistakes_are_named_at_once(starts: Starts) -> None:
+    run = starts("--num_machines=2", "--num_processes=3")
+    assert run.exit_code == 2
+    assert run.stderr.count("machine.py: ") == 4
+
+
+def test_a_taken_port_is_named_on_the_main_machine(starts: Starts, port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        run = starts(*two(port, rank=0))
+    assert (run.exit_code, f"main_process_port={port} is taken" in run.stderr) == (2, True)
+
+
+def test_a_mesh_must_have_as_many_processes(starts: Starts, port: int, tmp_path: Path) -> None:
+    """As the yaml gives it, or the words in its place."""
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 3}
+    hsdp = tmp_path / "hsdp.yaml"
+    hsdp.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 4, "parallelism_config": mesh}))
+    run = starts(f"--config_file={hsdp}")
+    assert run.exit_code == 2
+    assert "dp_replicate_size=2 x dp_shard_size=3 is not num_processes=4" in run.stderr
+    assert starts(f"--config_file={hsdp}", "--parallelism_config_dp_shard_size=2").exit_code == 0
+    assert starts(*two(port, rank=0, config_file=hsdp, num_processes=6)).exit_code == 0
+
+
+def test_a_main_machine_that_is_not_there_is_named_after_the_timeout(starts: Starts, port: int) -> None:
+    run = starts("--timeout=1", *two(port, rank=1))
+    assert run.exit_code == 1
+    assert f"machine.py: waited 1 s for the main process at 127.0.0.1:{port}: [Errno 111]" in run.stderr
+    for rank in (0, 1):  # also of the main machine itself: in Kubernetes its name comes late
+        run = starts("--timeout=0", *two(port, rank=rank, main_process_ip="no-such-machine.invalid"))
+        assert (run.exit_code, "no-such-machine.invalid" in run.stderr) == (1, True)
+
+
+def test_it_waits_for_the_main_machine_and_leaves_its_store_as_it_is(starts: Starts, port: int) -> None:
+    """Torch's store on the main machine counts who connects: here the two that it waits for still meet."""
+    stores: list[TCPStore] = []
+    main = threading.Timer(1.5, lambda: stores.append(TCPStore("127.0.0.1", port, world_size=2, is_master=True)))
+    main.start()
+    run = starts("--timeout=60", *two(port, rank=1))
+    assert run.stdout.startswith("-m accelerate.commands.launch --config_file=")
+    assert run.stdout.endswith("--machine_rank=1 train.py --epochs=1\n")
+    time.sleep(0.2)
+    assert not stores, "it was taken for the other machine's launcher"
+    TCPStore("127.0.0.1", port, world_size=2, is_master=False).set("key", "value")
+    main.join()
+    assert stores[0].get("key") == b"value"
+
+
+def test_one_machine_needs_neither_address_nor_port(starts: Starts) -> None:
+    assert starts("--num_processes=2").exit_code == 0
+
+
+@pytest.mark.parametrize("version", ["1.29", kubernetes_validate.latest_version()])
+def test_the_files_fit_the_published_schema(version: str) -> None:
+    for resource in (SERVICE, JOB):
+        kubernetes_validate.validate(resource, version, strict=True)
+    (misspelt,) = [r for r in yaml.safe_load_all(KUBERNETES.replace("maxFailed", "maxfailed")) if r["kind"] == "Job"]
+    with pytest.raises(kubernetes_validate.ValidationError, match="maxfailedIndexes"):
+        kubernetes_validate.validate(misspelt, version, strict=True)
+
+
+def test_what_must_agree_in_the_job_agrees() -> None:
+    job, env = JOB["spec"], {variable["name"]: variable.get("value") for variable in CONTAINER["env"]}
+    machines, gpus = int(env["MACHINES"]), CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
+    assert job["completions"] == job["parallelism"] == machines
+    assert int(env["PROCESSES"]) == machines * gpus
+    main = f"{JOB['metadata']['name']}-0.{SERVICE['metadata']['name']}"  # as Kubernetes names the pod of index 0
+    assert f"--main_process_ip {main} " in CONTAINER["args"][0]
+    assert POD["subdomain"] == SERVICE["metadata"]["name"]
+    assert SERVICE["spec"]["selector"] == {"batch.kubernetes.io/job-name": JOB["metadata"]["name"]}
+    assert int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < POD["terminationGracePeriodSeconds"]
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {volume["name"] for volume in POD["volumes"]}
+    assert job["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] == CONTAINER["name"]
+
+
+def test_a_stop_is_no_success_on_several_machines(launch: Launch) -> None:
+    """By the exit code: a Job would not start a pod again whose process ended with 0."""
+    stopped = launch("cpu", "--max_hours=1e-9", GROUP_WORLD_SIZE="2")
+    assert (stopped.exit_code, stopped.status["status"]) == (1, "preempted")
+    assert launch("cpu", "--dry-run", GROUP_WORLD_SIZE="2").exit_code == 0
+
+
+@contextmanager
+def pods(folder: Path, port: int) -> Iterator[list[psutil.Popen]]:
+    """Two processes for the Job's two pods, of its own command; on this machine, with a process each."""
+    script = CONTAINER["args"][0].replace("train-0.train", "127.0.0.1").replace("29500", str(port)).rstrip()
+    script += f" --output_dir={folder} --max_steps=60 --log_every=1 {' '.join(QUIET)}"
+    environment = {"MACHINES": "2", "PROCESSES": "2", "PYTHONUNBUFFERED": "1"}
+    with (folder.parent / "output").open("w") as output:
+        started = [
+            psutil.Popen(
+                [*CONTAINER["command"], script],
+                cwd=PROJECT,
+                env=clean_environment(**environment, JOB_COMPLETION_INDEX=str(index)),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for index in range(2)
+        ]
+        try:
+            yield started
+        finally:
+            for pod in started:
+                for process in [*pod.children(recursive=True), pod] if pod.is_running() else []:
+                    process.kill()
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_a_preempted_pod_restarts_all(tmp_path: Path, port: int, whole: Whole) -> None:
+    """One pod is told to end: both save, and both end in failure, so that the Job starts both again."""
+    folder = tmp_path / "run"
+    with pods(folder, port) as (first, second):
+        while not (folder / "metrics.jsonl").exists() or b'"step": 10,' not in (folder / "metrics.jsonl").read_bytes():
+            assert first.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.05)
+        second.send_signal(signal.SIGTERM)
+        assert (first.wait(200), second.wait(200)) == (1, 1), (tmp_path / "output").read_text()
+    run = Run(1, "", "", folder)
+    assert run.status["step"] < 60
+    with pods(folder, port) as again:
+        assert [pod.wait(300) for pod in again] == [0, 0], (tmp_path / "output").read_text()
+    assert run.summary["num_processes"] == 2
+    expected = whole("ddp", "--config=configs/digits.yaml", "--max_steps=60", "--log_every=1", processes=2)
+    assert run.losses == expected.losses
