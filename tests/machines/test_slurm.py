@@ -24,7 +24,12 @@ ENDLESS = ("--epochs=100000", "--log_every=1")
 STUB = """\
 #!/bin/bash
 # in place of accelerate: one node fails, which makes the other stop and say so, before there is anything to save
-[ "$SLURM_NODEID" = 1 ] && touch failed && exit 3
+if [ "$SLURM_NODEID" = 1 ]; then
+    until [ -e started ]; do sleep 0.1; done
+    touch failed
+    exit 3
+fi
+touch started
 until [ -e failed ]; do sleep 0.1; done
 sleep 1
 echo '{"status": "preempted", "checkpoint": null}' > "$STATUS"
