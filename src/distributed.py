@@ -28,7 +28,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import SGD
 
 from src.config import Config
-from src.launch_guard import Launcher, choose_precision, find_launcher, is_set, launch_errors
+from src.cpu import set_up_cpu
+from src.launch_guard import choose_precision, find_launcher, is_set, launch_errors
 from src.process import UserError
 from src.settings import nearest
 
@@ -83,7 +84,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     if errors:
         raise UserError("\n".join(errors))
 
-    _set_up_cpu(launcher, on_cpu, local_world_size)
+    set_up_cpu(launcher, on_cpu, local_world_size)
     if precision != "fp8":
         os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model anyway
     timeout = timedelta(minutes=config.timeout_minutes)
@@ -134,15 +135,6 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
 def processes(number: int) -> str:
     """Return `1 process` or `4 processes`."""
     return f"{number} process{'es' if number > 1 else ''}"
-
-
-def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) -> None:
-    """Set this process's floating-point mode and number of threads, before any are started: they inherit the mode."""
-    if on_cpu:  # AdamW's averages for dead units become subnormal numbers, which are ten times as slow
-        torch.set_flush_denormal(True)
-    if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
 
 
 def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:

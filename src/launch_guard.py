@@ -4,7 +4,6 @@ Accelerate lets a wrong yaml pass: misspelt FSDP keys are ignored, and on a mach
 it is alone and trains a model of its own. Here each of these ends the run, in one line.
 """
 
-import math
 import os
 import shlex
 import sys
@@ -24,6 +23,7 @@ from src.settings import nearest, repeated_keys
 
 OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
 """Environment variables that Accelerate puts above the script's arguments and the yaml, and its launcher never sets."""
+MESH = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
 SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of what only the launcher should set, from the yaml; set in the shell, they add to what the yaml says."""
 
@@ -74,7 +74,12 @@ def launch_errors(launcher: Launcher | None, config: Config, world_size: int, wa
         if is_set(f"ACCELERATE_USE_{name}"):
             yield f"{name.lower()} is not supported here: use one of accelerate_configs/"
     if is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        yield from _mesh_errors(world_size)
+        replicas, shards, *others = (int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) for axis in MESH)
+        if shards == 1 or max(others) > 1:
+            yield "parallelism_config: only dp_replicate_size and dp_shard_size are supported here, the latter above 1"
+        elif replicas * shards != world_size:
+            product = f"dp_replicate_size={replicas} x dp_shard_size={shards}"
+            yield f"parallelism_config: {product} is not {world_size} processes: set the machines and the GPUs of each"
     if wants_fsdp and os.environ.get("FSDP_VERSION") != "2":
         yield "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
     if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
@@ -83,17 +88,6 @@ def launch_errors(launcher: Launcher | None, config: Config, world_size: int, wa
         yield f"ddp_comm_hook={config.ddp_comm_hook} is DDP's, FSDP has none: take it out"
     if launcher:
         yield from _yaml_errors(launcher, world_size, wants_fsdp)
-
-
-def _mesh_errors(world_size: int) -> Iterator[str]:
-    names = [f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
-    sizes = {name: int(os.environ.get(name.upper(), "1")) for name in names}
-    product = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-    _, shard, *others = sizes.values()
-    if shard == 1 or max(others) > 1:
-        yield f"{product or names[1]} is not supported here: set dp_replicate_size and dp_shard_size above 1, no other"
-    elif (asked := math.prod(sizes.values())) != world_size:
-        yield f"{product} asks for {asked} processes, not {world_size}: replicas are machines, shards the GPUs of each"
 
 
 def _yaml_errors(launcher: Launcher, world_size: int, wants_fsdp: bool) -> Iterator[str]:
@@ -109,9 +103,8 @@ def _yaml_errors(launcher: Launcher, world_size: int, wants_fsdp: bool) -> Itera
     if launcher.config.get("use_cpu") and world_size > 1:
         yield f"{file}: use_cpu has no effect with several processes: take it out"
     known = [name for name in vars(launcher.arguments) if name.startswith(("fsdp_", "parallelism_config_"))]
-    for key in launcher.config.get("parallelism_config") or {}:
-        if key not in known:
-            yield f"{file}: parallelism_config has no key {key}{nearest(key, known)}"
+    for key in (launcher.config.get("parallelism_config") or {}).keys() - {*known}:
+        yield f"{file}: parallelism_config has no key {key}{nearest(key, known)}"
     for key in launcher.config.get("fsdp_config") or {}:
         if key == "ddp_comm_hook":
             yield f"{file}: {key} is a setting of train.py now: take it out, and add --{key}=bf16 to the command"

@@ -97,10 +97,10 @@ def fsdp(**changes: object) -> dict[str, Any]:
         (DDP | {"use_cpu": True}, "", "{file}: use_cpu has no effect with several processes: take it out"),
         (DDP | {"fsdp_config": {"ddp_comm_hook": "bf16"}}, "", "{file}: ddp_comm_hook is a setting of train.py now: "
          "take it out, and add --ddp_comm_hook=bf16 to the command"),
-        (hsdp(dp_shard_size=4), "", "parallelism_config_dp_replicate_size=2 x parallelism_config_dp_shard_size=4 asks "
-         "for 8 processes, not 4: replicas are machines, shards the GPUs of each"),
-        (hsdp(dp_shard_size=1, dp_replicate_size=4), "", "parallelism_config_dp_replicate_size=4 is not "
-         "supported here: set dp_replicate_size and dp_shard_size above 1, no other"),
+        (hsdp(dp_shard_size=4), "", "parallelism_config: dp_replicate_size=2 x dp_shard_size=4 is not 4 processes: set "
+         "the machines and the GPUs of each"),
+        (hsdp(dp_shard_size=1, dp_replicate_size=4), "", "parallelism_config: only dp_replicate_size and dp_shard_size "
+         "are supported here, the latter above 1"),
         (hsdp(dp_shards=2), "", "{file}: parallelism_config has no key parallelism_config_dp_shards, did you mean "
          "parallelism_config_dp_shard_size?"),
     ],

@@ -1,10 +1,24 @@
 """What only training on a CPU gains from: on a GPU nothing here is used, and without it a CPU is merely slower."""
 
+import os
+import sys
+
+import torch
 from torch import nn
 
 from src.cpu import mkl
 from src.cpu.dropout import Dropout
 from src.cpu.malloc import keep_freed_memory, return_freed_memory
+from src.launch_guard import Launcher
+
+
+def set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) -> None:
+    """Set this process's floating-point mode and number of threads, before any are started: they inherit the mode."""
+    if on_cpu:  # AdamW's averages for dead units become subnormal numbers, which are ten times as slow
+        torch.set_flush_denormal(True)
+    if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
 
 
 def tune_for_cpu(model: nn.Module, precision: str, is_sharded: bool = False) -> list[str]:
