@@ -37,12 +37,14 @@ def cause(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def explained(says: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
-    """Turn errors of these kinds, as a library raises them, into a UserError of one line that begins with `says`."""
+def explained(
+    says: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception, raises: type[Exception] = UserError
+) -> Iterator[None]:
+    """Turn errors of these kinds, as a library raises them, into one line that begins with `says`."""
     try:
         yield
     except kinds as error:
-        raise UserError(f"{says}{cause(error)}") from error
+        raise raises(f"{says}{cause(error)}") from error
 
 
 class Signals:

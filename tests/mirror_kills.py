@@ -41,7 +41,7 @@ def save(step: int) -> Path:
     for name in ("shard-00001.safetensors", "shard-00002.safetensors", "rng_00001.json"):
         (unfinished / name).write_bytes(os.urandom(1000))
     (FOLDER / "run" / "metrics.jsonl").write_text("123456789\n" * step)
-    (FOLDER / "run" / "config.yaml").write_text(f"seed: {step}")
+    (FOLDER / "run" / "config.yaml").write_text(f"log_every: {step}")
     publish(unfinished, {path.name: file_facts(path) for path in unfinished.iterdir()}, checkpoint)
     return checkpoint
 

@@ -138,12 +138,12 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, ya
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "lr", "within"), [("muon", 5e-4, 1e-4), slow("adadelta", 0.1, 1e-5), slow("sgd", 0.005, 1e-5)]
+    ("optimizer", "lr", "within"), [("muon", 3e-4, 1e-4), slow("adadelta", 0.1, 1e-5), slow("sgd", 0.005, 1e-5)]
 )
 def test_every_optimizer_takes_the_same_steps_offloaded(
     launch: Launch, optimizer: str, lr: float, within: float
 ) -> None:
-    """torch's Muon computes in bf16: there rounding is larger."""
+    """torch's Muon computes in bf16: there rounding is larger, and grows at a higher rate."""
     arguments = [f"--optim.name={optimizer}", f"--optim.lr={lr}", "--optim.schedule=constant", "--optim.warmup_steps=0"]
     arguments += ["--task.dropout=0", "--max_steps=10", "--log_every=1"]
     alone = launch("cpu", *arguments).succeeded()

@@ -19,6 +19,8 @@ FORMAT_VERSION = 1
 """Add one with every change to the files, to RunState or to Progress: a checkpoint of another version is refused."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
+RECORD = ("metrics.jsonl", "config.yaml")
+"""What a mirror keeps of the run beside each checkpoint."""
 INCOMPLETE = "tmp_"
 """Prefix of the names of folders that are being written or deleted; a crash leaves them behind."""
 
@@ -201,7 +203,7 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
             yield f"{name} is {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
             return
         there = {path.name for path in checkpoint.iterdir()}
-        yield from (f"{name} does not belong to it" for name in sorted(there - files.keys() - {MANIFEST}))
+        yield from (f"{name} does not belong to it" for name in sorted(there - files.keys() - {MANIFEST, *RECORD}))
         if STATE not in files:
             yield f"{STATE} is not in the manifest"
         for name, size, checksum in entries[share[0] :: share[1]]:

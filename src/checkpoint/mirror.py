@@ -10,6 +10,7 @@ fetched on a machine stays in its `checkpoints` as a part, without a manifest: t
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from fsspec.core import url_to_fs
@@ -26,13 +28,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from tqdm import tqdm
 
 from src.checkpoint import format
-from src.checkpoint.format import INCOMPLETE, MANIFEST, STATE, RunState, file_facts, problems, step_of, write_text
-from src.checkpoint.output_folder import list_checkpoints
+from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, RunState, file_facts, problems, write_text
+from src.checkpoint.output_folder import LENGTH_SETTINGS, changed_settings, list_checkpoints
 from src.checkpoint.tensors import StorageReader
 from src.config import Config
-from src.process import UserError, cause, explained
+from src.process import RunError, UserError, cause, explained
 
-RECORD = ("metrics.jsonl", "config.yaml")
 SLICES = "slices.json"
 """Names the shards in a part that are to be fetched slice by slice, as they are read."""
 
@@ -52,10 +53,12 @@ class Mirror:
             if accelerator.is_local_main_process:
                 self._put(probe := f"{INCOMPLETE}{os.urandom(8).hex()}", b"probe")
                 self._fs.rm_file(f"{self._root}/{probe}")
+                self._manifests()
         except Exception as error:  # whatever a file system raises
             install = f": pip install {error.__cause__.name}" if isinstance(error.__cause__, ImportError) else ""
             raise UserError(f"{self._says}{cause(error)}{install}") from error
         self.is_shared, self._is_first, self._copying = True, self._is_main, threading.Thread()
+        self._of_main = Path(gather_object([str(self._own)])[0])
         if accelerator.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             self._own.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._own) as file:
@@ -66,12 +69,14 @@ class Mirror:
             if self._is_first and not self._is_main:
                 lock(config.folder)
                 self._tidy()
+                for path in {*list_checkpoints(self._own)} - {*self._manifests()}:  # another run's
+                    format.quarantine(path)
         self._by_slices = accelerator.is_fsdp2 and not self.is_shared
 
     def candidates(self) -> list[Path]:
         """Return the checkpoints here and there, the newest first; on the main process, on others nothing."""
         here = list_checkpoints(self._own)
-        return sorted({*here, *self._manifests()}, key=step_of, reverse=True) if self._is_main else []
+        return sorted({*here, *self._manifests()}, key=format.step_of, reverse=True) if self._is_main else []
 
     def bring_record(self) -> list[Path]:
         """If the newest checkpoint is there, get the run's record, unless this one begins with it, which else is set
@@ -79,6 +84,12 @@ class Mirror:
         self._tidy()
         there = list(self._manifests())
         if there and self._config.resume != "never" and there[0] == self.candidates()[0]:
+            saved = yaml.safe_load(self._fs.cat_file(self._path(there[0], RECORD[1])))
+            changed = changed_settings(self._config, saved).keys() - LENGTH_SETTINGS
+            is_here = there[0] in list_checkpoints(self._own)  # what it may accept is then said later
+            if changed and not is_here and not self._config.checkpoint.accept_changes:
+                which = ", ".join(sorted(changed))
+                raise UserError(f"{self.url} holds a run with other settings ({which}): choose another --run_name")
             for file in (self._config.folder / name for name in RECORD):
                 content = self._fs.cat_file(self._path(there[0], file.name))
                 if file.exists() and file.name == RECORD[0] and not file.read_bytes().startswith(content):
@@ -88,19 +99,24 @@ class Mirror:
                     write_text(file, content.decode())
         return there
 
+    def here(self, path: Path) -> Path:
+        """Return where a path of the main process's is on this machine."""
+        return self._own / path.name if path.parent == self._of_main else path
+
     def fetch(self, checkpoint: Path, lacks: list[str]) -> list[str]:
         """Get what the checkpoint lacks here, of shards that `reader` reads only the headers. Return what it still
         lacks. Collective."""
         if checkpoint.parent != self._own or (self.is_shared and not lacks):
             return lacks
-        with explained(self._says):
+        with explained(self._says, raises=RunError):
             is_missing = not self.is_shared and self._is_main and checkpoint not in self._manifests()
             if is_missing and not any(problems(checkpoint)):  # a single machine's, which had not copied it yet
                 self._copy(checkpoint, format.read_state(checkpoint))
-        gather_object([None])
-        with explained(self._says):
-            files = self._manifests().get(checkpoint) if self._is_first else None
-            found = list(self._fetch(checkpoint, files)) if files else [*lacks, "not in the mirror"]
+            files = self._manifests().get(checkpoint) if self._is_main else None  # others might see less of it
+        files = gather_object([files])[0]
+        with explained(self._says, raises=RunError):
+            is_there = files and self._is_first
+            found = list(self._fetch(checkpoint, files)) if is_there else [*lacks, "not in the mirror"]
         found = gather_object(found if self._is_first else [])
         if self._is_main and not found:
             print(f"fetched from {self.url}/{checkpoint.name}", flush=True)
@@ -176,6 +192,10 @@ class Mirror:
     def complete(self, checkpoint: Path, state: RunState, files: dict[str, Any]) -> None:
         """Copy the run's record as it was then, add the manifest, and delete what is not to be kept."""
         self.put(checkpoint, [STATE])
+        for name, facts in files.items():
+            there = self._path(checkpoint, name)
+            if not self._fs.exists(there) or self._fs.size(there) != facts["bytes"]:
+                raise OSError(f"{name} is not in {self.url} as it was written: all machines must see the same mirror")
         contents = {name: (self._config.folder / name).read_bytes() for name in RECORD}
         contents[RECORD[0]] = contents[RECORD[0]][: state.metrics_bytes]
         for name, content in (contents | {MANIFEST: json.dumps({"files": files}).encode()}).items():
@@ -194,9 +214,10 @@ class Mirror:
         """Delete what crashes left behind, and the parts here of checkpoints that the mirror does not have."""
         if self._is_first and not self.is_shared:
             format.remove_incomplete(self._own)
-            for path in {*list_checkpoints(self._own)} - {unfinished, *self._manifests()}:
+            there = self._manifests()
+            for path in {*list_checkpoints(self._own)} - {unfinished, *there}:
                 if not (path / MANIFEST).exists():
-                    shutil.rmtree(path)
+                    (shutil.rmtree if there or unfinished else format.quarantine)(path)
 
     def _path(self, checkpoint: Path, name: str = "") -> str:
         return f"{self._root}/{checkpoint.name}/{name}".rstrip("/")
@@ -207,12 +228,12 @@ class Mirror:
             names = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
         except FileNotFoundError:
             return set()
-        return {self._own / name for name in names if name.removeprefix("step_").isdigit()}
+        return {self._own / name for name in names if re.fullmatch(r"step_\d{8,}", name)}
 
     def _manifests(self) -> dict[Path, dict[str, Any]]:
         """Return the facts about the files of each whole checkpoint there, the newest first."""
         found = {}
-        for checkpoint in sorted(self._steps(), key=step_of, reverse=True):
+        for checkpoint in sorted(self._steps(), key=format.step_of, reverse=True):
             with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
                 files = json.loads(self._fs.cat_file(self._path(checkpoint, MANIFEST)))["files"]
                 if all(Path(name).name == name for name in files):  # nor is a path that leads elsewhere

@@ -91,6 +91,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if checkpoint is None and damaged:
         lines = [f"{path}: {why}" for path, why in damaged.items()]
         advice = f"move {config.folder} away to start over" if own.exists() else "choose another --resume"
+        advice += "" if mirror else ", or set checkpoint.mirror if the run had one"
         raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
     if checkpoint is None:
         is_begun = (config.folder / "metrics.jsonl").exists()
@@ -108,9 +109,10 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if accelerator.is_main_process:
         if point.is_own(config):
             _require_whole_record(config, checkpoint, state)
-        for path in (
-            () if config.dry_run else filter(Path.exists, damaged)
-        ):  # not of a parent: that is the last candidate
+            if mirror and mirror.is_shared and checkpoint not in mirrored:  # its copy failed, or was killed
+                mirror.start(checkpoint, state)
+                mirror.wait() if point.is_finished else None
+        for path in filter(Path.exists, () if config.dry_run else damaged):  # no parent: that is the last candidate
             format.quarantine(path)
     return point
 
@@ -164,6 +166,7 @@ def first_valid(accelerator: Accelerator, candidates: list[Path], mirror: Any) -
     damaged: dict[Path, str] = {}
     share = accelerator.process_index, accelerator.num_processes
     for checkpoint in gather_object([candidates])[0]:
+        checkpoint = mirror.here(checkpoint) if mirror else checkpoint
         problems = gather_object(list(format.problems(checkpoint, share=share)))
         if not (problems := mirror.fetch(checkpoint, problems) if mirror else problems):
             return checkpoint, damaged
