@@ -83,6 +83,9 @@ class Host:
         self._holder.kill()
         self._holder.communicate()
         for group in sorted(self._group.glob("**/"), reverse=True):  # it is one of these, if it is there
+            end = time.monotonic() + 30
+            while (group / "tasks").read_text() and time.monotonic() < end:  # its last processes are still dying
+                time.sleep(0.05)
             group.rmdir()
 
 
