@@ -291,12 +291,13 @@ def usable_memory() -> int:
 def attention(bench: Bench) -> Iterator[Comparison]:
     for length in (4096, 32_768):
         folder, plan = bench.folder / f"attention_{length}", bench.plan(SMALL, length, 8, epochs=2)
-        write_instructions(folder, 100 if bench.is_smoke else 6 * 8 * length // 500, 300, 4096)  # 500: their mean
         speeds = {}
         for kind in ("sdpa",) if bench.is_smoke else ("varlen", "sdpa"):
+            documents = 100 if bench.is_smoke else 6 * 8 * length // 500  # 500: their mean
+            write_instructions(folder / kind, documents, 300, 4096)
             settings = {"task.attention": kind, "micro_batch_size": 1, "task.train_on_prompts": True}
             try:
-                side, memory = train(bench, "single_gpu", plan, folder, **settings)
+                side, memory = train(bench, "single_gpu", plan, folder / kind, **settings)
             except RuntimeError as error:
                 print(f"attention: {kind} at {length}: {str(error)[-500:]}", flush=True)
                 continue

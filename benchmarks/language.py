@@ -103,7 +103,7 @@ def work(side: Side) -> dict[str, Any]:
     if (side.folder / "work.json").exists():
         return json.loads((side.folder / "work.json").read_text())
     last = side.records[-1]
-    (parameters,), (device, precision) = told(side, r"model +([\d,]+) param"), told(side, r"strategy .*, (\w+), (\w+)$")
+    (parameters,), (device, precision) = told(side, r"model +([\d,]+) param"), told(side, r"strategy .*, (\w+), (\w+)(?: \(.*\))?$")
     return {
         "parameters": int(parameters.replace(",", "")),
         "steps": last["step"],

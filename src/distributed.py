@@ -34,6 +34,9 @@ from src.process import UserError
 from src.settings import nearest
 
 warnings.filterwarnings("ignore", "Slicing a flattened dim")  # what Accelerate does for HSDP
+warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor", FutureWarning)  # its gather, on NCCL
+# DDP says so of weights with one input channel, whose memory is the same channels-last; of others it matters
+warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 

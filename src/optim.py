@@ -109,8 +109,11 @@ def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
     """Take the step, unless the gradients' norm, of shape (), is not finite: on the device where an optimizer is fused
     and can leave it out by itself, else by waiting for the answer. Then clear the gradients."""
     for optimizer in optimizers:
-        if optimizer.defaults.get("fused"):  # as torch.amp.GradScaler does it
-            optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        # torch's fused SGD makes its momentum in a first step even if that is left out, and never writes to it: wait
+        if optimizer.defaults.get("fused") and optimizer.state:
+            # as torch.amp.GradScaler does it; the optimizer itself would copy it to offloaded parameters without waiting
+            device = optimizer.param_groups[0]["params"][0].device
+            optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
             optimizer.step()
         elif norm.isfinite():
             optimizer.step()

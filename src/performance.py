@@ -41,7 +41,7 @@ def peak_flops(name: str, precision: str) -> float | None:
     this precision: a Launch's. In fp8 they are bf16's. None: it is not in the table."""
     words = {*re.split("[ -]", name)}
     half, tf32, fp32 = next((peak for key, peak in PEAKS.items() if {*key.split()} <= words), (0, 0, 0))
-    single = fp32 if torch.get_float32_matmul_precision() == "highest" else tf32
+    single = tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else fp32
     return 1e12 * (single if precision == "fp32" else half) if half and not words & PARTIAL else None
 
 

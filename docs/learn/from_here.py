@@ -1,6 +1,7 @@
 """Steps of this project's train.py next to a loop by hand: the same losses, and the collectives behind them."""
 
 import sys
+import threading
 import traceback
 from itertools import islice
 from typing import Any
@@ -33,7 +34,8 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == "c10d":
             size = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
-            (line,) = [frame.line for frame in traceback.extract_stack() if frame.name == "train_step"]
+            main = sys._current_frames()[threading.main_thread().ident]  # a GPU's backward pass has its own thread
+            (line,) = [frame.line for frame in traceback.extract_stack(main) if frame.name == "train_step"]
             name = op.name().removeprefix("c10d::").replace("_base", "").strip("_")
             self.notes.append(f"{name:15}{size:10,} bytes  {line}")
         return op(*args, **(kwargs or {}))

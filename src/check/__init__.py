@@ -46,14 +46,15 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     is_main = os.environ.get("RANK", "0") == "0"  # even if each believes it is alone
     if is_main:
         print(f"{run.config.run_name}: examining {run.launch.strategy} x {run.world_size}", flush=True)
-    allows_tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False  # 10 bits hide small faults
+    convolutions = torch.backends.cudnn.conv
+    chosen, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"  # TF32's 10 bits hide small faults
     subject = Subject(run, train_step, evaluate)
     rows: list[Row] = []
     for name, check in CHECKS.items():
         if rows and rows[0]["result"] == "fail":
             break  # each process would examine a run of its own
         if check is check_cost:
-            torch.backends.cudnn.allow_tf32 = allows_tf32
+            convolutions.fp32_precision = chosen
         try:
             everywhere = gather(list(check(subject)))
         except Exception as error:  # also of the parts of the run that are examined

@@ -170,7 +170,8 @@ def _on_device(run: Run, steps: Iterator[list[MicroBatch]]) -> Iterator[list[Mic
 
 
 def _copy(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
-    torch.accelerator.set_device_index(device)  # each thread has its own
+    if device.index is not None:  # a single process's has none; each thread has a current device of its own
+        torch.accelerator.set_device_index(device)
     if device.type == "cuda":  # from other memory, a copy would wait until the device has finished
         step = [replace(batch, data=recursively_apply(_pinned, batch.data)) for batch in step]
     return [replace(batch, data=send_to_device(batch.data, device, non_blocking=True)) for batch in step]

@@ -33,7 +33,9 @@ class Digits:
         return len(self.labels)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        index = torch.tensor(indices, device=self.labels.device)
+        index = torch.tensor(indices)
+        if self.labels.is_cuda:  # from other memory, the copy would wait until the device has finished
+            index = index.pin_memory().to(self.labels.device, non_blocking=True)
         images = self.images[index]
         if self.transforms is not None:
             grid = F.affine_grid(self.transforms[index], [len(indices), 1, 28, 28], align_corners=False)

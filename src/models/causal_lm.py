@@ -223,9 +223,13 @@ class LanguageModel(nn.Module):
 def small_model(config: PreTrainedConfig) -> LanguageModel:
     """Return a model of the same class with few and narrow layers, one of each kind, for a LanguageModel to know what
     to expect; where the class refuses that, with wider ones. Leaves the random numbers as they were."""
-    kinds = vars(config.get_text_config()).get("layer_types")  # a mere property follows from other fields
+    own = config.get_text_config()
+    kinds = vars(own).get("layer_types")  # a mere property follows from other fields
     few = {"num_hidden_layers": len(set(kinds)) if kinds else 2, "vocab_size": 64, "sliding_window": 2}
-    narrow = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = getattr(own, "num_attention_heads", None)
+    is_head_implied = heads and not vars(own).get("head_dim")
+    width = 4 * (own.hidden_size // heads) if is_head_implied else 64  # heads of its own size: kernels refuse some
+    narrow = {"hidden_size": width, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     for sizes in ({**few, **narrow}, {**few, **narrow, "head_dim": 16}, few, {}):
         small = copy.deepcopy(config)
         text = small.get_text_config()

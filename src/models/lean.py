@@ -110,6 +110,7 @@ def _set(model: nn.Module, name: str, parameter: Any, part: Tensor) -> None:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+    sharded = sharded.to(part.device)  # an offloaded shard belongs to the CPU: from_local moves it to the mesh's device
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, nn.Parameter(sharded, parameter.requires_grad))
 
@@ -126,7 +127,7 @@ def weight_files(source: str, revision: str | None) -> list[str]:
 def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None:
     """Read this process's part of the weights into a sharded model without any, as transformers would: with its renames
     and conversions, in the model's dtype."""
-    _convert(_WithoutAdapters(model), _slices(files), device)
+    _convert(_WithoutAdapters(model, device), _slices(files), device)
 
 
 def _convert(model: Any, weights: dict[str, Any], device: torch.device) -> LoadStateDictInfo:
@@ -161,8 +162,8 @@ def _slices(files: list[str]) -> dict[str, Any]:
 class _WithoutAdapters:
     """A model as it was before it got adapters: the names of its weights, and where to set them."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self._model, self._device = model, device
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -170,11 +171,27 @@ class _WithoutAdapters:
     def state_dict(self) -> dict[str, Tensor]:
         return _own_weights(self._model, ORIGINAL_HEAD)
 
-    def get_submodule(self, path: str) -> nn.Module:
+    def get_submodule(self, path: str) -> "_Layer":
         module = self._model.get_submodule(path)
         while own := getattr(module, "base_layer", getattr(module, "original_module", None)):
             module = own
-        return module
+        return _Layer(module, self._device)
+
+
+class _Layer:
+    """A layer whose parameters are kept on `device` when they are set. transformers shards them by DTensor.from_local,
+    which moves them to the mesh's device; offloaded ones belong to the CPU, and go back there one by one."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        vars(self).update(_module=module, _device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter):
+            value = nn.Parameter(value.detach().to(self._device), value.requires_grad)
+        setattr(self._module, name, value)
 
 
 def _own_weights(model: nn.Module, head: str) -> dict[str, Tensor]:

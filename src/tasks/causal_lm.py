@@ -107,6 +107,7 @@ class CausalLM(TextSource, ModelSource, Task):
             yield f"task.chat_template={name}: {says}"
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
+        chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
         suits_varlen = device == "cuda" and dtype != torch.float32 and self.packing
         chosen = self.attention if self.attention != "auto" else "varlen" if suits_varlen else "sdpa"
         refusal = self._refusal(chosen, device, dtype) if chosen != "sdpa" else None
@@ -114,7 +115,7 @@ class CausalLM(TextSource, ModelSource, Task):
             raise UserError(f"task.attention={chosen}: {refusal}; or set task.attention=auto")
         self._attention = "sdpa" if refusal else chosen
         reason = f" (not varlen: {refusal})" if refusal else ""
-        return [*super().prepare_for(device, dtype), f"{self._attention} attention{reason}"]
+        return [*chosen_before, f"{self._attention} attention{reason}"]
 
     def _refusal(self, attention: str, device: str, dtype: torch.dtype) -> str | None:
         if device != "cuda":
@@ -281,8 +282,9 @@ class CausalLM(TextSource, ModelSource, Task):
         nats, correct = model("score", **inputs)
         values = torch.stack([nats, torch.ones_like(nats), correct], 1)
         positions, lengths = inputs["position_ids"].flatten(), inputs["cu_seq_lens"].diff().long()
+        own_lengths = lengths.repeat_interleave(lengths, output_size=len(positions))  # without it, the host waits
         outputs = {"bytes": batch["bytes"]}
-        for name, places in (("by_position", positions), ("by_length", lengths.repeat_interleave(lengths) - 1)):
+        for name, places in (("by_position", positions), ("by_length", own_lengths - 1)):
             cells = index // inputs["input_ids"].shape[1] * BUCKETS + places[index] // self._bucket_width
             sums = values.new_zeros(len(batch["bytes"]) * BUCKETS, 3).index_add(0, cells, values)
             outputs[name] = sums.view(-1, BUCKETS, 3)
@@ -327,7 +329,8 @@ class CausalLM(TextSource, ModelSource, Task):
         input_ids = torch.tensor([tokens[-(limit - 1) :]], device=device)
         sampling = {"temperature": self.sample_temperature, "top_k": 0} if self.sample_temperature else {}
         # training draws what it would without this, and the compiler does not see how the texts grow token by token
-        with torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        gpus = [device] if device.type == "cuda" else []  # else torch warns where there are several
+        with torch.random.fork_rng(gpus), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(0)
             output = model(
                 "generate",
