@@ -24,6 +24,7 @@ from src.check import run_checks
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
 from src.config import Config, metric_errors
+from src.cuda_graph import RecordedStep
 from src.data.loading import MicroBatch, count_step, evaluation_batches, gather_in_order, training_steps
 from src.distributed import build_accelerator, find_shard, float64_zeros, local_main_process_first, prepare, reduce_step
 from src.export import export_model, push_to_hub
@@ -107,6 +108,7 @@ def fit(run: Run) -> bool:
     with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
         checkpoints = CheckpointWriter(run, tracker.say)
         steps, is_stopping = training_steps(run, progress.step), False
+        take_step = RecordedStep(run, train_step) if config.cuda_graphs else train_step
         progress.start_clock()
         run.model.train()
         while True:
@@ -131,7 +133,7 @@ def fit(run: Run) -> bool:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
             with performance.step(steps) as micro_batches:
-                result = train_step(run, micro_batches, stop)
+                result = take_step(run, micro_batches, stop)
             is_stopping = result.counts.stop_requests > 0
             progress.add_step(result)
             tracker.advance()

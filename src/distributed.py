@@ -29,7 +29,7 @@ from torch.optim import SGD
 
 from src.config import Config
 from src.cpu import set_up_cpu
-from src.launch_guard import choose_precision, find_launcher, is_set, launch_errors
+from src.launch_guard import choose_precision, find_launcher, graph_errors, is_set, launch_errors
 from src.process import UserError
 from src.settings import nearest
 
@@ -80,6 +80,8 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     is_stand_in = on_cpu and not wants_cpu
     precision, note = choose_precision(launcher, wants_precision, is_stand_in)
     errors = list(launch_errors(launcher, config, world_size, wants_fsdp))
+    if config.cuda_graphs:
+        errors += graph_errors(config, not on_cpu and torch.cuda.is_available(), world_size, precision)
     gpus = torch.accelerator.device_count()
     if not on_cpu and local_world_size > gpus:
         add = f"add --num_processes={gpus * (world_size // local_world_size)}"

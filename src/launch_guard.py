@@ -129,6 +129,18 @@ def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -
     return asked, None
 
 
+def graph_errors(config: Config, is_cuda: bool, world_size: int, precision: str) -> Iterator[str]:
+    """Yield why a step can't be recorded as a CUDA graph, one line each."""
+    if not is_cuda or world_size > 1:
+        yield "cuda_graphs=true is for one process on one NVIDIA GPU: use single_gpu.yaml, or leave it out"
+    if config.accumulation(world_size) > 1:
+        yield "cuda_graphs=true cannot accumulate gradients: leave micro_batch_size out"
+    if precision == "fp16":
+        yield "cuda_graphs=true would repeat one loss scale in each step: use bf16, or leave it out"
+    if config.optim.name == "muon":
+        yield "cuda_graphs=true cannot record muon, which asks the device for its learning rate: use adamw"
+
+
 def resume_command(config: Config) -> str:
     """Return what the user typed, with --resume=auto added if the run was to branch off or start anew, so that it
     continues from its own checkpoint."""

@@ -4,9 +4,6 @@ Activation checkpointing first: each block's forward becomes one that runs again
 second, around it, so that the compiler sees the recomputation and can fuse it. DDP or FSDP last, in `prepare`: their
 hooks stay outside what is compiled. All of it reassigns `forward` and nothing else, so that names, classes and the
 state dict are as the task made them. The blocks are those that FSDP wraps: the model's `_no_split_modules` names them.
-
-CUDA graphs are the compiler's (mode="reduce-overhead"): it records a graph for each shape of input, replays it, and
-skips it by itself where that would be wrong. https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 """
 
 import logging
@@ -34,7 +31,7 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
     """Apply what the settings ask for, in place.
 
     Raises:
-        UserError: the model names no blocks, this machine has no compiler, or no GPU for CUDA graphs.
+        UserError: the model names no blocks, or this machine has no compiler.
     """
     blocks = repeating_blocks(model)
     if config.activation_checkpointing:
@@ -45,17 +42,12 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
             )
         for block in blocks:  # dropout draws the same numbers both times, unlike with fsdp_activation_checkpointing
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if config.cuda_graphs and (accelerator.device.type != "cuda" or accelerator.use_distributed):
-        raise UserError("cuda_graphs=true is for one process on one NVIDIA GPU: use single_gpu.yaml, or leave it out")
-    if config.cuda_graphs and config.accumulation(1) > 1:  # a replay overwrites the previous gradients
-        raise UserError("cuda_graphs=true cannot accumulate gradients: leave micro_batch_size out")
-    if config.compile or config.cuda_graphs:
+    if config.compile:
         _require_compiler()
-        mode = "reduce-overhead" if config.cuda_graphs else None
         logging.getLogger("torch._dynamo.convert_frame").addFilter(_say_limit_in_one_line)
         blocks = [block for block in blocks if any(block.children())]
         for module in blocks or [model]:  # one compilation for all blocks; the whole model where they are single layers
-            compiled = torch.compile(module.forward, mode=mode)
+            compiled = torch.compile(module.forward)
             has_rows = blocks and config.micro_batch(accelerator.num_processes) > 1
             module.forward = partial(_forward, module.forward, compiled) if has_rows else compiled
         if blocks:  # else the first size of a batch is compiled for itself, and the second once more for any other

@@ -81,7 +81,8 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
 def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            if not isinstance(group["lr"], Tensor):  # else src/cuda_graph.py has set it: a graph would repeat this value
+                group["lr"] = lr
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -115,9 +116,21 @@ def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
             device = optimizer.param_groups[0]["params"][0].device
             optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
             optimizer.step()
+        elif optimizer.param_groups[0].get("capturable") and optimizer.state:
+            _step_or_undo(optimizer, norm.isfinite())
         elif norm.isfinite():
             optimizer.step()
         optimizer.zero_grad()
+
+
+def _step_or_undo(optimizer: Optimizer, is_finite: Tensor) -> None:
+    """Take the step, and undo it on the device unless `is_finite`, of shape (): a graph cannot wait for the answer."""
+    changed = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    changed += [value for state in optimizer.state.values() for value in state.values()]
+    before = torch._foreach_clone(changed)
+    optimizer.step()
+    for after, was in zip(changed, before, strict=True):
+        torch.where(is_finite, after, was, out=after)
 
 
 def to_local(tensor: Tensor) -> Tensor:
