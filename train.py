@@ -26,12 +26,19 @@ from src.checkpoint.write import CheckpointWriter
 from src.config import Config, metric_errors
 from src.cuda_graph import RecordedStep
 from src.data.loading import MicroBatch, count_step, evaluation_batches, gather_in_order, training_steps
-from src.distributed import build_accelerator, find_shard, float64_zeros, local_main_process_first, prepare, reduce_step
+from src.distributed import (
+    build_accelerator,
+    find_shard,
+    float64_zeros,
+    local_main_process_first,
+    naming_full_gpus,
+    prepare,
+    reduce_step,
+)
 from src.export import export_model, push_to_hub
 from src.launch_guard import resume_command
 from src.machines import MACHINES, load_config
 from src.model_transforms import transform
-from src.norms import Norms
 from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr, step_if_finite
 from src.performance import Performance
 from src.preemption import StopSignal
@@ -46,6 +53,7 @@ def main() -> None:
 
 @exit_codes()
 @MACHINES.named()
+@naming_full_gpus()
 def train_or_check(argv: list[str]) -> None:
     run = build(config := load_config(argv))
     if run is None:  # it has already finished
@@ -104,11 +112,12 @@ def fit(run: Run) -> bool:
     config, progress, performance = run.config, run.progress, Performance(run)
     if config.dry_run:
         return dry_run(run)
-    norms = Norms(run)
     with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
         checkpoints = CheckpointWriter(run, tracker.say)
         steps, is_stopping = training_steps(run, progress.step), False
         take_step = RecordedStep(run, train_step) if config.cuda_graphs else train_step
+        if run.is_main and run.device.type != "cpu":
+            run.task.import_metrics()
         progress.start_clock()
         run.model.train()
         while True:
@@ -142,7 +151,7 @@ def fit(run: Run) -> bool:
                 checkpoints.close()
                 raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
-                tracker.log_training(result, performance.metrics() | MACHINES.metrics() | norms.metrics(result))
+                tracker.log_training(result, performance.metrics() | MACHINES.metrics())
 
         checkpoints.close()
         if is_stopping:

@@ -1,4 +1,4 @@
-"""Make a new project from this one: `make new NAME=my-project DEST=../my-project TASK=dpo WITHOUT="wandb norms"`.
+"""Make a new project from this one: `make new NAME=my-project DEST=../my-project TASK=dpo WITHOUT="wandb report"`.
 
 Nothing needs to be installed. docs/make-it-yours.md says what goes and what stays, and has the commands that are run.
 """

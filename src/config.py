@@ -129,8 +129,6 @@ class Config(Settings):
     """The first and the last step to profile, such as 10:15, into `profile` in output_dir; null: none."""
     log_every: PositiveInt = 50
     """Steps between records of the training metrics."""
-    log_norms: bool = False
-    """Record the norms of the gradients and the parameters of each block too."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations; null: at the end of each epoch. The last step is always followed by one."""
     save_every: PositiveInt = 500

@@ -1,9 +1,9 @@
 """An optimizer step that is recorded once, as a CUDA graph, and then replayed: `cuda_graphs=true`.
 
-A small model's step is a hundred kernels of microseconds each, and launching them one by one takes Python longer than
-the GPU needs to run them. A graph launches all of them at once. It repeats what was recorded on the same memory: so the
-batch is copied to where the recorded one was, and the learning rate is a tensor. torch moves the random number generator
-on by as much as the step drew, so that each replay has dropout of its own: that of a step that was not replayed.
+A small model's step is a hundred kernels of microseconds each, and Python takes longer to launch them one by one than
+the GPU to run them. A graph launches all of them at once. It repeats what was recorded, on the same memory: so a batch
+is copied to where the recorded one was, and the learning rate is a tensor. torch moves the random number generator on
+by as much as the step drew, so that each replay has dropout of its own, the same as without a graph.
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 

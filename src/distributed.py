@@ -29,7 +29,7 @@ from torch.optim import SGD
 
 from src.config import Config
 from src.cpu import set_up_cpu
-from src.launch_guard import choose_precision, find_launcher, graph_errors, is_set, launch_errors
+from src.launch_guard import choose_precision, driver_errors, find_launcher, graph_errors, is_set, launch_errors
 from src.process import UserError
 from src.settings import nearest
 
@@ -38,6 +38,9 @@ warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor
 # DDP says so of weights with one input channel, whose memory is the same channels-last; of others it matters
 warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+GPU_CONTEXT = 2**30
+"""Bytes of GPU memory that a process may take besides what it allocates: for CUDA itself, NCCL and cuBLAS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +78,14 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     world_size, local_world_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     wants_cpu, wants_fsdp = is_set("ACCELERATE_USE_CPU"), is_set("ACCELERATE_USE_FSDP")
     wants_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    with warnings.catch_warnings(record=True) as warned:
+        torch.cuda.is_available()
+    errors = [] if wants_cpu else list(driver_errors(warned))
     has_gpu = torch.accelerator.is_available() and not (world_size > 1 and torch.backends.mps.is_available())
     on_cpu = wants_cpu or not has_gpu
     is_stand_in = on_cpu and not wants_cpu
     precision, note = choose_precision(launcher, wants_precision, is_stand_in)
-    errors = list(launch_errors(launcher, config, world_size, wants_fsdp))
+    errors += launch_errors(launcher, config, world_size, wants_fsdp)
     if config.cuda_graphs:
         errors += graph_errors(config, not on_cpu and torch.cuda.is_available(), world_size, precision)
     gpus = torch.accelerator.device_count()
@@ -251,6 +257,25 @@ def grad_square_sum(gradients: list[Tensor]) -> Tensor:
         return torch.stack([gradient.square().sum() for gradient in gradients]).double().sum()
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square().sum()
+
+
+@contextlib.contextmanager
+def naming_full_gpus() -> Iterator[None]:
+    """Turn a lack of GPU memory into one line where most of what is missing is held by other processes.
+
+    Raises:
+        UserError: they hold more than a tenth of the GPU.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        others = total - free - torch.cuda.memory_reserved() - GPU_CONTEXT
+        if others < total / 10:
+            raise
+        held = f"other processes hold about {others / 2**30:.0f} of its {total / 2**30:.0f} GiB"
+        advice = "end them (nvidia-smi lists them), or set CUDA_VISIBLE_DEVICES to another GPU"
+        raise UserError(f"GPU {torch.cuda.current_device()} is full, {held}: {advice}") from error
 
 
 def float64_zeros(size: int, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ it is alone and trains a model of its own. Here each of these ends the run, in o
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,17 @@ def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -
     if asked == "fp8" and torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
         return "bf16", f"{gpu} has no fp8: training in bf16"
     return asked, None
+
+
+def driver_errors(warned: list[warnings.WarningMessage]) -> Iterator[str]:
+    """Yield why torch can't use the NVIDIA GPUs that are here, from the warnings that it gives when it looks for them:
+    it would train on the CPU instead."""
+    for warning in warned:
+        text = str(warning.message)
+        if "driver on your system is too old" in text:
+            built_for = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+            advice = "update the driver, install a torch for an older CUDA, or use accelerate_configs/cpu.yaml"
+            yield f"the NVIDIA driver is too old, {built_for}: {advice}"
 
 
 def graph_errors(config: Config, is_cuda: bool, world_size: int, precision: str) -> Iterator[str]:

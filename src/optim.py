@@ -81,7 +81,7 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
 def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if not isinstance(group["lr"], Tensor):  # else src/cuda_graph.py has set it: a graph would repeat this value
+            if not isinstance(group["lr"], Tensor):  # src/cuda_graph.py sets a tensor: a graph would repeat this value
                 group["lr"] = lr
 
 
@@ -112,7 +112,7 @@ def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
     for optimizer in optimizers:
         # torch's fused SGD makes its momentum in a first step even if that is left out, and never writes to it: wait
         if optimizer.defaults.get("fused") and optimizer.state:
-            # as torch.amp.GradScaler does it; the optimizer itself would copy it to offloaded parameters without waiting
+            # as torch.amp.GradScaler does it; the optimizer would copy it to offloaded parameters without waiting
             device = optimizer.param_groups[0]["params"][0].device
             optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
             optimizer.step()

@@ -1,4 +1,4 @@
-"""What a run in a terminal shows beyond plain lines: progress bars, lines that fit, charts. tqdm draws the bars, not
+"""What a run in a terminal shows beyond plain lines: progress bars and lines that fit. tqdm draws the bars, not
 rich: it needs no thread, and whatever kills a run leaves the terminal its cursor."""
 
 import os
@@ -8,10 +8,7 @@ import sys
 import textwrap
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
-
-BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def width() -> int | None:
@@ -37,16 +34,3 @@ def fit(line: str) -> str:
     return textwrap.fill(
         glued, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ).replace("\xa0", " ")
-
-
-def chart(values: list[float]) -> str | None:
-    """Return the first and the last value and the course between them, in blocks that are means of some, a dot where
-    none is finite; None if fewer than two are, or the terminal cannot show it."""
-    numbers = np.ma.masked_invalid(np.array(values, dtype=float))
-    if numbers.count() < 2 or not (columns := width()) or not sys.stdout.encoding.lower().startswith("utf"):
-        return None
-    parts: Any = np.array_split(numbers, min(len(numbers), max(columns - 35, 1), 40))
-    scale = (len(BLOCKS) - 1) / (numbers.max() - numbers.min() or 1)
-    blocks = ["·" if not part.count() else BLOCKS[round((part.mean() - numbers.min()) * scale)] for part in parts]
-    first, *_, last = numbers.compressed()
-    return f"{first:.4f} to {last:.4f}  {''.join(blocks)}"

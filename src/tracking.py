@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -25,10 +24,9 @@ from src.progress import StepResult
 from src.report import report_line
 from src.run import Evaluation, Run, startup_summary
 from src.tasks.base import Table
-from src.terminal import bar, chart, fit
+from src.terminal import bar, fit
 from src.trackers import start_trackers
 
-LOSS = re.compile(rb'"(train/loss|eval/loss)": ([^,}]+)')
 """In a record."""
 
 
@@ -174,16 +172,9 @@ class Tracker:
         write_json(self.folder / "summary.json", self._summary)
         for logger in self._loggers:
             logger.summarize(self._summary)
-        losses: dict[str, list[float]] = {"train/loss": [], "eval/loss": []}
-        self._metrics.seek(0)
-        for line in self._metrics:  # a million of them take seconds; as JSON, far longer
-            if found := LOSS.search(line):
-                losses[found[1].decode()].append(float(found[2].replace(b"null", b"nan")))
-        charts = {name: chart(values) for name, values in losses.items()}
         folder = shlex.quote(str(self.folder))
         lines = [
             fit(f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}"),
-            *(f"  {name:<10} {course}" for name, course in charts.items() if course),
             f"  model      {folder}/model",
             fit(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml"),
             report_line(self.folder),

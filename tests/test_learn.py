@@ -15,7 +15,7 @@ PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
 LESSONS = [name for name in PAGES if name[0].isdigit()]
 ADVICE = PROJECT / "src" / "check" / "advice.py"
 ROOMS = (
-    "alerts.py", "check", "cpu", "machines.py", "norms.py", "performance.py", "report.py", "trackers.py",
+    "alerts.py", "check", "cpu", "machines.py", "performance.py", "report.py", "trackers.py",
     "wandb_logger.py",
 )  # fmt: skip
 is_whole = all((PROJECT / "src" / room).exists() for room in ROOMS)

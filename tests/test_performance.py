@@ -39,7 +39,7 @@ def test_a_device_is_known_by_the_words_of_its_name(name: str, precision: str, p
 
 
 def test_fp32_is_compared_with_tf32_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
 
 

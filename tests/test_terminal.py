@@ -52,19 +52,6 @@ def test_a_path_longer_than_the_terminal_stays_whole_and_a_pipe_gets_the_line_as
     assert terminal.fit(EVALUATION) == EVALUATION
 
 
-def test_the_course_of_the_loss_is_drawn_with_gaps_where_it_is_not_finite(columns: Any) -> None:
-    columns(80)
-    nan, inf = float("nan"), float("inf")
-    assert terminal.chart([8.0, 4.5, 1.0]) == "8.0000 to 1.0000  █▅▁"
-    assert terminal.chart([nan, 8.0, nan, inf, 1.0, -inf]) == "8.0000 to 1.0000  ·█··▁·"
-    assert terminal.chart([2.0, 2.0]) == "2.0000 to 2.0000  ▁▁"
-    assert terminal.chart([1.0]) is terminal.chart([inf, nan, 1.0]) is terminal.chart([]) is None
-    blocks = str(terminal.chart([*range(1000)])).split()[-1]
-    assert (len(blocks), list(blocks), set(blocks)) == (40, sorted(blocks), set(terminal.BLOCKS))
-    columns(None)
-    assert terminal.chart([8.0, 4.5, 1.0]) is None
-
-
 def screen(output: str) -> list[str]:
     """What is on the screen in the end, scrolled back, if no line was longer than it is wide."""
     lines, row, column = [""], 0, 0

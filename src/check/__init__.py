@@ -46,7 +46,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     is_main = os.environ.get("RANK", "0") == "0"  # even if each believes it is alone
     if is_main:
         print(f"{run.config.run_name}: examining {run.launch.strategy} x {run.world_size}", flush=True)
-    convolutions = torch.backends.cudnn.conv
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     chosen, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"  # TF32's 10 bits hide small faults
     subject = Subject(run, train_step, evaluate)
     rows: list[Row] = []

@@ -25,7 +25,7 @@ RESUME_SAFE_SETTINGS = (
     "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
     "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
     "ddp_comm_hook", "fsdp_reduce_each_micro_batch", "push_to_hub", "trackers", "wandb", "checkpoint", "early_stopping",
-    "profile_steps", "log_norms", "alerts", "dry_run", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
+    "profile_steps", "alerts", "dry_run", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
     "task.sample_temperature", "task.attention", "task.lora.base_dtype", "task.lora.merge",
 )  # fmt: skip
 """Settings, and groups of them, that do not change the weights a run arrives at, except for rounding."""

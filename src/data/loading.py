@@ -27,6 +27,8 @@ from src.tasks.base import Examples, Task
 from src.terminal import bar
 
 T = TypeVar("T")
+EVALUATION_FACTOR = 4
+"""How many micro-batches are evaluated at once: nothing is kept for a backward pass."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,13 @@ def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[li
 
 def _training_steps(run: Run, first: int, last: int) -> Iterator[list[MicroBatch]]:
     config, dataset, step = run.config, run.train_set, first
+    sizes = config.global_batch_size, config.micro_batch(run.world_size)
     while step < last:
         epoch, done_in_epoch = divmod(step, run.steps_per_epoch)
         order = config.task.order(dataset, np.random.default_rng([config.seed, epoch]), config.global_batch_size)
         order = order[done_in_epoch * config.global_batch_size :]
         augmented = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: not the random numbers of the order
-        for micro_batches in islice(_load(run, augmented, order, config.global_batch_size, epoch), last - step):
+        for micro_batches in islice(_load(run, augmented, order, *sizes, epoch), last - step):
             step += 1
             yield micro_batches
 
@@ -98,8 +101,9 @@ def count_step(micro_batches: list[MicroBatch], stop: StopSignal) -> StepCounts:
 
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
     """Yield this process's part of the evaluation set, in order."""
-    global_batch_size = run.config.micro_batch(run.world_size) * run.world_size
-    batches = _on_device(run, _load(run, run.eval_set, np.arange(len(run.eval_set)), global_batch_size))
+    size = EVALUATION_FACTOR * run.config.micro_batch(run.world_size)
+    global_batch_size = size * run.world_size
+    batches = _on_device(run, _load(run, run.eval_set, np.arange(len(run.eval_set)), global_batch_size, size))
     for (batch,) in bar("batches evaluated", iterable=batches, total=-(-len(run.eval_set) // global_batch_size)):
         yield batch
 
@@ -132,10 +136,9 @@ def samples(dataset: Any, indices: list[int]) -> Any:
 
 
 def _load(
-    run: Run, dataset: Examples, order: np.ndarray, global_batch_size: int, epoch: int = 0
+    run: Run, dataset: Examples, order: np.ndarray, global_batch_size: int, micro_batch_size: int, epoch: int = 0
 ) -> Iterator[list[MicroBatch]]:
     config = run.config
-    micro_batch_size = config.micro_batch(run.world_size)
     sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.rank, run.world_size)
     batches: Iterator[Any]
     if config.num_workers == 0:  # a DataLoader would take as long as a small model's step

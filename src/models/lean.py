@@ -102,7 +102,7 @@ def fill(model: nn.Module, parts: dict[str, Tensor], device: torch.device) -> No
 
 
 def _set(model: nn.Module, name: str, parameter: Any, part: Tensor) -> None:
-    sharded = DTensor.from_local(
+    sharded: Tensor = DTensor.from_local(
         part,
         parameter.device_mesh,
         parameter.placements,

@@ -24,7 +24,7 @@ from src.data.documents import Chunker, RowFormat, cut_texts
 from src.data.packing import Sequences, batch_tensors, pack, unpacked
 from src.data.text import TextSource, cached_map, table_checksum
 from src.models.architecture import new_config, typed
-from src.models.attention import BY_LENGTHS, document_lengths
+from src.models.attention import BY_LENGTHS, activate_kernel, document_lengths
 from src.models.causal_lm import LanguageModel, small_model
 from src.models.flops import causal_pairs
 from src.models.lean import NewWeights, empty
@@ -111,11 +111,14 @@ class CausalLM(TextSource, ModelSource, Task):
         suits_varlen = device == "cuda" and dtype != torch.float32 and self.packing
         chosen = self.attention if self.attention != "auto" else "varlen" if suits_varlen else "sdpa"
         refusal = self._refusal(chosen, device, dtype) if chosen != "sdpa" else None
+        kernel = ""
+        if chosen == "varlen" and not refusal:
+            kernel = f" by {activate_kernel(lambda: not self._refusal(chosen, device, dtype))}"
         if refusal and self.attention != "auto":
             raise UserError(f"task.attention={chosen}: {refusal}; or set task.attention=auto")
         self._attention = "sdpa" if refusal else chosen
         reason = f" (not varlen: {refusal})" if refusal else ""
-        return [*chosen_before, f"{self._attention} attention{reason}"]
+        return [*chosen_before, f"{self._attention} attention{kernel or reason}"]
 
     def _refusal(self, attention: str, device: str, dtype: torch.dtype) -> str | None:
         if device != "cuda":
