@@ -30,7 +30,7 @@ def activate_kernel(is_suitable: Callable[[], bool]) -> str:
     """Have torch's kernel, `varlen`, be the fastest that is installed and that `is_suitable`, asked once it is active,
     accepts. Return its name."""
     for name in KERNELS:
-        with suppress(ImportError):
+        with suppress(ImportError, RuntimeError):
             activate_flash_attention_impl(name)
             if is_suitable():
                 return name

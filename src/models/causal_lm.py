@@ -46,6 +46,7 @@ class LanguageModel(nn.Module):
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
+        self.hf.get_input_embeddings().register_forward_hook(_in_bf16_under_autocast)
         head = self.hf.get_output_embeddings()
         if isinstance(head, nn.Linear):
             # around it, FSDP gathers the weight
@@ -250,6 +251,14 @@ def small_model(config: PreTrainedConfig) -> LanguageModel:
             if not sizes:
                 raise
     raise AssertionError
+
+
+def _in_bf16_under_autocast(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:
+    """Return the embedding's output in bf16 where the blocks compute in it: what they add to it is then kept, and moved,
+    in half the bytes, as under FSDP. Under fp16 it could overflow."""
+    device = states.device.type
+    is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return states.bfloat16() if is_half else states
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
