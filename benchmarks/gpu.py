@@ -2,22 +2,26 @@
 
     python -m benchmarks.gpu [mnist] [llama] [packing] [fp8] [offload] [attention] [lean] [--data_dir=DIR] [--smoke]
 
-On one NVIDIA H100 or H200; MNIST is downloaded where DIR lacks it. After 7.75 minutes whatever still runs is ended;
-offload and lean, each alone, need most of that. Each call adds an entry to benchmarks/gpu_results.json, which it writes
-after each question; where one has no answer, it says why. --smoke tries the whole script on the CPU, with tiny models:
-its figures mean nothing. On a machine with nothing but torch and no network, install the rest from wheels first:
+On one NVIDIA H100 or H200; MNIST is downloaded where DIR lacks it. A call ends after 7.75 minutes, whatever still runs:
+make five, `mnist packing`, `llama fp8`, `attention`, `lean` and `offload`. Each adds an entry to
+benchmarks/gpu_results.json, which it writes after each question; where one has no answer, it says why. --smoke tries
+the whole script with tiny models, on the CPU or on the GPU there is, also an emulated one (tests/gpu/build.py): its
+figures mean nothing. On a machine with nothing but torch and no network, install the rest from wheels first:
 
     pip download --dest wheels --python-version 3.12 --only-binary=:all: -r requirements.txt psutil    # elsewhere
     pip install --no-index --find-links wheels $(python -m benchmarks.gpu --missing)                    # there
 
 - mnist: configs/mnist_reference.yaml (14 epochs) to 99.1% in 10 seconds, configs/mnist_fast.yaml to 99% in 2, both with
   --cuda_graphs=true; and how many times as fast a step is with it as without. The clock is `seconds` in summary.json:
-  from the first step to the end, with all evaluations, checkpoints and the export, without start-up.
+  from the first step to the end, with warm-up, all evaluations, the last checkpoint and the export, without start-up.
+  How much of it is not training is printed.
 - llama: 1.1 billion parameters in TinyLlama's shape, sequences of 4,096, bf16 with fp32 weights and optimizer, under
   single_gpu.yaml and fsdp.yaml (one process), --compile=true. Peers: the Trainer of transformers and a plain Accelerate
   loop as run_clm_no_trainer.py has it, both with sdpa, autocast and fused AdamW, and not compiled, as is their default.
   MFU = tokens/s x (6 N + 12 L H Q T) / the GPU's dense bf16 peak, as PaLM and nanochat have it: N parameters without
   the input embedding, L layers, H heads of size Q, T tokens per sequence; attention in full, nothing counted twice.
+  Attention is computed by PyTorch's own FlashAttention 2, or by FA3 or FA4, as train.py's start-up summary says and is
+  printed: asked are 42% with the first and 48% with the others.
 - packing: instructions of log-normal length, packed, against Trainer with batches padded to their longest document, as
   it does by default; both not compiled. Real tokens per second.
 - fp8: fsdp_fp8.yaml (needs torchao) against fsdp.yaml, on the model of llama; also how far the losses are apart.
@@ -26,12 +30,14 @@ its figures mean nothing. On a machine with nothing but torch and no network, in
 - lean: a Llama of 8 billion parameters in bf16 files, of random values, to which adapters are trained under fsdp.yaml:
   the seconds to the first step, and the most of the CPU's memory that the process takes, against what its files take.
 - offload: the largest Llama that trains three steps with fsdp.yaml and with fsdp_offload.yaml, and what a step costs
-  with offload at the largest size that fits both. It is calculated from two small sizes, as memory grows by the layer,
-  and has to train: up to 95% of the GPU's memory, or 80% of what is free of the CPU's.
+  with offload at the largest size that fits both. A size is calculated from smaller ones, as memory grows by the layer,
+  and has to train: up to 95% of the GPU's memory, or 80% of what is free of the CPU's. If it doesn't, fsdp.yaml has one
+  more try with 7% less. The largest with offload is left out where the time that is left wouldn't suffice.
 
 Equal work, which is asserted: parameters, steps, tokens and precision, in llama the loss in the end within 2%, and in
 packing the documents and targets per epoch, in about as many steps. Each side runs in a fresh process, one after the
-other. Speeds are of intervals of steps, the first not counted. The runs of train.py are ended at their last step.
+other. Speeds are of intervals of steps; the first, which loads and compiles, isn't counted. train.py's runs are ended
+at their last step.
 """
 
 import sys
@@ -53,6 +59,7 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import tempfile
 import time
@@ -69,7 +76,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.language import Plan, assert_same_work, train_data, work, write_instructions, write_text
+from benchmarks.language import Plan, assert_same_work, told, train_data, work, write_instructions, write_text
 from benchmarks.pairs import Comparison, drift, table
 from benchmarks.runs import NEVER, PROJECT, Side, running, train_py
 from src.data.byte_tokenizer import byte_tokenizer
@@ -88,11 +95,10 @@ SMALL = LLAMA | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_lay
 del SMALL["vocab_size"]  # bytes
 LADDER = LLAMA | {"hidden_size": 4096, "intermediate_size": 8192, "num_key_value_heads": 32}
 """168 million parameters per layer, in matrices of 2^n bytes: pinned memory is handed out in such pieces."""
-EIGHT_BILLION = {
+LLAMA_3 = {
     "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128_256,
 }  # fmt: skip
-"""Llama 3's."""
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -106,23 +112,25 @@ class Bench:
     folder: Path
     data_dir: Path
     is_smoke: bool
+    is_cuda: bool
+    end: float  # of the time there is, by perf_counter
 
     def plan(self, shape: dict[str, int], length: int, batch: int, **fields: Any) -> Plan:
         if self.is_smoke:
             shape, length = shape | TINY | ({"vocab_size": 512} if "vocab_size" in shape else {}), 64
-        return Plan(shape, length, batch, lr=1e-4, is_cuda=not self.is_smoke, **fields)
+        return Plan(shape, length, batch, lr=1e-4, is_cuda=self.is_cuda, **fields)
 
     def ours(self, settings: dict[str, Any], yaml: str, folder: Path) -> Side:
         """Return a run of train.py. A yaml means its GPUs: on the CPU the precision is that of the command line."""
-        precision = ("fp8" if yaml == "fsdp_fp8" else "bf16") if self.is_smoke else ""
-        return Side(train_py(settings, yaml, precision=precision), folder, 1 if self.is_smoke else None)
+        precision = "" if self.is_cuda else "fp8" if yaml == "fsdp_fp8" else "bf16"
+        return Side(train_py(settings, yaml, precision=precision), folder, None if self.is_cuda else 1)
 
     def gpu(self, field: str) -> str:
-        """Ask nvidia-smi, which takes none of the GPU's memory."""
+        """Ask nvidia-smi, which takes none of the GPU's memory; an emulated GPU has none."""
         which = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         query = ["nvidia-smi", f"--id={which}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
         if self.is_smoke:
-            return "CPU" if field == "name" else "1000"
+            return "1000" if field != "name" else torch.cuda.get_device_name() if self.is_cuda else "CPU"
         return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
@@ -136,36 +144,43 @@ def train(bench: Bench, yaml: str, plan: Plan, folder: Path, **settings: Any) ->
         return side, int(bench.gpu("memory.used"))
 
 
+def reason(error: RuntimeError) -> str:
+    """Return the line in which train.py says why it failed; without one, the end of what it printed."""
+    lines = re.findall(r"^(?:train\.py: |(?!subprocess)[\w.]+Error: ).*", str(error), re.MULTILINE)
+    return lines[-1] if lines else str(error)[-2000:]
+
+
 def peer(bench: Bench, name: str, plan: Plan, folder: Path) -> tuple[Side, list[float]]:
     """Run a peer to its end. Return it, and the seconds of each interval but the first."""
-    side = Side(plan.peer(f"language_peers.{name}", folder), folder / name, 1 if bench.is_smoke else None)
+    side = Side(plan.peer(f"language_peers.{name}", folder), folder / name, None if bench.is_cuda else 1)
     side.run()
     return side, np.diff([record["time"] for record in side.records]).tolist()
 
 
 def mnist(bench: Bench) -> Iterator[Comparison]:
-    def run(config: str, has_graphs: bool, **settings: Any) -> Side:
+    every = 5 if bench.is_smoke else 134  # a seventh of an epoch
+
+    def run(config: str, has_graphs: bool, **settings: Any) -> tuple[Side, list[float]]:
+        """Return also the milliseconds of a step in each interval."""
         settings |= {"config": PROJECT / "configs" / f"{config}.yaml", "task.data_dir": bench.data_dir}
-        settings |= {"save_every": NEVER, "cuda_graphs": has_graphs and not bench.is_smoke}
-        if bench.is_smoke:
-            settings |= {"max_steps": 20, "eval_every": NEVER, "log_every": 5}
+        settings |= {"save_every": NEVER, "log_every": every, "cuda_graphs": has_graphs and not bench.is_smoke}
+        settings |= {"max_steps": 20, "eval_every": NEVER} if bench.is_smoke else {}
         side = bench.ours(settings, "single_gpu", Path(tempfile.mkdtemp(dir=bench.folder)))
         side.run()
-        return side
-
-    def milliseconds(has_graphs: bool) -> list[float]:
-        """Return those of a step in an epoch, in each interval but the first, in which libraries are loaded."""
-        records = run("mnist_reference", has_graphs, max_steps=938, log_every=134, eval_every=NEVER).records
-        return [64e3 / record["perf/samples_per_second"] for record in records][1:]
+        return side, [64e3 / record["perf/samples_per_second"] for record in side.records]
 
     for config, epochs, seconds, accuracy in (("mnist_reference", 14, 10.0, 99.1), ("mnist_fast", None, 2.0, 99.0)):
-        found = run(config, has_graphs=True, log_every=938).summary
+        side, (first, *others) = run(config, has_graphs=True)
+        found = side.summary
         assert bench.is_smoke or (found["device"] == "cuda" and epochs in (None, round(found["epoch"])))
-        print(f"{config}: {found['step']} steps, {found['save_pause_seconds']:.2f} s of pauses for checkpoints")
+        warm_up = every * (first - statistics.median(others)) / 1e3
+        evaluations = found["seconds"] - 64 * found["step"] / found["samples_per_second"]
+        rest = f"{warm_up:.2f} s are warm-up, {evaluations:.2f} evaluation, {found['save_pause_seconds']:.2f} saving"
+        print(f"{config}: {found['step']} steps in {found['seconds']:.2f} s, of which {rest}")
         yield Comparison(f"{config}, single_gpu.yaml", "s", [found["seconds"]], [seconds], 1.0, is_gain=False)
         yield Comparison(f"{config}: accuracy", "%", [100 * found["eval/accuracy"]], [accuracy], 1.0, True, True)
-    question = "mnist: a step with cuda_graphs against one without"
-    yield Comparison(question, "ms", milliseconds(True), milliseconds(False), 1.0, is_gain=True)
+    ours, theirs = (run("mnist_reference", graphs, max_steps=938, eval_every=NEVER)[1][1:] for graphs in (True, False))
+    yield Comparison("mnist: a step with cuda_graphs against one without", "ms", ours, theirs, 1.0, is_gain=True)
 
 
 @cache
@@ -182,25 +197,31 @@ def train_llama(bench: Bench, yaml: str) -> tuple[Side, list[float]]:
 
 
 def llama(bench: Bench) -> Iterator[Comparison]:
-    runs = {yaml: train_llama(bench, yaml) for yaml in ("single_gpu", "fsdp")}
     plan = bench.plan(LLAMA, 4096, BATCH, interval=INTERVAL, micro=MICRO, passes=BATCH // MICRO)
-    peers = {name: peer(bench, name, plan, bench.folder / "llama") for name in ("sequential", "plain")}
-    sides = {name: side for name, (side, _) in (runs | peers).items()}
-    done, losses = work(sides["single_gpu"]), sides["single_gpu"].values
-    print(f"llama: {done}, losses of single_gpu {losses}")
-    assert_same_work({name: work(side) for name, side in sides.items()})
-    for name, side in sides.items():
+    peers: dict[str, tuple[Side, list[float]]] = {}
+    first, _ = train_llama(bench, "single_gpu")
+    done, losses = work(first), first.values
+
+    def assert_same(name: str, side: Side) -> None:
+        assert_same_work({"single_gpu": done, name: work(side)})
         off = drift(side.values[-1:], losses[-1:])
         assert off < 0.02, f"{name}: a last loss of {side.values[-1]}, that of single_gpu is {losses[-1]}"
+
+    (tuned,) = told(first, "tuned +(.*)")
+    print(f"llama: {tuned}; {done}, losses of single_gpu {losses}")
     width, layers = plan.shape["hidden_size"], plan.shape["num_hidden_layers"]  # H x Q is the width
     per_token = 6 * (done["parameters"] - plan.shape["vocab_size"] * width) + 12 * layers * width * plan.length
-    peak = peak_flops(bench.gpu("name"), "bf16")
-    for yaml, (_, ours) in runs.items():
+    for yaml in ("single_gpu", "fsdp"):
+        side, ours = train_llama(bench, yaml)
+        assert_same(yaml, side)
         what = f"llama {done['parameters'] / 1e9:.2g}B, {yaml}.yaml"
-        if peak:
-            mfu = [speed * per_token / peak for speed in ours]
-            yield Comparison(f"{what}: MFU", "of the peak", mfu, [1.0] * len(mfu), 0.55, True, True)
+        if peak := peak_flops(bench.gpu("name"), "bf16"):
+            mfu, target = [speed * per_token / peak for speed in ours], 0.48 if re.search("FA[34]", tuned) else 0.42
+            yield Comparison(f"{what}: MFU", "of the peak", mfu, [1.0] * len(mfu), target, True, True)
         for name, label in (("sequential", "trainer"), ("plain", "plain")):
+            if name not in peers:
+                peers[name] = peer(bench, name, plan, bench.folder / "llama")
+                assert_same(name, peers[name][0])
             theirs = [INTERVAL * BATCH * plan.length / seconds for seconds in peers[name][1]]
             yield Comparison(f"{what}, {label}", "tokens/s", ours, theirs, 1.25, True, True)
 
@@ -248,20 +269,21 @@ def train_layers(bench: Bench, yaml: str, layers: int) -> tuple[float, float, in
     try:
         side, memory = train(bench, yaml, replace(plan, shape=plan.shape | {"num_hidden_layers": layers}), folder)
     except RuntimeError as error:
-        print(f"offload: {yaml}, {layers} layers: {str(error)[-2000:]}", flush=True)
+        print(f"offload: {yaml}, {layers} layers: {reason(error)}", flush=True)
         return None
     seconds = min(1 / record["perf/samples_per_second"] for record in side.records)  # the first step allocates
-    found = work(side)["parameters"] / 1e9, seconds, 100 * layers if bench.is_smoke else memory
+    memory = layers * (100 if yaml == "fsdp" else 50) if bench.is_smoke else memory
+    found = work(side)["parameters"] / 1e9, seconds, memory
     print(f"offload: {yaml}, {layers} layers: {found}", flush=True)
     return found
 
 
-def largest(bench: Bench, yaml: str, most: int) -> int:
-    """Return the number of layers, no more than `most`, that has trained and nearly fills the GPU."""
-    small, larger = filter(None, (train_layers(bench, yaml, layers) for layers in (2, 4)))
+def largest(bench: Bench) -> int:
+    """Return the number of layers that trained with fsdp.yaml and nearly fills the GPU."""
+    small, larger = filter(None, (train_layers(bench, "fsdp", layers) for layers in (2, 4)))
     room = 0.95 * int(bench.gpu("memory.total")) - small[2]  # 95%: there are always gaps
-    fitting = min(2 + int(room / max((larger[2] - small[2]) / 2, 1)), most)
-    return next(n for n in (fitting, round(fitting * 0.95), round(fitting * 0.88)) if train_layers(bench, yaml, n))
+    fitting = 2 + int(room / max((larger[2] - small[2]) / 2, 1))
+    return next((n for n in (fitting, round(fitting * 0.93)) if train_layers(bench, "fsdp", n)), 4)
 
 
 def offload(bench: Bench) -> Iterator[Comparison]:
@@ -269,13 +291,21 @@ def offload(bench: Bench) -> Iterator[Comparison]:
     width, rest = shape["hidden_size"], 2 * shape["vocab_size"] * shape["hidden_size"]
     # of the CPU's memory a parameter takes 16 bytes, as it would of the GPU's, and there are the copies of a block
     most = int((usable_memory() / 17 - rest) / (4 * width**2 + 3 * width * shape["intermediate_size"]))
-    layers = largest(bench, "fsdp", NEVER)
-    theirs, ours = (train_layers(bench, yaml, layers) for yaml in ("fsdp", "fsdp_offload"))
-    assert theirs
-    if ours:
-        question = f"offload: a step at {ours[0]:.3g}B parameters, fsdp.yaml"
-        yield Comparison(question, "s", [ours[1]], [theirs[1]], 0.0, is_gain=True)
-    if ours := train_layers(bench, "fsdp_offload", largest(bench, "fsdp_offload", most)):
+    alone = largest(bench)
+    started, both = time.perf_counter(), min(alone, most)
+    ours = train_layers(bench, "fsdp_offload", both)
+    took, theirs = time.perf_counter() - started, train_layers(bench, "fsdp", both)
+    if not (ours and theirs):
+        raise RuntimeError(f"{both} layers do not train with both")
+    question = f"offload: a step at {ours[0]:.3g}B parameters, fsdp.yaml"
+    yield Comparison(question, "s", [ours[1]], [theirs[1]], 0.0, is_gain=True)
+    # too few rather than too many: what the embeddings take of the GPU doesn't grow with the layers
+    more = min(most, int(both * 0.95 * int(bench.gpu("memory.total")) / ours[2]))
+    if more > both:
+        needed, left = 1.2 * took * more / both, bench.end - time.perf_counter()
+        print(f"offload: {more} layers would take about {needed:.0f} s, of {left:.0f} that are left", flush=True)
+        ours = (needed < left and train_layers(bench, "fsdp_offload", more)) or ours
+    if theirs := train_layers(bench, "fsdp", alone):
         yield Comparison("offload: the largest model, fsdp.yaml", "B", [ours[0]], [theirs[0]], 1.0, True, True)
 
 
@@ -289,28 +319,27 @@ def usable_memory() -> int:
 
 
 def attention(bench: Bench) -> Iterator[Comparison]:
-    for length in (4096, 32_768):
+    for length in (4096,) if bench.is_smoke else (4096, 32_768):
         folder, plan = bench.folder / f"attention_{length}", bench.plan(SMALL, length, 8, epochs=2)
-        speeds = {}
-        for kind in ("sdpa",) if bench.is_smoke else ("varlen", "sdpa"):
+        sides = {}
+        for kind in ("varlen", "sdpa"):
             documents = 100 if bench.is_smoke else 6 * 8 * length // 500  # 500: their mean
             write_instructions(folder / kind, documents, 300, 4096)
             settings = {"task.attention": kind, "micro_batch_size": 1, "task.train_on_prompts": True}
             try:
-                side, memory = train(bench, "single_gpu", plan, folder / kind, **settings)
+                sides[kind], memory = train(bench, "single_gpu", plan, folder / kind, **settings)
+                loss = sides[kind].values[-1]
+                print(f"attention: {kind} at {length}: loss {loss:.4f}, {memory} MiB", flush=True)
             except RuntimeError as error:
-                print(f"attention: {kind} at {length}: {str(error)[-500:]}", flush=True)
-                continue
-            speeds[kind] = [record["perf/tokens_per_second"] for record in side.records][1:]
-            print(f"attention: {kind} at {length}: loss {side.values[-1]:.4f}, {memory} MiB", flush=True)
-        if len(speeds) == 2:
-            pair = zip(speeds["varlen"], speeds["sdpa"], strict=True)
-            ours, theirs = map(list, zip(*pair, strict=True))
+                print(f"attention: {kind} at {length}: {reason(error)}", flush=True)
+        if len(sides) == 2:
+            assert_same_work({kind: work(side) for kind, side in sides.items()})
+            ours, theirs = ([r["perf/tokens_per_second"] for r in side.records[1:]] for side in sides.values())
             yield Comparison(f"attention at {length}: varlen, masked", "tokens/s", ours, theirs, 1.0, True, True)
 
 
 def lean(bench: Bench) -> Iterator[Comparison]:
-    plan, folder = bench.plan(EIGHT_BILLION, 1024, 1), bench.folder / "lean"
+    plan, folder = bench.plan(LLAMA_3, 1024, 1), bench.folder / "lean"
     write_text(folder, 4, plan.length)
     size = write_model(LlamaConfig(**{"vocab_size": 258, **plan.shape}), folder / "model")
     settings = plan.settings(folder / "data") | {"max_steps": 2, "eval_every": NEVER, "save_every": NEVER}
@@ -359,28 +388,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", default=list(QUESTIONS), help=", ".join(QUESTIONS))
     parser.add_argument("--data_dir", type=Path, default=Path("data"), help="folder with MNIST")
-    parser.add_argument("--smoke", action="store_true", help="on the CPU, tiny, to try the script")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, to try the script")
+    parser.add_argument("--save", type=Path, help="another file for the rows")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else it would leave processes behind
     signal.signal(signal.SIGALRM, no_time_left)
     rows: list[Comparison] = []
     errors: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
-        bench = Bench(Path(name), chosen.data_dir.absolute(), chosen.smoke)
+        is_cuda, end = not chosen.smoke or torch.cuda.is_available(), started + (3600 if chosen.smoke else SECONDS)
+        bench = Bench(Path(name), chosen.data_dir.absolute(), chosen.smoke, is_cuda, end)
         facts: dict[str, Any] = {
             "device": f"{bench.gpu('name')}, {bench.gpu('memory.total')} MiB",
             "versions": {name: metadata.version(name) for name in ("torch", "accelerate", "transformers")},
-            "commit": subprocess.run(COMMIT, cwd=PROJECT, stdout=subprocess.PIPE, text=True).stdout.strip()
-            or "unknown",
+            "commit": subprocess.run(COMMIT, cwd=PROJECT, stdout=subprocess.PIPE, text=True).stdout.strip(),
             "date": time.strftime("%Y-%m-%d"),
             "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
         }
         print(facts, flush=True)
-        file = Path(name if chosen.smoke else Path(__file__).parent, "gpu_results.json")
+        file = chosen.save or Path(name if chosen.smoke else Path(__file__).parent, "gpu_results.json")
         earlier = json.loads(file.read_text()) if file.exists() else []
         for question in chosen.questions:
-            left = (3600 if chosen.smoke else SECONDS) - (time.perf_counter() - started)
-            signal.alarm(max(1, int(left)))
+            signal.alarm(max(1, int(end - time.perf_counter())))
             try:
                 for row in QUESTIONS[question](bench):
                     rows.append(row)

@@ -15,6 +15,7 @@ from benchmarks.runs import Side
 from src.data.byte_tokenizer import byte_tokenizer
 
 SEED, WEIGHT_DECAY = 0, 0.01
+STRATEGY = r"strategy .*, (\w+), (\w+) \(.*\)$"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def work(side: Side) -> dict[str, Any]:
     if (side.folder / "work.json").exists():
         return json.loads((side.folder / "work.json").read_text())
     last = side.records[-1]
-    (parameters,), (device, precision) = told(side, r"model +([\d,]+) param"), told(side, r"strategy .*, (\w+), (\w+)(?: \(.*\))?$")
+    (parameters,), (device, precision) = told(side, r"model +([\d,]+) param"), told(side, STRATEGY)
     return {
         "parameters": int(parameters.replace(",", "")),
         "steps": last["step"],

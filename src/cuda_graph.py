@@ -44,13 +44,14 @@ class RecordedStep:
         self._stream = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
+        self._recorded: Any = None
         self._numbers = torch.empty(0)
 
     def __call__(self, run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> StepResult:
         """Take the step.
 
         Raises:
-            UserError: the batch has another shape than the one that was recorded.
+            UserError: the batch differs from the one that was recorded in more than the values of its tensors.
         """
         (batch,) = micro_batches
         lr = lr_at(run.progress.step, run.config.optim, *run.schedule)
@@ -59,25 +60,27 @@ class RecordedStep:
             return self._train_step(run, micro_batches, stop)
         if self._warmed_up < WARM_UP_STEPS:
             return self._warm_up(run, micro_batches, stop)
+        counts = count_step(micro_batches, stop)
+        what_is_repeated = recursively_apply(lambda tensor: tensor.shape, batch.data), counts.targets
         if self._graph is None:
+            self._recorded = what_is_repeated
             self._record(run, batch, stop)
             assert self._graph
-
-        new = tensors_in(batch.data)
-        if [tensor.shape for tensor in new] != [tensor.shape for tensor in self._inputs]:
+        if what_is_repeated != self._recorded:
             raise UserError("cuda_graphs=true repeats one step, but this task's batches differ in shape: leave it out")
-        torch._foreach_copy_(self._inputs, new)
+
+        torch._foreach_copy_(self._inputs, tensors_in(batch.data))
         self._graph.replay()
         run.progress.step += 1
-        return StepResult(count_step(micro_batches, stop), lr, self._numbers.clone())
+        return StepResult(counts, lr, self._numbers.clone())
 
     def _warm_up(self, run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> StepResult:
         """Take a step on the stream that is recorded next, as autograd runs backward where forward ran."""
-        self._warmed_up += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             result = self._train_step(run, micro_batches, stop)
         torch.cuda.current_stream().wait_stream(self._stream)
+        self._warmed_up += result.grad_norm is not None  # else the optimizer may not have its state yet
         return result
 
     def _record(self, run: Run, batch: MicroBatch, stop: StopSignal) -> None:

@@ -110,8 +110,8 @@ def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
     """Take the step, unless the gradients' norm, of shape (), is not finite: on the device where an optimizer is fused
     and can leave it out by itself, else by waiting for the answer. Then clear the gradients."""
     for optimizer in optimizers:
-        # torch's fused SGD takes momentum from memory that its first step should have written, even if that was left out
-        needs_first_step = isinstance(optimizer, SGD) and not optimizer.state
+        # torch's fused SGD reads momentum that its first step should have written, even if that was left out
+        needs_first_step = optimizer.defaults.get("momentum") and not optimizer.state
         if optimizer.defaults.get("fused") and not needs_first_step:
             # as torch.amp.GradScaler does it; the optimizer would copy it to offloaded parameters without waiting
             device = optimizer.param_groups[0]["params"][0].device

@@ -138,6 +138,7 @@ def launch_words(
     yaml = project / "accelerate_configs" / f"{config}.yaml" if isinstance(config, str) else config
     words = ["--config_file", str(yaml), "--main_process_port", "0"]
     words += [f"--num_processes={processes}"] if processes else []
+    words += ["--mixed_precision=no"] if "NULL_GPU_EMULATE" in os.environ else []  # as without a GPU: see tests/gpu
     words += [*launcher_arguments, script]
     if script in ("train.py", FAULTY):
         words += [f"--output_dir={folder}"]
@@ -147,9 +148,10 @@ def launch_words(
 
 
 class WarmRanks:
-    """The process of warm_ranks.py, started when it is first asked for."""
+    """The process of warm_ranks.py, started when it is first asked for, with these variables in its environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
+        self._environment = environment
         self._server: subprocess.Popen[str] | None = None
 
     def start(self, **request: Any) -> int:
@@ -158,7 +160,7 @@ class WarmRanks:
             command = [sys.executable, "-m", "tests.warm_ranks"]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self._server = subprocess.Popen(
-                command, cwd=PROJECT, env=clean_environment(), start_new_session=True, **pipes
+                command, cwd=PROJECT, env=clean_environment(**self._environment), start_new_session=True, **pipes
             )
             assert self._server.stdout
             assert self._server.stdout.readline() == "ready\n"
@@ -197,6 +199,7 @@ class Started:
         project: Path = PROJECT,
         cwd: Path | None = None,
         words: list[str] | None = None,
+        ranks: WarmRanks = WARM,
         **more: Any,
     ) -> None:
         variables = {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
@@ -204,7 +207,8 @@ class Started:
         if "FAULT" in environment:
             before += "\nimport tests.faults.inject as i; i.plant()"
             if real:
-                more["script"], environment["PYTHONPATH"] = FAULTY, str(project)
+                path = [str(project), environment.get("PYTHONPATH", "")]
+                more["script"], environment["PYTHONPATH"] = FAULTY, ":".join(filter(None, path))
         words = words or launch_words(config, *arguments, folder=folder, project=project, **more)
         self.folder = folder
         self._real = real
@@ -227,7 +231,7 @@ class Started:
             self._stderr.touch()
             files = {"stdout": self._stdout, "stderr": self._stderr, "result": self._code}
             where = {"project": project, "cwd": cwd or project, "environment": environment}
-            self._launcher = psutil.Process(WARM.start(words=words, before=before, seconds=SECONDS, **where, **files))
+            self._launcher = psutil.Process(ranks.start(words=words, before=before, seconds=SECONDS, **where, **files))
 
     @property
     def family(self) -> list[psutil.Process]:

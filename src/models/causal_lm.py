@@ -254,7 +254,7 @@ def small_model(config: PreTrainedConfig) -> LanguageModel:
 
 
 def _in_bf16_under_autocast(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:
-    """Return the embedding's output in bf16 where the blocks compute in it: what they add to it is then kept, and moved,
+    """Return the embedding's output in bf16 where the blocks compute in it: what they add to it is then kept and moved
     in half the bytes, as under FSDP. Under fp16 it could overflow."""
     device = states.device.type
     is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16

@@ -146,8 +146,8 @@ FAULTS = [
     ),
     Fault(
         "FSDP asked for and DDP run", "fsdp", {"Launch"}, "what the yaml asks for was not applied",
-        ("src/distributed.py", "list(launch_errors(launcher, config, world_size, wants_fsdp))",
-         "list(launch_errors(launcher, config, world_size, wants_fsdp)); wants_fsdp = False"),
+        ("src/distributed.py", "errors += launch_errors(launcher, config, world_size, wants_fsdp)",
+         "errors += launch_errors(launcher, config, world_size, wants_fsdp); wants_fsdp = False"),
     ),
     Fault(
         "DDP asked for and nothing run", "ddp", {"Launch"}, "each process trains a model of its own",

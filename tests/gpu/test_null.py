@@ -1,0 +1,120 @@
+"""What a step asks of a GPU, counted on one that computes nothing: each wait, launch, allocation and byte is a promise.
+
+`python -m tests.gpu.probe 1000 --config=configs/mnist_fast.yaml --cuda_graphs=true` shows the counts of any run.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.probe import Probe, steps_of
+from tests.launching import PROJECT, slow
+
+MNIST = ("--task.source=digits",)
+SHAPE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+         "num_attention_heads": 4}  # fmt: skip
+TINYLLAMA = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+             "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32_000}  # fmt: skip
+LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}  # fmt: skip
+FA4 = "def _flash_attn_fwd(q, *_, **__): {}\ndef _flash_attn_bwd(q, k, v, *_, **__): return q, k, v\n"
+"""A package that torch takes for FlashAttention 4; what its forward pass does is filled in."""
+
+
+def llama(length: int, batch: int, shape: dict[str, object] = SHAPE) -> tuple[str, ...]:
+    sizes = [f"--task.architecture.{name}={value}" for name, value in shape.items()]
+    return ("--task.name=causal_lm", f"--task.sequence_length={length}", f"--global_batch_size={batch}", *sizes)
+
+
+def kinds(probe: Probe, *names: str) -> list[int]:
+    return [probe.steps[-1].get(name, 0) for name in names]
+
+
+probed = cache(steps_of)
+EAGER = llama(64, 4)
+COMPILED = (*EAGER, "--compile=true")
+FSDP = llama(64, 8)
+STEPS = [
+    (MNIST, 0, 120), (("--cuda_graphs=true", *MNIST), 0, 20), slow(EAGER, 0, 325), slow(COMPILED, 0, 90),
+    slow(FSDP, 8, 300), slow((*FSDP, "--compile=true"), 8, 130),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "processes", "launches"), STEPS)
+def test_a_step_waits_for_nothing_and_allocates_nothing(
+    arguments: tuple[str, ...], processes: int, launches: int
+) -> None:
+    """From the sixth step on: with AdamW, one process or rank 0 of 8 under FSDP. Tried with the digits' indices copied
+    from memory that is not pinned: a wait for each batch."""
+    probe = probed(*arguments, steps=7, processes=processes)
+    assert probe.waits() == 0, probe.places
+    assert kinds(probe, "malloc", "host_alloc") == [0, 0]
+    assert kinds(probe, "launch")[0] <= launches
+    assert bool(kinds(probe, "triton")[0] > 10) == ("--compile=true" in arguments)
+    assert kinds(probe, "graph_launch") == ["--cuda_graphs=true" in arguments]
+
+
+@pytest.mark.slow
+def test_an_evaluation_does_not_wait_for_each_batch() -> None:
+    """Tried without output_size in repeat_interleave: one wait for each."""
+    assert sum(probed(*EAGER, steps=7).evaluation.get(kind, 0) for kind in ("sync_stream", "sync_device")) == 0
+
+
+@pytest.mark.slow
+def test_offloaded_parameters_wait_to_be_told_whether_the_step_is_left_out() -> None:
+    """Tried without the copy to their device in step_if_finite: it is read before it has arrived."""
+    probe = steps_of(*EAGER, processes=1, FSDP_OFFLOAD_PARAMS="true")
+    assert probe.places["sync_stream src/optim.py"] == 1
+
+
+@pytest.mark.slow
+def test_fsdp_exchanges_each_shard_as_often_as_its_strategy_says() -> None:
+    """Parameters in bf16, gathered for the forward pass and, but for the last block, again for the backward pass;
+    gradients in fp32, reduced once; and three numbers of the step."""
+    counts = {name: n for name, n in probed(*FSDP, steps=7, processes=8).kernels.items() if name.startswith("nccl")}
+    block, ends = 64 * 64 * 4 + 3 * 64 * 128 + 2 * 64, 258 * 64
+    gathered, reduced = "ncclAllGather {} bytes", "ncclReduceScatter {} bytes"
+    rows = -(-258 // 8) * 64  # FSDP pads the vocabulary to a multiple of the processes
+    assert counts == {
+        gathered.format(block // 8 * 2): 4, gathered.format(rows * 2): 3, gathered.format(64 // 8 * 2): 1,
+        reduced.format(block // 8 * 4): 2, reduced.format(rows * 4): 2, reduced.format(64 // 8 * 4): 1,
+        "ncclAllReduce 24 bytes": 1,
+    }, (counts, ends)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [("--task.attention=flex",), ("--task.attention=flex", "--compile=true")])
+def test_flex_attention_compiles_for_the_gpu(more: tuple[str, ...]) -> None:
+    probe = steps_of(*EAGER, *more, steps=3)
+    assert "flex attention" in probe.tuned
+    assert any("flex_attention" in name for name in probe.kernels)
+
+
+@pytest.mark.slow
+def test_fp8_computes_in_fp8() -> None:
+    probe = steps_of(*llama(64, 8), processes=1, ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="AO")
+    assert any("scaled" in name.lower() or "fp8" in name.lower() or "e4m3" in name.lower() for name in probe.kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("does", "kernel"), [("raise RuntimeError", "FA2"), ("return q, q[..., 0].T.float()", "FA4")])
+def test_a_newer_flash_attention_is_used_if_it_works(tmp_path: Path, does: str, kernel: str) -> None:
+    package = tmp_path / "flash_attn/cute"
+    package.mkdir(parents=True)
+    (package / "interface.py").write_text(FA4.format(does))
+    probe = steps_of(*EAGER, steps=2, PYTHONPATH=str(tmp_path))
+    assert probe.tuned == [f"varlen attention by {kernel}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "shape", "batch", "processes"), [("1.1B, one GPU", TINYLLAMA, 4, 0), ("8B, 8 GPUs", LLAMA_8B, 8, 8)]
+)
+def test_the_table_of_peaks(row: str, shape: dict[str, object], batch: int, processes: int) -> None:
+    """docs/sizes.md, by torch's own allocator, within a hundredth."""
+    page = (PROJECT / "docs/sizes.md").read_text()
+    (cells,) = re.findall(rf"^\| {re.escape(row)} \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    probe = steps_of(*llama(4096, batch, shape), steps=3, processes=processes)
+    assert [probe.peak, probe.reserved] == pytest.approx([float(cell) for cell in cells], rel=0.01)
