@@ -157,6 +157,18 @@ def test_a_failed_save_of_dcp_is_no_exception() -> None:
     assert not issubclass(CheckpointException, Exception)
 
 
+def test_fused_sgd_reads_momentum_that_a_left_out_first_step_has_not_written() -> None:
+    """step_if_finite in src/optim.py waits for that step (docs/upstream.md)."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer: Any = torch.optim.SGD([weight], lr=1.0, momentum=0.9, fused=True)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    for found_inf in (1.0, 0.0):
+        weight.grad, optimizer.found_inf = torch.ones(4), torch.tensor(found_inf)
+        optimizer.step()
+    torch.use_deterministic_algorithms(False)
+    assert weight.isnan().all()
+
+
 def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = mock.Mock(side_effect=lambda schema, value, **_: value)
     monkeypatch.setattr("datasets.features.features.encode_nested_example", encoded)

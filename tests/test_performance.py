@@ -1,6 +1,7 @@
 """The figures perf/… of the steps, and the profiles of some: what is measured, and that training stays as it was."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from src import performance
 from src.performance import Performance, peak_flops
 from src.process import UserError
-from tests.launching import Launch, Whole, mistakes
+from tests.launching import Launch, Whole, mistakes, run_command
 
 
 @pytest.mark.parametrize(
@@ -38,9 +39,14 @@ def test_a_device_is_known_by_the_words_of_its_name(name: str, precision: str, p
     assert peak_flops(name, precision) == (peak and pytest.approx(peak))
 
 
-def test_fp32_is_compared_with_tf32_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
+@pytest.mark.parametrize(
+    "allow", ["torch.set_float32_matmul_precision('high')", "torch.backends.cuda.matmul.fp32_precision = 'tf32'"]
+)
+def test_fp32_is_compared_with_tf32_where_that_is_allowed(tmp_path: Path, allow: str) -> None:
+    """Tried with get_float32_matmul_precision: once it has been set in the new way, that raises a RuntimeError."""
+    ask = "from src.performance import peak_flops; print(peak_flops('NVIDIA A100-SXM4-80GB', 'fp32'))"
+    run = run_command([sys.executable, "-c", f"import torch; {allow}; {ask}"], tmp_path).succeeded()
+    assert float(run.stdout) == 156e12
 
 
 class Event:

@@ -257,8 +257,8 @@ def _in_bf16_under_autocast(_module: nn.Module, _inputs: Any, states: Tensor) ->
     """Return the embedding's output in bf16 where the blocks compute in it: what they add to it is then kept and moved
     in half the bytes, as under FSDP. Under fp16 it could overflow."""
     device = states.device.type
-    is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    return states.bfloat16() if is_half else states
+    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return states.bfloat16() if has_autocast and torch.get_autocast_dtype(device) == torch.bfloat16 else states
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -19,7 +19,7 @@ TINYLLAMA = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 56
              "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32_000}  # fmt: skip
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}  # fmt: skip
-FA4 = "def _flash_attn_fwd(q, *_, **__): {}\ndef _flash_attn_bwd(q, k, v, *_, **__): return q, k, v\n"
+FA4 = "def _flash_attn_fwd(q, *_, **__): {}\ndef _flash_attn_bwd(*qkv, **_): return tuple(x.clone() for x in qkv[:3])\n"
 """A package that torch takes for FlashAttention 4; what its forward pass does is filled in."""
 
 
@@ -99,7 +99,9 @@ def test_fp8_computes_in_fp8() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("does", "kernel"), [("raise RuntimeError", "FA2"), ("return q, q[..., 0].T.float()", "FA4")])
+@pytest.mark.parametrize(
+    ("does", "kernel"), [("raise RuntimeError", "FA2"), ("return q.clone(), q[..., 0].T.float()", "FA4")]
+)
 def test_a_newer_flash_attention_is_used_if_it_works(tmp_path: Path, does: str, kernel: str) -> None:
     package = tmp_path / "flash_attn/cute"
     package.mkdir(parents=True)

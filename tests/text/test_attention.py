@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from src.models import attention
 from src.models.causal_lm import LanguageModel, small_model
@@ -200,12 +200,30 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
     settings: dict[str, Any], device: str, dtype: torch.dtype, chosen: str
 ) -> None:
     prepared = task(**settings)
-    assert prepared.prepare_for(device, dtype) == [f"{chosen} attention"]
+    assert prepared.prepare_for(device, dtype) == [f"{chosen} attention" + (" by FA2" if chosen == "varlen" else "")]
     implementation = attention.IMPLEMENTATIONS.get(chosen, "sdpa")
     assert prepared.build_model().hf.config._attn_implementation == implementation
     compared = prepared.reference()  # by --check, in fp32 too
     compared.prepare_for(device, dtype)
     assert compared.build_model().hf.config._attn_implementation == "sdpa"
+
+
+def test_attention_is_tried_after_cudnns_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients may be NaN under the mask that the trial compares with. Tried the other way round: it is on."""
+    seen: list[bool] = []
+    monkeypatch.setattr(CausalLM, "_refusal", lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    task().prepare_for("cuda", HALF)
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "olmo", "phi", "gpt2", "opt", "mixtral"])
+def test_the_small_model_that_is_tried_has_heads_of_the_models_own_size(model_type: str) -> None:
+    """Kernels refuse some. Tried with a width of 64 for all: 16."""
+    own = CONFIG_MAPPING[model_type](hidden_size=120, num_attention_heads=10, vocab_size=64)
+    small = small_model(own).hf.config
+    width = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+    assert width == 12
 
 
 def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
