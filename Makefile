@@ -33,7 +33,7 @@ test: setup  ## run all but the slow tests, 15 minutes; ARGS='-k parity' for som
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
 testall: setup  ## run the slow tests too, 25 minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
 lint: setup  ## run linter, formatter and type checker, changing nothing
 	@$(BIN)/ruff check .
@@ -48,6 +48,7 @@ new:  ## make a project of your own from this one: NAME=my-project DEST=../my-pr
 	@$(PYTHON) scripts/new_project.py '$(NAME)' '$(DEST)' '$(TASK)' '$(WITHOUT)'
 
 -include benchmarks/bench.mk  # make bench, make bench-check
+-include tests/gpu.mk  # make test-gpu
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
 	@rm -rf .venv .*_cache

@@ -14,26 +14,22 @@
 using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
+using Work = std::function<void()>;
 
 // Of null_gpu.c, which is preloaded.
 extern "C" void null_gpu_record(void (*run)(void*), const void* job, size_t size);
 extern "C" void (*null_gpu_reduce)(void*, void*, int64_t, int64_t, int, int, double);
 
-using Work = std::function<void()>;
-static void run(void* job) {
+static void run(const Work& work) {
   c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  (**static_cast<Work**>(job))();
+  work();
 }
-static void record(Work work) {  // for the launches of the graph that is being captured, if one is
+static void record(const Work& work) {  // for the launches of the graph that is being captured, if one is
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) return;
-  auto* kept = new Work(std::move(work));
-  null_gpu_record(run, &kept, sizeof kept);
+  auto* kept = new Work(work);
+  null_gpu_record([](void* job) { run(**static_cast<Work**>(job)); }, &kept, sizeof kept);
 }
-static void perform(Work work) {
-  Work* now = &work;
-  run(&now);
-  record(std::move(work));
-}
+static void perform(const Work& work) { run(work), record(work); }
 
 // A CPU tensor on a CUDA tensor's memory. It does not own the memory, so a recorded operator keeps none alive.
 static Tensor on_host(const Tensor& t) {
@@ -41,11 +37,26 @@ static Tensor on_host(const Tensor& t) {
   if (t.numel() == 0) return at::empty_strided(t.sizes(), t.strides(), options);
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [](void*) {}, options);
 }
-
 static void overwrite(const Tensor& to, const Tensor& from) {  // both of one layout, gaps and overlaps included
-  size_t extent = from.numel() > 0;
-  for (int64_t i = 0; extent && i < from.dim(); i++) extent += (from.size(i) - 1) * from.stride(i);
-  if (extent) memcpy(to.data_ptr(), from.data_ptr(), extent * from.element_size());
+  memcpy(to.data_ptr(), from.data_ptr(),
+         at::detail::computeStorageNbytes(from.sizes(), from.strides(), from.element_size()));
+}
+template <class Change> static IValue map_tensors(const IValue& v, Change change) {  // of an argument or a result
+  if (v.isTensor()) return change(v.toTensor());
+  if (v.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& t : v.toTensorList()) list.push_back(change(t));
+    return list;
+  }
+  if (!v.isOptionalTensorList()) return v;
+  c10::List<std::optional<Tensor>> list;
+  for (const std::optional<Tensor>& t : v.toOptionalTensorList().vec()) list.push_back(t ? change(*t) : t);
+  return list;
+}
+static std::vector<Tensor> tensors_of(const Stack& stack) {
+  std::vector<Tensor> all;
+  for (const IValue& v : stack) map_tensors(v, [&](const Tensor& t) { return all.emplace_back(t); });
+  return all;
 }
 
 // The tensors of one call: CUDA tensors are exchanged for the host's on the way in, and back on the way out.
@@ -60,18 +71,7 @@ struct Translation {
     return pairs.emplace_back(t, on_host(t)).second;
   }
   IValue in(const IValue& v) {
-    if (v.isTensor()) return in(v.toTensor());
-    if (v.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& t : v.toTensorList()) list.push_back(in(t));
-      return list;
-    }
-    if (v.isOptionalTensorList()) {
-      c10::List<std::optional<Tensor>> list;
-      for (const std::optional<Tensor>& t : v.toOptionalTensorList().vec()) list.push_back(t ? in(*t) : t);
-      return list;
-    }
-    if (!v.isDevice() || !v.toDevice().is_cuda()) return v;
+    if (!v.isDevice() || !v.toDevice().is_cuda()) return map_tensors(v, [&](const Tensor& t) { return in(t); });
     if (v.toDevice().has_index()) device = v.toDevice();
     return c10::Device(at::kCPU);
   }
@@ -105,16 +105,6 @@ static void call(const c10::OperatorHandle& op, Stack& stack, const Random& rand
   std::lock_guard<std::mutex> lock(cpu.mutex());
   if (state.defined()) cpu.set_state(state);
 }
-
-static std::vector<Tensor> tensors_of(const Stack& stack) {
-  std::vector<Tensor> all;
-  for (const IValue& v : stack) {
-    if (v.isTensor()) all.push_back(v.toTensor());
-    else if (v.isTensorList()) for (const Tensor& t : v.toTensorList()) all.push_back(t);
-  }
-  return all;
-}
-
 static void emulate(const c10::OperatorHandle& op, Stack* stack) {
   Translation translation;
   Stack inputs, results;
@@ -134,27 +124,14 @@ static void emulate(const c10::OperatorHandle& op, Stack* stack) {
     random = at::check_generator<at::CUDAGeneratorImpl>(*generator)->philox_cuda_state(4);
   }
   results = inputs;
-  {
-    c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    call(op, results, random, slot);
-  }
+  run([&] { call(op, results, random, slot); });
   std::vector<std::pair<Tensor, Tensor>> resized;  // what the operator was given too small, and the GPU's memory for it
   for (auto& [gpu, host] : translation.pairs) {
     if (gpu.sizes() == host.sizes()) continue;
     gpu.resize_(host.sizes());
-    resized.emplace_back(on_host(gpu), host);
-    on_host(gpu).copy_(host);
+    resized.emplace_back(on_host(gpu), host).first.copy_(host);
   }
-  std::vector<Tensor> made = tensors_of(results);
-  for (IValue& v : results) {
-    if (v.isTensor()) v = translation.out(v.toTensor());
-    else if (v.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& t : v.toTensorList()) list.push_back(translation.out(t));
-      v = list;
-    }
-    stack->push_back(v);
-  }
+  for (IValue& v : results) stack->push_back(v = map_tensors(v, [&](const Tensor& t) { return translation.out(t); }));
   std::vector<Tensor> places = tensors_of(results);
   for (Tensor& t : places) if (t.defined() && t.is_cuda()) t = on_host(t);
   record([=] {
@@ -170,8 +147,7 @@ static void emulate(const c10::OperatorHandle& op, Stack* stack) {
 // Operators that no CPU has, or that have to see both sides.
 static Tensor wide(const Tensor& t) { return t.to(at::kFloat); }
 static Tensor mm_dtype(const Tensor& a, const Tensor& b, at::ScalarType type) {
-  TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.scalar_type() == b.scalar_type());
-  TORCH_CHECK(type == a.scalar_type() || type == at::kFloat, "out_dtype");
+  TORCH_CHECK(a.scalar_type() == b.scalar_type() && (type == a.scalar_type() || type == at::kFloat), "out_dtype");
   Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(type));
   perform([to = on_host(out), a = on_host(a), b = on_host(b)] { to.copy_(at::mm(wide(a), wide(b))); });
   return out;
@@ -200,17 +176,14 @@ static Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
 static void reduce(void* to, void* parts, int64_t ranks, int64_t n, int type, int reduction, double factor) {
   static const at::ScalarType types[] = {at::kChar, at::kByte, at::kInt, at::kInt, at::kLong, at::kLong,
                                          at::kHalf, at::kFloat, at::kDouble, at::kBFloat16};
-  c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  Tensor all = at::from_blob(parts, {ranks, n}, types[type]), out = at::from_blob(to, {n}, types[type]);
-  if (type == 6 || type == 9) all = wide(all);
-  if (reduction == 5) all = all * factor;
-  if (reduction == 0 || reduction == 5) out.copy_(all.sum(0));
-  if (reduction == 1) out.copy_(all.prod(0));
-  if (reduction == 2) out.copy_(all.amax(0));
-  if (reduction == 3) out.copy_(all.amin(0));
-  if (reduction == 4) out.copy_(all.sum(0) / ranks);
+  run([&] {
+    Tensor all = at::from_blob(parts, {ranks, n}, types[type]), out = at::from_blob(to, {n}, types[type]);
+    if (type == 6 || type == 9) all = wide(all);
+    if (reduction == 5) all = all * factor;
+    out.copy_(reduction == 1 ? all.prod(0) : reduction == 2 ? all.amax(0) : reduction == 3 ? all.amin(0) : all.sum(0));
+    if (reduction == 4) out.copy_(all.sum(0) / ranks);
+  });
 }
-
 static const std::set<std::string> real_ones = {  // operators whose own CUDA kernels are right here
   "aten::empty", "aten::empty_strided", "aten::set_", "aten::resize_", "aten::_pin_memory", "aten::is_pinned",
   "aten::record_stream", "aten::_local_scalar_dense", "aten::copy_", "aten::_efficientzerotensor", "aten::is_set_to",
@@ -219,22 +192,21 @@ static const std::set<std::string> real_ones = {  // operators whose own CUDA ke
 static std::unique_ptr<torch::Library> library;
 
 static bool install() {
-  library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  using c10::DispatchKey;
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     auto op = c10::Dispatcher::singleton().findSchema(name);
     if (name.name.rfind("aten::", 0) != 0 || real_ones.count(name.name) || !op) continue;
-    auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
-    bool on_cpu = has(c10::DispatchKey::CPU) || has(c10::DispatchKey::CompositeExplicitAutograd) ||
-                  has(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+    auto has = [&](DispatchKey key) { return op->hasKernelForDispatchKey(key); };
+    bool on_cpu = has(DispatchKey::CPU) || has(DispatchKey::CompositeExplicitAutograd) ||
+                  has(DispatchKey::CompositeExplicitAutogradNonFunctional);
     const auto& returns = op->schema().returns();
     bool view = !returns.empty() && returns[0].alias_info() && !returns[0].alias_info()->isWrite();
-    if (!has(c10::DispatchKey::CUDA) || !on_cpu || view) continue;
+    if (!has(DispatchKey::CUDA) || !on_cpu || view) continue;
     std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
     library->impl((name.name.substr(6) + overload).c_str(), torch::CppFunction::makeFromBoxedFunction<&emulate>());
   }
-  library->impl("copy_", &copy_);
-  library->impl("mm.dtype", &mm_dtype);
-  library->impl("addmm.dtype_out", &addmm_dtype_out);
+  library->impl("copy_", &copy_).impl("mm.dtype", &mm_dtype).impl("addmm.dtype_out", &addmm_dtype_out);
   null_gpu_reduce = reduce;
   return true;
 }

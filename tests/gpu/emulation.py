@@ -1,38 +1,13 @@
 """The Python half of the emulated GPU: loads emulated_gpu.so into torch and replaces the kernels that no CPU has."""
 
-import importlib.util
+import importlib
 import os
-import sys
+import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-
-def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with the module `name`, once, when it has been imported."""
-
-    class Finder(MetaPathFinder):
-        def find_spec(self, wanted: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-            if wanted != name:
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            if spec is None or spec.loader is None:
-                return spec
-            execute = spec.loader.exec_module
-
-            def execute_and_act(module: ModuleType) -> None:
-                execute(module)
-                act(module)
-
-            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
-            return spec
-
-    sys.meta_path.insert(0, Finder())
 
 
 def install(torch: Any) -> None:
@@ -44,24 +19,22 @@ def install(torch: Any) -> None:
     torch.backends.cudnn.enabled = False
     for kind in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
-    after_import("torch.nn.attention.varlen", lambda module: _install_varlen(torch, module))
+    _install_varlen(torch, importlib.import_module("torch.nn.attention.varlen"))
 
 
-def _install_varlen(torch: Any, module: Any) -> None:
+def _install_varlen(torch: Any, varlen: Any) -> None:
     """Attention over packed documents: flash attention's kernels are CUDA's alone, so here it is in plain products."""
 
     def documents(cu: Any, left: int, scale: float, *tensors: Any) -> Iterator[tuple[slice, Any, list[Any]]]:
         """Each document's rows, its attention weights, and its tensors as (heads of the query, length, size)."""
         heads = tensors[0].shape[1]
-        ends = cu.tolist()
-        for rows in (slice(begin, end) for begin, end in pairwise(ends) if begin < end):
+        for rows in (slice(begin, end) for begin, end in pairwise(cu.tolist()) if begin < end):
             parts = [t[rows].cpu().transpose(0, 1).float().repeat_interleave(heads // t.shape[1], 0) for t in tensors]
-            places = torch.arange(rows.stop - rows.start)
-            behind = places[:, None] - places
+            behind = (places := torch.arange(rows.stop - rows.start))[:, None] - places
             seen = (behind >= 0) & ((behind <= left) | (left < 0))
             yield rows, (parts[0] @ parts[1].mT * scale).masked_fill(~seen, float("-inf")).softmax(-1), parts
 
-    @module._varlen_attn.register_kernel("cuda")
+    @varlen._varlen_attn.register_kernel("cuda")
     def forward(
         q: Any, k: Any, v: Any, cu: Any, cu_k: Any, max_q: int, max_k: int, is_causal: bool = False,
         scale: float | None = None, window_size: Sequence[int] = (-1, 0), *_: Any, **__: Any,
@@ -73,25 +46,31 @@ def _install_varlen(torch: Any, module: Any) -> None:
             size % 8 == 0 and size <= 256 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1,
             q.shape[1] % k.shape[1] == 0 and window_size[1] == 0,
         )
-        if not all(demands):
-            raise RuntimeError(f"flash attention takes no such tensors: {demands}")
+        torch._check(all(demands), lambda: f"flash attention takes no such tensors: {demands}")
         out = torch.empty_like(q)
         for rows, weights, (_q, _k, values) in documents(cu, window_size[0], scale or size**-0.5, q, k, v):
             out[rows] = (weights @ values).transpose(0, 1).to(q.device, q.dtype)
-        logsumexp = torch.zeros(q.shape[1], q.shape[0], device=q.device)  # read by flash's own backward alone
-        return out, logsumexp, torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # flash's own backward alone reads the logarithms of sums, and the state of dropout
+        return out, torch.zeros(q.shape[1::-1], device=q.device), torch.zeros(2, dtype=torch.uint64, device=q.device)
 
-    @module._varlen_attn_backward.register_kernel("cuda")
+    @varlen._varlen_attn_backward.register_kernel("cuda")
     def backward(
         grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu: Any, cu_k: Any, max_q: int, max_k: int,
         is_causal: bool, rng_state: Any, scale: float | None = None, window_size: Sequence[int] = (-1, 0), **__: Any,
     ) -> Any:  # fmt: skip
         scale = scale or q.shape[-1] ** -0.5
         grads = [torch.zeros_like(t) for t in (q, k, v)]
+        # Flash attention's blocks of keys add to dQ in any order unless torch is strict: with warn_only it warns, too
+        # (deterministicAlgorithmsWarnOnly in aten/native/transformers/cuda/attention_backward.cu).
+        in_order = torch.get_deterministic_debug_mode() == 2  # 1: torch only warns
+        noise = torch.Generator().manual_seed(random.SystemRandom().getrandbits(63))
         for rows, weights, (query, key, value, up) in documents(cu, window_size[0], scale, q, k, v, grad):
             down = up @ value.mT
             scores = weights * (down - (down * weights).sum(-1, keepdim=True)) * scale
-            for whole, part in zip(grads, (scores @ key, scores.mT @ query, weights.mT @ up), strict=True):
+            dq = scores @ key
+            if not in_order and dq.shape[1] > 4:  # one in a hundred is off by half a unit of bf16's last place, or one
+                dq *= 1 + (torch.rand(dq.shape, generator=noise) < 0.01) * 2**-8
+            for whole, part in zip(grads, (dq, scores.mT @ query, weights.mT @ up), strict=True):
                 shared = part.unflatten(0, (whole.shape[1], -1)).sum(1)  # query heads that share a key's
                 whole[rows] = shared.transpose(0, 1).to(q.device, q.dtype)
         return tuple(grads)

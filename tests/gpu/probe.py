@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.build import null_environment
-from tests.launching import PROJECT, clean_environment
+from tests.launching import PROJECT, QUIET, clean_environment
 
 WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")
 FSDP = {
@@ -55,7 +55,7 @@ def steps_of(*arguments: str, steps: int = 5, processes: int = 0, **environment:
         sizes = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         added |= FSDP | {name: str(value) for name, value in sizes.items()}
     with tempfile.TemporaryDirectory() as folder:
-        output = [f"--output_dir={folder}/run", "--wandb.mode=disabled"]
+        output = [f"--output_dir={folder}/run", *QUIET]
         if "--task.name=causal_lm" in arguments:
             text = Path(folder, "text.txt")
             text.write_text("to be or not to be, that is the question. " * 8000)
@@ -71,6 +71,9 @@ def steps_of(*arguments: str, steps: int = 5, processes: int = 0, **environment:
 def main(result: str, *arguments: str) -> None:
     import statistics
     import time
+    from contextlib import nullcontext
+    from importlib import import_module
+    from importlib.util import find_spec
 
     import torch
     import torch.distributed as dist
@@ -79,7 +82,6 @@ def main(result: str, *arguments: str) -> None:
     from src.config import load_config
     from src.cuda_graph import RecordedStep
     from src.data.loading import evaluation_batches, training_steps
-    from src.performance import Performance
     from src.preemption import StopSignal
 
     null: Any = ctypes.CDLL("libcuda.so.1")
@@ -104,11 +106,14 @@ def main(result: str, *arguments: str) -> None:
 
         torch.cuda.set_device(0)
         dist.init_process_group("cuda:nccl,cpu:fake", store=dist.HashStore(), rank=0, world_size=size)
-        real = dist.new_group
+        real: Any = dist.new_group
         dist.new_group = lambda *a, backend=None, **k: real(*a, backend="fake" if backend == "gloo" else backend, **k)
     run = train.build(load_config([*arguments]))
     assert run
-    performance, found, milliseconds = Performance(run), [], []
+    measured: Any = lambda steps: nullcontext(next(steps))  # noqa: E731
+    if find_spec("src.performance"):  # it may have been thrown out
+        measured = import_module("src.performance").Performance(run).step
+    found, milliseconds = [], []
     take_step = RecordedStep(run, train.train_step) if run.config.cuda_graphs else train.train_step
     with StopSignal(run.accelerator, run.config) as stop:
         steps = training_steps(run, 0)
@@ -118,7 +123,7 @@ def main(result: str, *arguments: str) -> None:
             places.clear()
             null.null_gpu_set_callback(note)
             started = time.perf_counter()
-            with performance.step(steps) as micro_batches:
+            with measured(steps) as micro_batches:
                 take_step(run, micro_batches, stop)
             milliseconds.append(1e3 * (time.perf_counter() - started))
             null.null_gpu_set_callback(None)

@@ -2,19 +2,22 @@
 NCCL's process groups and FSDP as on real ones, and the losses have to be the CPU's."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.launching import Launch, Run, Whole, slow
-from tests.text import tiny
+from tests.launching import PROJECT, Launch, Run, Whole, needs, slow
 
 SHORT = ("--log_every=1", "--save_every=4", "--optim.lr=1e-4", "--optim.max_grad_norm=1")
 TEXT = ("--task.name=causal_lm", "--task.sequence_length=64", "--global_batch_size=8", "--task.sample_tokens=4",
         "--task.sample_temperature=0", '--task.sample_prompts=["Q: the of"]')  # fmt: skip
-SCRATCH = tuple(f"--task.architecture.{name}={value}" for name, value in {"model_type": "llama", **tiny.LLAMA}.items())
+SIZES = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+SCRATCH = tuple(f"--task.architecture.{name}={value}" for name, value in SIZES.items())
+needs_text = needs("src/tasks/causal_lm.py")
 VARLEN = ("--mixed_precision=bf16",)
 """In half precision, attention is torch's varlen kernel on a GPU."""
 YAMLS = {
@@ -22,21 +25,19 @@ YAMLS = {
     "fsdp_fp8": 2, "hsdp": 4, "multi_node_ddp": 2, "multi_node_fsdp": 2,
 }  # fmt: skip
 """All of accelerate_configs/, and on how many processes each is run."""
-IN_MAKE_TEST = [("single_gpu", "mnist")]
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
     """The arguments of each kind of model."""
-    folder = tmp_path_factory.mktemp("data")
+    mnist: dict[str, tuple[str, ...]] = {"mnist": ("--task.dropout=0", "--micro_batch_size=16")}
+    if not (PROJECT / "tests/text").exists():
+        return mnist
+    tiny, folder = import_module("tests.text.tiny"), tmp_path_factory.mktemp("data")
     text = (*TEXT, f"--task.dataset={tiny.questions(folder / 'questions.jsonl')}")
     files = (*text, f"--task.model={tiny.llama(folder / 'llama')}")
-    return {
-        "mnist": ("--task.dropout=0", "--micro_batch_size=16"),
-        "llama": (*text, *SCRATCH),
-        "llama_files": files,
-        "llama_adapters": (*files, "--task.lora.r=4"),
-    }
+    adapters = (*files, "--task.lora.r=4")
+    return {**mnist, "llama": (*text, *SCRATCH), "llama_files": files, "llama_adapters": adapters}
 
 
 def samples(run: Run) -> list[dict[str, Any]]:
@@ -46,9 +47,13 @@ def samples(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("yaml", "kind"),
     [
-        (yaml, kind) if (yaml, kind) in IN_MAKE_TEST else slow(yaml, kind)
-        for kind in ("mnist", "llama", "llama_files", "llama_adapters")
-        for yaml in YAMLS
+        ("single_gpu", "mnist"),
+        *(slow(yaml, "mnist") for yaml in YAMLS if yaml != "single_gpu"),
+        *(
+            pytest.param(yaml, kind, marks=[pytest.mark.slow, needs_text])
+            for kind in ("llama", "llama_files", "llama_adapters")
+            for yaml in YAMLS
+        ),
     ],
 )
 def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
@@ -91,6 +96,8 @@ def test_a_recorded_step_is_the_step(gpu: Launch, tmp_path: Path, optimizer: str
     assert len(set(graphs.losses)) == 30
 
 
+@needs_text
+@needs("src/check")
 @pytest.mark.slow
 def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, tasks: dict[str, Any]) -> None:
     """The emulated kernel sums in another order each time, as flash attention does unless torch is asked strictly.
@@ -99,6 +106,7 @@ def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, t
     assert "varlen" in json.dumps(run.summary if (run.folder / "summary.json").exists() else run.stdout)
 
 
+@needs_text
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["olmo", "phi"])
 def test_attention_is_tried_with_heads_of_the_models_own_size(gpu: Launch, tasks: Any, model_type: str) -> None:

@@ -220,7 +220,8 @@ def test_attention_is_tried_after_cudnns_is_switched_off(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("model_type", ["llama", "olmo", "phi", "gpt2", "opt", "mixtral"])
 def test_the_small_model_that_is_tried_has_heads_of_the_models_own_size(model_type: str) -> None:
     """Kernels refuse some. Tried with a width of 64 for all: 16."""
-    own = CONFIG_MAPPING[model_type](hidden_size=120, num_attention_heads=10, vocab_size=64)
+    sizes: dict[str, Any] = {"hidden_size": 120, "num_attention_heads": 10, "vocab_size": 64}
+    own = CONFIG_MAPPING[model_type](**sizes)
     small = small_model(own).hf.config
     width = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
     assert width == 12
