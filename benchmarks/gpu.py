@@ -163,7 +163,7 @@ def mnist(bench: Bench) -> Iterator[Comparison]:
     def run(config: str, has_graphs: bool, **settings: Any) -> tuple[Side, list[float]]:
         """Return also the milliseconds of a step in each interval."""
         settings |= {"config": PROJECT / "configs" / f"{config}.yaml", "task.data_dir": bench.data_dir}
-        settings |= {"save_every": NEVER, "log_every": every, "cuda_graphs": has_graphs and not bench.is_smoke}
+        settings |= {"save_every": NEVER, "log_every": every, "cuda_graphs": has_graphs and bench.is_cuda}
         settings |= {"max_steps": 20, "eval_every": NEVER} if bench.is_smoke else {}
         side = bench.ours(settings, "single_gpu", Path(tempfile.mkdtemp(dir=bench.folder)))
         side.run()

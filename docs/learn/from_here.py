@@ -21,7 +21,7 @@ from src.preemption import StopSignal
 from src.run import new_model
 from train import build, train_step
 
-STEPS = 3
+STEPS, MAIN_THREAD = 3, threading.get_ident()
 
 
 class Collectives(TorchDispatchMode):
@@ -34,8 +34,8 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == "c10d":
             size = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
-            main = sys._current_frames()[threading.main_thread().ident]  # a GPU's backward pass has its own thread
-            (line,) = [frame.line for frame in traceback.extract_stack(main) if frame.name == "train_step"]
+            stack = traceback.extract_stack(sys._current_frames()[MAIN_THREAD])  # a GPU's backward pass has another
+            (line,) = [frame.line for frame in stack if frame.name == "train_step"]
             name = op.name().removeprefix("c10d::").replace("_base", "").strip("_")
             self.notes.append(f"{name:15}{size:10,} bytes  {line}")
         return op(*args, **(kwargs or {}))
