@@ -46,18 +46,18 @@ settings = ["--task.source=digits", "--task.dropout=0", "--micro_batch_size=16",
 config = load_config([*settings, "--dry_run=true"])  # writes nothing
 run = build(config)
 assert run is not None, "runs/from_here holds a finished run"
-by_hand, _ = new_model(config, "cpu", "fp32")  # from the same seed: the same weights
+by_hand = new_model(config, run.launch.device, "fp32")[0].to(run.device)  # from the same seed: the same weights
 optimizers = build_optimizers(config.optim, by_hand)
 losses = []
 with StopSignal(run.accelerator, config) as stop:
     for step, micro_batches in enumerate(islice(training_steps(run, 0), STEPS)):
         with Collectives() as collectives:
             losses.append(train_step(run, micro_batches, stop).loss)  # 4. Count, forward, backward, reduce. 5. Update.
-        sums = torch.zeros(2, dtype=torch.float64)  # the loss and its targets
+        sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # the loss and its targets
         for batch in micro_batches:
             loss_sum, n = config.task.loss(by_hand, batch.data)
             loss_sum.backward()
-            sums += torch.tensor([loss_sum.item(), n])
+            sums += torch.tensor([loss_sum.item(), n], device=run.device)
         dist.all_reduce(sums)
         for parameter in by_hand.parameters():
             assert parameter.grad is not None
