@@ -2,41 +2,34 @@
 
 import contextlib
 import json
-import math
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
 from pydantic import PositiveFloat
 
-from src.process import SIGNALS
 from src.settings import Settings
 
 if TYPE_CHECKING:  # not at run time: src.config imports this file
     from src.run import Run
 
-USUAL, FEW, STALL_SECONDS = 30, 10, 120
-"""How many records of the loss, or times between steps, say what is usual, at most and at least; what is no stall
-however fast the steps are."""
+USUAL, FEW = 30, 10
+"""How many records of the loss say what is usual, at most and at least."""
 COMMIT = "git describe --always --abbrev=40 --exclude=* --dirty"
 
 
 class Alerts(Settings):
     """What those who watch the run in Weights & Biases are told. events.jsonl has all of it."""
 
-    kinds: list[Literal["crash", "skipped", "spike", "stall", "end"]] = ["crash", "skipped", "spike", "stall"]
-    """Of crash, skipped (steps, as their gradients were not finite), spike (of the training loss), stall and end."""
+    kinds: list[Literal["crash", "skipped", "spike", "end"]] = ["crash", "skipped", "spike"]
+    """Of crash, skipped (steps, as their gradients were not finite), spike (of the training loss) and end."""
     spike_z: PositiveFloat = 5.0
     """Standard deviations above the mean of the last records from which a loss is a spike."""
-    stall_factor: PositiveFloat = 10.0
-    """How many times as long as usual a step takes before it is a stall; two minutes at least."""
 
 
 class Events:
@@ -49,16 +42,13 @@ class Events:
         """Record the start. `say` prints a line; `loggers` are the others, to be alerted."""
         self._run, self._say, self._loggers, self._settings = run, say, loggers, run.config.alerts
         self._losses: deque[float] = deque(maxlen=USUAL)
-        self._seconds_per_step: deque[float] = deque(maxlen=USUAL)
-        self._skipped, self._seconds, self._seen = 0, 0, (0, 0)
+        self._skipped = 0
         with (run.config.folder / "metrics.jsonl").open() as earlier:
             for line in earlier:
                 list(self._judge(json.loads(line)))
         commit = subprocess.run(COMMIT, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
         summary = run.resume.summary or "from the beginning"
         self._add("start", summary, command=run.resume_command, commit=commit.strip() or None)  # there may be no git
-        self._is_over = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
 
     def log(self, record: dict[str, Any], tables: dict[str, Any]) -> None:
         for kind, text in self._judge(record):
@@ -73,31 +63,8 @@ class Events:
     def closing_line(self) -> None: ...
 
     def finish(self, exit_code: int) -> None:
-        self._is_over.set()
         if error := sys.exc_info()[1]:  # that the run ends by
             self._add("crash", f"{type(error).__name__}: {error}".splitlines()[-1])
-
-    def look(self) -> None:
-        """Report once if no step is taken, evaluations excepted. To be called every second: a process that is paused
-        does not call it, and so loses no time."""
-        run, seen = self._run, (self._run.progress.step, len(self._run.progress.evaluations))
-        self._seconds += 1
-        if seen != self._seen:
-            if 0 < self._seen[0] < seen[0]:  # the first step of a session takes longer
-                self._seconds_per_step.append(self._seconds / (seen[0] - self._seen[0]))
-            self._seen, self._seconds = seen, 0
-        if len(self._seconds_per_step) < FEW or run.is_evaluation_due():
-            return
-        usual, hours = median(self._seconds_per_step), (time.time() - psutil.Process().create_time()) / 3600
-        is_told = SIGNALS.name or hours > (run.config.max_hours or math.inf)  # to stop
-        may_save = is_told or run.is_save_due() or run.is_evaluated()  # or export, or compile
-        least = 60 * run.config.timeout_minutes if may_save else STALL_SECONDS
-        if self._seconds == math.ceil(max(self._settings.stall_factor * usual, least)):
-            self._add("stall", f"no step has been taken for {self._seconds} seconds; one usually takes {usual:.2g}")
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(1):
-            self.look()
 
     def _judge(self, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield kind and text of what a record shows, which depends on it and earlier records alone."""
@@ -118,7 +85,7 @@ class Events:
         event = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "step": step, "kind": kind, "text": text, **more}
         with contextlib.suppress(OSError), (self._run.config.folder / "events.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
-        if kind in ("skipped", "spike", "stall"):  # the terminal has the others in any case
+        if kind in ("skipped", "spike"):  # the terminal has the others in any case
             self._say(f"WARNING: {kind}: {text}")
         for logger in self._loggers if kind in self._settings.kinds else ():
             logger.alert(f"{self._run.config.run_name}: {kind}", f"step {step}: {text}")

@@ -27,6 +27,8 @@ The task's own are shown for the chosen one: --task.name={tasks}
 """
 RENAMED = {"task.learn_all": "task.train_on_prompts"}
 """Settings of earlier versions by name, and their names now."""
+NOT_READ = ("trackers", "alerts", "log_norms")
+"""Settings of a saved run that nothing depends on: trackers need not be installed here, others have changed or left."""
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -236,7 +238,7 @@ def config_from(saved: dict[str, Any]) -> Config:
         UserError: they are not a run's settings, or another version's.
     """
     try:
-        used = {name: value for name, value in saved.items() if name != "trackers"}  # they need not be installed here
+        used = {name: value for name, value in saved.items() if name not in NOT_READ}
         return _config_class(saved["task"]["name"]).model_validate(used)
     except (KeyError, ValidationError) as error:
         raise UserError(f"not the settings of a run: {cause(error)}") from error

@@ -78,9 +78,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     world_size, local_world_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     wants_cpu, wants_fsdp = is_set("ACCELERATE_USE_CPU"), is_set("ACCELERATE_USE_FSDP")
     wants_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    with warnings.catch_warnings(record=True) as warned:
-        torch.cuda.is_available()
-    errors = [] if wants_cpu else list(driver_errors(warned))
+    errors = [] if wants_cpu else list(driver_errors())
     has_gpu = torch.accelerator.is_available() and not (world_size > 1 and torch.backends.mps.is_available())
     on_cpu = wants_cpu or not has_gpu
     is_stand_in = on_cpu and not wants_cpu

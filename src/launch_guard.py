@@ -130,12 +130,13 @@ def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -
     return asked, None
 
 
-def driver_errors(warned: list[warnings.WarningMessage]) -> Iterator[str]:
-    """Yield why torch can't use the NVIDIA GPUs that are here, from the warnings that it gives when it looks for them:
-    it would train on the CPU instead."""
-    for warning in warned:
-        text = str(warning.message)
-        if "driver on your system is too old" in text:
+def driver_errors() -> Iterator[str]:
+    """Yield that the NVIDIA driver is too old for torch, which would only warn, and train on the CPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*driver on your system is too old")
+        try:
+            torch.cuda.is_available()
+        except UserWarning:
             built_for = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
             advice = "update the driver, install a torch for an older CUDA, or use accelerate_configs/cpu.yaml"
             yield f"the NVIDIA driver is too old, {built_for}: {advice}"

@@ -6,10 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from src.alerts import Alerts, Events
-from src.process import SIGNALS
 from tests.faults.runs import SHORT
 from tests.launching import PROJECT, Launch, Run
 
@@ -36,17 +33,10 @@ class Stage:
         (folder / "metrics.jsonl").touch()
         logger = SimpleNamespace(alert=lambda title, text: self.alerts.append((title, text)))
         self.events = Events(run, self.said.append, [logger])
-        self.events._is_over.set()  # the tests look themselves
 
     @property
     def file(self) -> list[dict[str, Any]]:
         return events(self.run.config.folder)
-
-    def train(self, steps: int, seconds: int) -> None:
-        for _ in range(steps):
-            for _ in range(seconds):
-                self.events.look()
-            self.progress.step += 1
 
     def record(self, *losses: float | None, **more: Any) -> None:
         for loss in losses:
@@ -108,51 +98,6 @@ def test_steps_that_fp16_skips_to_find_its_scale_are_no_event(tmp_path: Path) ->
     stage = Stage(tmp_path)
     stage.record(1.0, **{"train/skipped_steps": 3, "train/loss_scale": 1024.0})
     assert [event["kind"] for event in stage.file] == ["start"]
-
-
-def test_no_step_for_long_is_a_stall_told_once(tmp_path: Path) -> None:
-    """Tried with `>=` alone: it is told each second."""
-    stage = Stage(tmp_path)
-    stage.train(20, seconds=30)
-    for _ in range(299):
-        stage.events.look()
-    assert stage.said == []
-    for _ in range(500):
-        stage.events.look()
-    (line,) = stage.said
-    assert line == "WARNING: stall: no step has been taken for 300 seconds; one usually takes 30"
-    stage.train(1, seconds=1)
-    stage.train(1, seconds=310)
-    assert len(stage.said) == 2
-
-
-@pytest.mark.parametrize(
-    "name", ["is_evaluation_due", "is_evaluated", "is_save_due", "the first steps", "a signal", "max_hours"]
-)
-def test_evaluating_saving_stopping_and_the_first_steps_are_no_stall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Tried without each of the conditions."""
-    stage = Stage(tmp_path)
-    stage.train(3 if name == "the first steps" else 20, seconds=2)
-    if name.startswith("is_"):
-        setattr(stage.run, name, lambda: True)
-    if name == "max_hours":
-        stage.run.config.max_hours = 1e-9
-    if name == "a signal":
-        monkeypatch.setattr(SIGNALS, "name", "SIGTERM")
-    for _ in range(1500):
-        stage.events.look()
-    assert stage.said == []
-    if name == "is_evaluation_due":  # and nothing is left of that time afterwards
-        stage.progress.evaluations[20] = {}
-        stage.run.is_evaluation_due = lambda: False
-        for _ in range(119):
-            stage.events.look()
-        assert stage.said == []
-        for _ in range(2):
-            stage.events.look()
-        assert len(stage.said) == 1
 
 
 def test_who_is_told_of_what_is_a_setting(tmp_path: Path) -> None:
