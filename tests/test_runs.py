@@ -137,17 +137,20 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, ya
     assert run.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "lr", "within"), [("muon", 3e-4, 1e-4), slow("adadelta", 0.1, 1e-5), slow("sgd", 0.005, 1e-5)]
-)
-def test_every_optimizer_takes_the_same_steps_offloaded(
-    launch: Launch, optimizer: str, lr: float, within: float
-) -> None:
-    """torch's Muon computes in bf16: there rounding is larger, and grows at a higher rate."""
+@pytest.mark.parametrize(("optimizer", "lr"), [("muon", 3e-4), slow("adadelta", 0.1), slow("sgd", 0.005)])
+def test_every_optimizer_takes_the_same_steps_offloaded(launch: Launch, optimizer: str, lr: float) -> None:
+    """torch's Muon computes in bf16, and what rounding makes of the order of a sum grows from step to step, by how much
+    depends on the processor. So the bound is what it makes of one process's own sums, in micro-batches of two sizes,
+    times 4: offloaded shards are summed in yet another order, and the largest of two such differences is no maximum."""
     arguments = [f"--optim.name={optimizer}", f"--optim.lr={lr}", "--optim.schedule=constant", "--optim.warmup_steps=0"]
     arguments += ["--task.dropout=0", "--max_steps=10", "--log_every=1"]
     alone = launch("cpu", *arguments).succeeded()
     assert alone.losses[-1] < alone.losses[0] - 0.02
+    within = 1e-5
+    for size in (32, 16) if optimizer == "muon" else ():
+        other = launch("cpu", *arguments, f"--micro_batch_size={size}").succeeded()
+        drifts = [abs(loss / expected - 1) for loss, expected in zip(other.losses, alone.losses, strict=True)]
+        within = max(within, 4 * max(drifts))
     assert launch("fsdp_offload", *arguments).succeeded().losses == pytest.approx(alone.losses, rel=within)
 
 

@@ -123,7 +123,7 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(
     end = shown.index(next(line for line in shown if line.startswith("done in ")))
     titles = [line.split()[0] for line in shown[end + 1 :] if re.match("  [a-z]", line)]
     assert [title for title in titles if title not in ("eval/examples", "eval/accuracy")] == [
-        "train/loss", "eval/loss", "model", "record", *LAST,
+        "model", "record", *LAST,
     ]  # fmt: skip
     assert commands == ["  evaluate   python -m src.evaluate runs/x"][: "evaluate" in LAST]
 
