@@ -29,8 +29,8 @@ TrainStep = Callable[[Run, list[MicroBatch], StopSignal], StepResult]
 
 
 class RecordedStep:
-    """Take steps as `train_step` does, from the fifth on by replaying the fourth. An epoch's last batch, if it is
-    smaller, goes through `train_step` itself."""
+    """Take steps as `train_step` does: the first three by calling it, the others by replaying a recording of the fourth.
+    An epoch's last batch, if it is smaller, goes through `train_step` too."""
 
     def __init__(self, run: Run, train_step: TrainStep) -> None:
         self._train_step = train_step

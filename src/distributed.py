@@ -267,6 +267,8 @@ def naming_full_gpus() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        if not torch.cuda.is_available():  # another kind of device
+            raise
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved() - GPU_CONTEXT
         if others < total / 10:
