@@ -29,7 +29,7 @@ TrainStep = Callable[[Run, list[MicroBatch], StopSignal], StepResult]
 
 
 class RecordedStep:
-    """Take steps as `train_step` does: the first three by calling it, the others by replaying a recording of the fourth.
+    """Take steps as `train_step` does: the first three by calling it, the others by replaying a record of the fourth.
     An epoch's last batch, if it is smaller, goes through `train_step` too."""
 
     def __init__(self, run: Run, train_step: TrainStep) -> None:
