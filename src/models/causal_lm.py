@@ -1,6 +1,7 @@
 """Decoders of transformers: what each can do, found by a trial, and their loss, in little memory."""
 
 import copy
+import warnings
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from src.models.flops import Flops, count_flops
 from src.models.pretrained import fsdp_blocks, without_adapters
 from src.process import cause, explained
 
+# it is on the GPU that computes, while offloaded weights are on the CPU until they are gathered
+warnings.filterwarnings("ignore", "You are calling .generate.. with the `input_ids` being on a device type different")
 ENDS = [3, 8, 14, 16]
 """Where the documents end in the two rows of tokens on which a model is tried."""
 ROUNDING = 0.05
