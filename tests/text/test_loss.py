@@ -144,6 +144,15 @@ def test_a_head_with_adapters_has_the_loss_and_gradients_of_the_models_own_logit
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, wanted, strict=True))
 
 
+def test_a_chunk_fills_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without rounding: 655 rows, of which the last 15 take as long as 128."""
+    model, states = build("llama"), torch.empty(1)
+    monkeypatch.setattr(causal_lm, "CHUNK", 655 * model._vocabulary)
+    assert model._rows_at_once(states) == 640
+    monkeypatch.setattr(causal_lm, "CHUNK", 5 * model._vocabulary)
+    assert model._rows_at_once(states) == 5
+
+
 def test_torchs_own_rounds_the_loss_to_half_precision() -> None:
     """src/models/chunked_loss.py: why it is not used."""
     states, weight, targets = layer(torch.bfloat16)
