@@ -18,8 +18,8 @@ SIZES = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 SCRATCH = tuple(f"--task.architecture.{name}={value}" for name, value in SIZES.items())
 needs_text = needs("src/tasks/causal_lm.py")
-VARLEN = ("--mixed_precision=bf16",)
-"""In half precision, attention is torch's varlen kernel on a GPU."""
+BF16 = ("--mixed_precision=bf16",)
+"""Where attention is torch's varlen kernel on a GPU, and convolutions are channels-last."""
 YAMLS = {
     "cpu": 1, "single_gpu": 1, "ddp": 2, "ddp_bf16_hook": 2, "fsdp": 2, "fsdp_grad_op": 2, "fsdp_offload": 2,
     "fsdp_fp8": 2, "hsdp": 4, "multi_node_ddp": 2, "multi_node_fsdp": 2,
@@ -82,6 +82,12 @@ def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
             assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
 
 
+@pytest.mark.slow
+def test_ddp_says_nothing_of_the_layout_of_gradients_in_bf16(gpu: Launch) -> None:
+    """Those of the first convolution are channels-last, which is the same memory. Tried without the filter."""
+    assert gpu("ddp", "--max_steps=3", launcher_arguments=BF16, processes=2).succeeded().stderr == ""
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", slow("adadelta"), slow("sgd")])
 def test_a_recorded_step_is_the_step(gpu: Launch, tmp_path: Path, optimizer: str) -> None:
     """To the last bit, with dropout drawn anew in each replay, over ragged batches, and after a resume. Tried with the
@@ -103,7 +109,7 @@ def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, t
     """The emulated kernel sums in another order each time, as flash attention does unless torch is asked strictly.
     Tried with warn_only=True: `Checkpoint` fails."""
     arguments = (*tasks["llama"], "--task.attention=varlen", "--check")
-    run = gpu("single_gpu", *arguments, launcher_arguments=VARLEN).succeeded()
+    run = gpu("single_gpu", *arguments, launcher_arguments=BF16).succeeded()
     found = {row["what"]: row["result"] for row in json.loads((run.folder / "check.json").read_text())["checks"]}
     assert found["losses of the next two steps"] == found["weights, optimizer after them"] == "pass"
 
@@ -115,7 +121,7 @@ def test_attention_is_tried_with_heads_of_the_models_own_size(gpu: Launch, tasks
     """10 heads of 12: flash attention takes multiples of 8. Tried with a small model whose heads are 16 wide."""
     sizes = {"model_type": model_type, "hidden_size": 120, "num_attention_heads": 10, "num_key_value_heads": 10}
     shape = [f"--task.architecture.{name}={value}" for name, value in sizes.items()]
-    run = gpu("single_gpu", *tasks["llama"], *shape, "--max_steps=1", launcher_arguments=VARLEN).succeeded()
+    run = gpu("single_gpu", *tasks["llama"], *shape, "--max_steps=1", launcher_arguments=BF16).succeeded()
     assert any(fact.startswith("sdpa attention (not varlen:") for fact in run.summary["tuned"])
 
 
