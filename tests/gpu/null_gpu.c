@@ -262,6 +262,7 @@ int cudaEventSynchronize(Event *e) { return synchronize(N_sync_event, recording 
 GIVES(cudaStreamCreate, Stream *, calloc(1, sizeof(Stream))) ALSO(cudaStreamCreateWithFlags, cudaStreamCreate)
 ALSO(cudaStreamCreateWithPriority, cudaStreamCreate) STUB(cudaStreamGetPriority, (void *s, int *n), *n = 0)
 STUB(cudaStreamIsCapturing, (void *s, int *is), *is = capturing(s)) OK(cudaStreamQuery) OK(cudaStreamDestroy)
+ALSO(cuStreamIsCapturing, cudaStreamIsCapturing)
 STUB(cudaStreamWaitEvent, (void *s, Event *e),
      count(N_stream_wait, ""); if (e->capture) stream_of(s)->capture = e->capture)
 STUB(cudaEventCreate, (Event **e), count(N_event_create, ""); *e = calloc(1, sizeof **e)) OK(cudaGraphDestroy)
