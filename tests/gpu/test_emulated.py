@@ -132,7 +132,7 @@ OLD = "the NVIDIA driver is too old, torch "
 @pytest.mark.parametrize(
     ("yaml", "environment", "says"),
     [
-        ("single_gpu", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
+        slow("single_gpu", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
         slow("ddp", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
         slow("ddp", {"NULL_GPU_COUNT": "1"}, "2 processes on this machine, but it has 1 GPU(s): add --num_processes=1"),
         slow("single_gpu", {"NULL_GPU_DRIVER": "12020"}, OLD),
