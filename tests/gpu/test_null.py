@@ -51,11 +51,13 @@ STEPS = [
 def test_a_step_waits_for_nothing_and_allocates_nothing(
     arguments: tuple[str, ...], processes: int, launches: int
 ) -> None:
-    """From the sixth step on: with AdamW, one process or rank 0 of 8 under FSDP. Tried with the digits' indices copied
-    from memory that is not pinned: a wait for each batch."""
+    """With AdamW, one process or rank 0 of 8 under FSDP; no memory is allocated or pinned after the third step, or after
+    the fourth, which a graph records. Tried with the digits' indices copied from memory that is not pinned: a wait for
+    each batch."""
     probe = probed(*arguments, steps=7, processes=processes)
     assert probe.waits() == 0, probe.places
-    assert kinds(probe, "malloc", "host_alloc") == [0, 0]
+    settled = probe.steps[4:] if "--cuda_graphs=true" in arguments else probe.steps[3:]
+    assert all(step.get("malloc", 0) == step.get("host_alloc", 0) == 0 for step in settled)
     assert kinds(probe, "launch")[0] <= launches
     assert bool(kinds(probe, "triton")[0] > 10) == ("--compile=true" in arguments)
     assert kinds(probe, "graph_launch") == ["--cuda_graphs=true" in arguments]
