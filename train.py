@@ -30,10 +30,10 @@ from src.distributed import (
     build_accelerator,
     find_shard,
     float64_zeros,
+    grad_norm,
     local_main_process_first,
     naming_full_gpus,
     prepare,
-    reduce_step,
 )
 from src.export import export_model, push_to_hub
 from src.launch_guard import resume_command
@@ -147,7 +147,7 @@ def fit(run: Run) -> bool:
             progress.add_step(result)
             tracker.advance()
             is_read = is_stopping or run.is_read_due()
-            if is_read and progress.read_steps(run.is_fp16, config.max_bad_steps):
+            if is_read and progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps):
                 checkpoints.close()
                 raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
@@ -175,30 +175,31 @@ def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> S
     # DDP and FSDP average the gradients over the processes: multiplying by their number gives the sum
     divisor = counts.targets or config.global_batch_size
     loss_factor = accelerator.num_processes / divisor * progress.loss_scale
-    losses: list[Tensor] = []
-    num_targets: float | Tensor = 0
+    sums = float64_zeros(2, run.device)
+    loss_total, num_targets = sums.unbind()  # views: what is added to them is added to `sums`
     for i, batch in enumerate(micro_batches, start=1):
         # DDP reduces gradients once, after the last micro-batch; FSDP would have to keep unsharded ones until then
         is_reduced = i == len(micro_batches) or (accelerator.is_fsdp2 and config.fsdp_reduce_each_micro_batch)
         with nullcontext() if is_reduced else accelerator.no_sync(run.model):
             loss_sum, n = task.loss(run.model, batch.data)
             accelerator.backward(loss_sum * (batch.weight * loss_factor))
-        losses.append(loss_sum.detach() if batch.weight else torch.zeros_like(loss_sum))
-        num_targets += batch.weight * n
+        if batch.weight:
+            loss_total += loss_sum.detach()
+            num_targets += n
 
     gradients = local_gradients(run.parameters)
-    numbers = reduce_step(accelerator, losses, num_targets, gradients)
     unscale: float | Tensor = 1 / progress.loss_scale
     if not counts.targets:  # the task knows their number only now
-        unscale = divisor / numbers[1].clamp(min=1) * unscale
-    norm = numbers[2].mul_(unscale)
+        _, all_targets = accelerator.reduce(sums, "sum")
+        unscale = divisor / all_targets.clamp(min=1) * unscale
+    norm = grad_norm(accelerator, gradients).mul_(unscale)
     scale_and_clip_(gradients, unscale, norm, config.optim.max_grad_norm)
 
     lr = lr_at(progress.step, config.optim, *run.schedule)
     set_lr(run.optimizers, lr)
     step_if_finite(run.optimizers, norm)  # the same on all processes
     progress.step += 1
-    return StepResult(counts, lr, numbers)
+    return StepResult(counts, lr, sums, norm)
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class RecordedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
         self._recorded: Any = None
-        self._numbers = torch.empty(0)
+        self._sums = self._norm = torch.empty(0)
 
     def __call__(self, run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> StepResult:
         """Take the step.
@@ -72,7 +72,7 @@ class RecordedStep:
         torch._foreach_copy_(self._inputs, tensors_in(batch.data))
         self._graph.replay()
         run.progress.step += 1
-        return StepResult(counts, lr, self._numbers.clone())
+        return StepResult(counts, lr, self._sums.clone(), self._norm.clone())
 
     def _warm_up(self, run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> StepResult:
         """Take a step on the stream that is recorded next, as autograd runs backward where forward ran."""
@@ -90,7 +90,7 @@ class RecordedStep:
         self._graph, step = torch.cuda.CUDAGraph(), run.progress.step
         # other threads, such as the one that writes a checkpoint, go on using the GPU
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._numbers = self._train_step(run, [replace(batch, data=data)], stop).numbers
+            _, _, self._sums, self._norm = self._train_step(run, [replace(batch, data=data)], stop)
         run.progress.step = step
 
 

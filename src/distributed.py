@@ -228,24 +228,17 @@ def sharded_units(model: nn.Module) -> int:
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def reduce_step(
-    accelerator: Accelerator, losses: list[Tensor], num_targets: float | Tensor, gradients: list[Tensor]
-) -> Tensor:
-    """Return the sum of the losses, the number of targets and the L2 norm of the gradients over all processes; shape
-    (3,), float64 (on MPS float32). Collective; doesn't wait for the device.
+def grad_norm(accelerator: Accelerator, gradients: list[Tensor]) -> Tensor:
+    """Return the L2 norm of the gradients of all processes; shape (), float64 (on MPS float32), on the run's device,
+    for which this doesn't wait. Collective if they are sharded: else each process has all of them.
 
     Args:
-        losses: of this process's micro-batches, shape () each.
-        gradients: this process's; the same on all if they are not sharded.
+        gradients: this process's.
     """
     squares = grad_square_sum(gradients).to(accelerator.device)
-    targets = num_targets if isinstance(num_targets, Tensor) else squares.new_full((), num_targets)
-    numbers = torch.stack((torch.stack(losses).sum(dtype=squares.dtype), targets.to(squares.dtype), squares))
-    numbers[2] /= num_replicas(accelerator)
-    if accelerator.num_processes > 1:
-        numbers = accelerator.reduce(numbers, "sum")
-    numbers[2].sqrt_()
-    return numbers
+    if accelerator.is_fsdp2:
+        squares = accelerator.reduce(squares, "sum") / num_replicas(accelerator)
+    return squares.sqrt()
 
 
 def grad_square_sum(gradients: list[Tensor]) -> Tensor:

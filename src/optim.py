@@ -107,19 +107,19 @@ def scale_and_clip_(gradients: list[Tensor], scale: float | Tensor, norm: Tensor
 
 
 def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
-    """Take the step, unless the gradients' norm, of shape (), is not finite: on the device where an optimizer is fused
-    and can leave it out by itself, else by waiting for the answer. Then clear the gradients."""
+    """Take the step, unless the gradients' norm, of shape (), is not finite: on a GPU where an optimizer is fused and
+    can leave it out by itself, else by waiting for the answer. Then clear the gradients."""
     for optimizer in optimizers:
         # torch's fused SGD reads momentum that its first step should have written, even if that was left out
         needs_first_step = optimizer.defaults.get("momentum") and not optimizer.state
-        if optimizer.defaults.get("fused") and not needs_first_step:
+        if optimizer.defaults.get("fused") and not norm.is_cpu and not needs_first_step:
             # as torch.amp.GradScaler does it; the optimizer would copy it to offloaded parameters without waiting
             device = optimizer.param_groups[0]["params"][0].device
             optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
             optimizer.step()
         elif optimizer.param_groups[0].get("capturable") and optimizer.state:
             _step_or_undo(optimizer, norm.isfinite())
-        elif norm.isfinite():
+        elif math.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad()
 

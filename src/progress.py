@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from src.config import Config, EarlyStopping
@@ -35,25 +36,35 @@ class StepCounts(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step reports. `loss` and `grad_norm` wait for the device."""
+    """What one optimizer step reports."""
 
     counts: StepCounts
     lr: float
-    numbers: Tensor
-    """The loss sum and the number of targets as Task.loss returned them, over all processes, and the L2 norm of the
-    gradients before clipping; shape (3,), float64."""
-
-    @property
-    def loss(self) -> float:
-        """The mean over the targets."""
-        loss_sum, num_targets, _ = self.numbers.tolist()
-        return loss_sum / max(num_targets, 1)
+    sums: Tensor
+    """The loss sum and the number of targets as Task.loss returned them, on this process; shape (2,), float64."""
+    norm: Tensor
+    """The L2 norm of the gradients over all processes, before clipping; shape (), float64."""
 
     @property
     def grad_norm(self) -> float | None:
-        """L2, before clipping; None: not finite, and the step was not taken."""
-        norm = self.numbers[2].item()
+        """The norm, for which this waits for the device; None: not finite, and the step was not taken."""
+        norm = self.norm.item()
         return norm if math.isfinite(norm) else None
+
+
+def summed(accelerator: Accelerator, results: list[StepResult]) -> list[tuple[float, float]]:
+    """Return each step's loss sum and number of targets over all processes, for which this waits for the device. One
+    exchange for all of them, as each one would hold the step up. Collective."""
+    if not results:
+        return []
+    sums = torch.stack([result.sums for result in results])
+    return [(loss_sum, num_targets) for loss_sum, num_targets in accelerator.reduce(sums, "sum").tolist()]
+
+
+def mean_loss(accelerator: Accelerator, result: StepResult) -> float:
+    """Return a step's loss, the mean over its targets on all processes. Collective."""
+    ((loss_sum, num_targets),) = summed(accelerator, [result])
+    return loss_sum / max(num_targets, 1)
 
 
 @dataclass
@@ -127,16 +138,19 @@ class Progress:
         """Keep what a step reports until `read_steps`."""
         self._unread.append(result)
 
-    def read_steps(self, is_fp16: bool, max_bad_steps: int) -> bool:
+    def read_steps(self, accelerator: Accelerator, is_fp16: bool, max_bad_steps: int) -> bool:
         """Count the steps that were added since the last call, for which this waits for the device: a step whose loss
         is not finite doesn't count in the interval. Return whether there were `max_bad_steps` bad ones in a row.
+        Collective.
 
         Raises:
             UserError: the task's `loss` and `count_targets` disagree.
         """
-        numbers = torch.stack([result.numbers for result in self._unread]).tolist() if self._unread else []
         results, self._unread = self._unread, []
-        for (counts, _, _), (loss_sum, num_targets, grad_norm) in zip(results, numbers, strict=True):
+        sums = summed(accelerator, results)
+        norms = torch.stack([result.norm for result in results]).tolist() if results else []
+        for result, (loss_sum, num_targets), grad_norm in zip(results, sums, norms, strict=True):
+            counts = result.counts
             if counts.targets not in (0, num_targets):
                 counted = f"count_targets said {counts.targets:,.0f}"
                 raise UserError(f"the task's loss is of {num_targets:,.0f} targets, but its {counted}: make them agree")

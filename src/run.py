@@ -73,7 +73,7 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        return self.accelerator.is_main_process
+        return self.rank == 0
 
     @property
     def is_fp16(self) -> bool:

@@ -18,6 +18,7 @@ from src.config import load_config
 from src.data.loading import training_steps
 from src.optim import build_optimizers, lr_at, set_lr
 from src.preemption import StopSignal
+from src.progress import mean_loss
 from src.run import new_model
 from train import build, train_step
 
@@ -52,7 +53,8 @@ losses = []
 with StopSignal(run.accelerator, config) as stop:
     for step, micro_batches in enumerate(islice(training_steps(run, 0), STEPS)):
         with Collectives() as collectives:
-            losses.append(train_step(run, micro_batches, stop).loss)  # 4. Count, forward, backward, reduce. 5. Update.
+            result = train_step(run, micro_batches, stop)  # 4. Count, forward, backward, reduce. 5. Update.
+        losses.append(mean_loss(run.accelerator, result))
         sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # the loss and its targets
         for batch in micro_batches:
             loss_sum, n = config.task.loss(by_hand, batch.data)

@@ -19,6 +19,7 @@ from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config import Checkpoint
 from src.data.loading import EVALUATION_FACTOR, evaluation_batches
+from src.progress import mean_loss
 from src.reference import evaluate
 from src.run import Run
 
@@ -124,6 +125,6 @@ def _without_deterministic_algorithm(subject: Subject) -> list[str]:
 def _continue(subject: Subject, run: Run) -> tuple[str, str]:
     """Return the losses of the next steps, and the checksum of what they leave on this process."""
     steps = subject.micro_batches(run.progress.step)
-    losses = [str(subject.step(run, next(steps)).loss) for _ in range(STEPS)]
+    losses = [str(mean_loss(run.accelerator, subject.step(run, next(steps)))) for _ in range(STEPS)]
     left = checksum([tensor for _, tensor in sorted(run_tensors(run.model, run.optimizers).items())])
     return ", ".join(losses), left

@@ -11,6 +11,7 @@ from src.check.findings import EXACT, Row, WorstError, finding, gather, norm, re
 from src.check.subject import Autocast, Subject, capture_update, whole
 from src.data.loading import MicroBatch
 from src.optim import Schedule, lr_at, set_lr
+from src.progress import mean_loss
 from src.reference import all_reduce, average_gradients, backward
 
 REORDERED = 1e-3
@@ -66,7 +67,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
             yield finding("Gradients", "finite", "not finite", "finite", False)
             return
         gradients.add(relative_errors(found, expected), noise, factor)
-        losses.add({f"step {number}": relative_error(result.loss, expected_loss)})
+        losses.add({f"step {number}": relative_error(mean_loss(run.accelerator, result), expected_loss)})
         norms.add({f"step {number}": relative_error(result.grad_norm, expected_norm)}, noise, factor)
         lr = lr_at(step, config.optim, *schedule)
         used = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
@@ -207,7 +208,7 @@ def check_accumulation(subject: Subject) -> Iterator[Row]:
         for size in (own, *others):
             again = subject.at(0, config=at_zero_lr)
             with capture_update(again) as found:
-                loss = subject.step(again, next(subject.micro_batches(step, size))).loss
+                loss = mean_loss(run.accelerator, subject.step(again, next(subject.micro_batches(step, size))))
             if size == own:
                 expected, expected_loss = found, loss
                 continue

@@ -66,7 +66,7 @@ class Subject:
         while True:
             result = self.train_step(run, micro_batches, self.stop)
             run.progress.add_step(result)
-            run.progress.read_steps(run.is_fp16, run.config.max_bad_steps)
+            run.progress.read_steps(run.accelerator, run.is_fp16, run.config.max_bad_steps)
             if result.grad_norm is not None or run.progress.skipped_in_a_row:
                 return result
             self._loss_scale = run.progress.loss_scale
