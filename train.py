@@ -125,10 +125,10 @@ def fit(run: Run) -> bool:
             if run.is_evaluation_due() and not is_stopping:
                 with progress.evaluating():
                     evaluation = evaluate(run, stop)
+                    if evaluation:
+                        progress.count_evaluation(evaluation.metrics, config.early_stopping)
+                        tracker.log_evaluation(evaluation)
                 is_stopping = evaluation is None
-                if evaluation:
-                    progress.count_evaluation(evaluation.metrics, config.early_stopping)
-                    tracker.log_evaluation(evaluation)
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
             checkpoints.poll()  # reports on the one being written once it is done
             unknown = next(metric_errors(config, progress.evaluation), None) if run.is_evaluated() else None
@@ -204,7 +204,8 @@ def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> S
 
 @torch.no_grad()
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
-    """Return loss and metrics over each example exactly once, and the task's report; None if told to stop meanwhile."""
+    """Return loss and metrics over each example exactly once, and what the task's tables are made from; None if told to
+    stop meanwhile."""
     accelerator, task = run.accelerator, run.task
     totals = float64_zeros(3, run.device)  # loss, targets, examples
     outputs: dict[str, list[Tensor]] = {}
@@ -226,8 +227,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     metrics = [task.metrics(gathered) if run.is_main else {}]
     broadcast_object_list(metrics)  # all processes must decide alike on early stopping
     found = {"loss": loss_sum / num_targets, "examples": int(num_examples), **metrics[0]}
-    tables = report | (task.tables(gathered, run.eval_set) if run.is_main else {})
-    return Evaluation({f"eval/{k}": v for k, v in found.items()}, {f"eval/{k}": rows for k, rows in tables.items()})
+    return Evaluation({f"eval/{name}": value for name, value in found.items()}, report, gathered)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from src.checkpoint.format import ResumePoint
@@ -24,9 +24,11 @@ class Evaluation(NamedTuple):
     """What one evaluation found."""
 
     metrics: dict[str, float]
-    """Values by name, eval/…"""
-    tables: dict[str, Table]
-    """By name, eval/…."""
+    """Values by name, eval/…."""
+    report: dict[str, Table]
+    """What Task.report returned."""
+    outputs: dict[str, Tensor]
+    """What Task.tables makes more tables from."""
 
 
 @dataclass

@@ -123,9 +123,13 @@ class Tracker:
         run, step = self._run, self._run.progress.step
         if not run.is_main:
             return
-        self._record({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, evaluation.tables)
+        tables = evaluation.report | run.task.tables(evaluation.outputs, run.eval_set)
+        self._record(
+            {"epoch": step / run.steps_per_epoch, **evaluation.metrics},
+            {f"eval/{name}": rows for name, rows in tables.items()},
+        )
         self.say(f"step {step:>6}/{run.total_steps}  {_evaluation_line(evaluation.metrics)}")
-        for row in evaluation.tables.get("eval/samples", []):
+        for row in tables.get("samples", []):
             self.say("  " + _printable(" | ".join(row.values())))
 
     def state(self) -> dict[str, Any]:

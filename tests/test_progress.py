@@ -2,12 +2,17 @@
 
 import math
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from src.process import UserError
 from src.progress import Progress, StepCounts, StepResult
+
+ALONE: Any = SimpleNamespace(reduce=lambda tensor, _: tensor)
+"""What read_steps needs of the Accelerator of a single process."""
 
 
 def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps() -> None:
@@ -37,7 +42,8 @@ def test_without_fp16_nothing_is_scaled_and_bad_steps_in_a_row_are_counted() -> 
 
 
 def step(loss_sum: float, norm: float, targets: int = 4) -> StepResult:
-    return StepResult(StepCounts(4, 10, 16, 0), 1e-3, torch.tensor([loss_sum, targets, norm], dtype=torch.float64))
+    sums = torch.tensor([loss_sum, targets], dtype=torch.float64)
+    return StepResult(StepCounts(4, 10, 16, 0), 1e-3, sums, torch.tensor(norm, dtype=torch.float64))
 
 
 def test_steps_are_counted_in_their_order_whenever_they_are_read() -> None:
@@ -45,9 +51,9 @@ def test_steps_are_counted_in_their_order_whenever_they_are_read() -> None:
     each, together = Progress(loss_scale=1.0), Progress(loss_scale=1.0)
     for result in steps:
         each.add_step(result)
-        assert not each.read_steps(is_fp16=False, max_bad_steps=3)
+        assert not each.read_steps(ALONE, is_fp16=False, max_bad_steps=3)
         together.add_step(result)
-    assert not together.read_steps(is_fp16=False, max_bad_steps=3)
+    assert not together.read_steps(ALONE, is_fp16=False, max_bad_steps=3)
     assert asdict(each) == asdict(together)
     assert together.interval == [1.5 + 0.25 + 1e-9, 12, 30, 48]
     assert (together.skipped, together.skipped_in_a_row) == (2, 0)
@@ -57,7 +63,7 @@ def test_bad_steps_in_a_row_are_found_though_good_ones_have_followed() -> None:
     progress = Progress(loss_scale=1.0)
     for norm in (1.0, math.nan, math.nan, 1.0):
         progress.add_step(step(1.0, norm))
-    assert progress.read_steps(is_fp16=False, max_bad_steps=2)
+    assert progress.read_steps(ALONE, is_fp16=False, max_bad_steps=2)
 
 
 def test_a_task_that_counts_other_targets_than_its_loss_has_is_told() -> None:
@@ -65,4 +71,4 @@ def test_a_task_that_counts_other_targets_than_its_loss_has_is_told() -> None:
     progress = Progress()
     progress.add_step(step(1.0, 1.0, targets=5))
     with pytest.raises(UserError, match="the task's loss is of 5 targets, but its count_targets said 4"):
-        progress.read_steps(is_fp16=False, max_bad_steps=2)
+        progress.read_steps(ALONE, is_fp16=False, max_bad_steps=2)

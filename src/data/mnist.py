@@ -12,7 +12,6 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.datasets.mnist import MNIST, read_image_file, read_label_file
 
 from src.process import UserError, explained
 
@@ -102,6 +101,8 @@ def read_pictures(files: list[str]) -> Digits:
 
 
 def _download(data_dir: str) -> None:
+    from torchvision.datasets.mnist import MNIST  # takes more than a second, and is needed only once
+
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
             MNIST(data_dir, download=True)
@@ -116,15 +117,26 @@ def _download(data_dir: str) -> None:
 def _read_digits(folder: Path, images_name: str, labels_name: str) -> Digits:
     hint = "to download MNIST again, or set --task.data_dir"
     tensors = []
-    for name, read in ((images_name, read_image_file), (labels_name, read_label_file)):
-        path = folder / name
+    for path, dimensions in ((folder / images_name, 3), (folder / labels_name, 1)):
+        content = np.fromfile(path, np.uint8)
         try:
-            tensors.append(read(str(path)))
-        except Exception as error:  # torchvision asserts that a file is as it should be
-            says = f"truncated or not an IDX file of {name.split('-')[1]} ({path.stat().st_size} bytes)"
+            tensors.append(_from_idx(content, dimensions))
+        except ValueError as error:
+            says = f"truncated or not an IDX file of {path.name.split('-')[1]} ({len(content)} bytes)"
             raise UserError(f"{path}: {says}; delete it {hint}") from error
     images, labels = tensors
     if images.shape[1:] != (28, 28) or len(labels) != len(images) or len(labels) == 0 or labels.max() > 9:
         shapes = f"images {tuple(images.shape)}, labels {tuple(labels.shape)}"
         raise UserError(f"{folder / images_name} and {labels_name} are not MNIST's: {shapes}; delete both {hint}")
-    return Digits(images, labels)
+    return Digits(images, labels.long())
+
+
+def _from_idx(content: np.ndarray, dimensions: int) -> Tensor:
+    """Return the array of bytes that an IDX file holds, after two zeros, the type (8: unsigned bytes), the number of
+    dimensions, and the size of each as a big-endian int32 (http://yann.lecun.com/exdb/mnist). Raise a ValueError if it
+    is not such a file."""
+    data = 4 + 4 * dimensions
+    if bytes(content[:4]) != bytes([0, 0, 8, dimensions]):
+        raise ValueError("another kind of file")
+    shape = content[4:data].view(">i4")
+    return torch.from_numpy(content[data:].reshape(shape))

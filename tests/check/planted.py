@@ -107,12 +107,12 @@ FAULTS = [
     ),
     Fault(
         "clipping before the gradients are scaled", "ddp", {"Gradients"}, "taken before the gradients were scaled",
-        ("train.py", "numbers[2].mul_(unscale)", "numbers[2].mul_(counts.targets)"),
+        ("train.py", "gradients).mul_(unscale)", "gradients).mul_(counts.targets)"),
         arguments=CLIPPED,
     ),
     Fault(
         "clipping by one process's norm", "fsdp", {"Gradients"}, "the norm is one process's",
-        ("src/distributed.py", "    numbers[2].sqrt_()\n", "    numbers[2] = squares.sqrt()\n"),
+        ("src/distributed.py", "        squares = accelerator.reduce(squares, \"sum\") / num_replicas(accelerator)\n", "        pass\n"),
         arguments=CLIPPED,
     ),
     Fault(
