@@ -25,7 +25,7 @@ from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_bes
 from src.checkpoint.write import CheckpointWriter
 from src.config import Config, metric_errors
 from src.cuda_graph import RecordedStep
-from src.data.loading import MicroBatch, count_step, evaluation_batches, gather_in_order, training_steps
+from src.data.loading import CountedSteps, MicroBatch, evaluation_batches, gather_in_order, training_steps
 from src.distributed import (
     build_accelerator,
     find_shard,
@@ -42,7 +42,7 @@ from src.model_transforms import transform
 from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr, step_if_finite
 from src.performance import Performance
 from src.preemption import StopSignal
-from src.progress import StepResult
+from src.progress import StepCounts, StepResult
 from src.run import Evaluation, Run, new_model
 from src.tracking import Tracker, dry_run, stop_at_start
 
@@ -114,7 +114,7 @@ def fit(run: Run) -> bool:
         return dry_run(run)
     with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
         checkpoints = CheckpointWriter(run, tracker.say)
-        steps, is_stopping = training_steps(run, progress.step), False
+        steps, is_stopping = CountedSteps(training_steps(run, progress.step), stop), False
         take_step = RecordedStep(run, train_step) if config.cuda_graphs else train_step
         if run.is_main and run.device.type != "cpu":
             run.task.import_metrics()
@@ -141,9 +141,9 @@ def fit(run: Run) -> bool:
             if is_last or is_stopping:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
-            with performance.step(steps) as micro_batches:
-                result = take_step(run, micro_batches, stop)
-            is_stopping = result.counts.stop_requests > 0
+            with performance.step(steps) as (micro_batches, counts):
+                result = take_step(run, micro_batches, counts)
+            is_stopping = steps.is_stop_requested()
             progress.add_step(result)
             tracker.advance()
             is_read = is_stopping or run.is_read_due()
@@ -163,7 +163,7 @@ def fit(run: Run) -> bool:
     return not is_stopping
 
 
-def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> StepResult:
+def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
     """Run forward and backward over this process's part of one global batch, then update the weights.
 
     The loss is the mean over the targets (examples, tokens) of the *global* batch: the sum over a micro-batch, divided
@@ -171,7 +171,6 @@ def train_step(run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> S
     device, unless an optimizer cannot leave out a step by itself.
     """
     accelerator, config, progress, task = run.accelerator, run.config, run.progress, run.task
-    counts = count_step(micro_batches, stop)
     # DDP and FSDP average the gradients over the processes: multiplying by their number gives the sum
     divisor = counts.targets or config.global_batch_size
     loss_factor = accelerator.num_processes / divisor * progress.loss_scale

@@ -15,17 +15,16 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
-from src.data.loading import MicroBatch, count_step
+from src.data.loading import MicroBatch
 from src.optim import lr_at
-from src.preemption import StopSignal
 from src.process import UserError
-from src.progress import StepResult
+from src.progress import StepCounts, StepResult
 from src.run import Run
 
 WARM_UP_STEPS = 3
 """Steps before the one that is recorded: libraries choose their algorithms and allocate their workspaces in them."""
 
-TrainStep = Callable[[Run, list[MicroBatch], StopSignal], StepResult]
+TrainStep = Callable[[Run, list[MicroBatch], StepCounts], StepResult]
 
 
 class RecordedStep:
@@ -47,7 +46,7 @@ class RecordedStep:
         self._recorded: Any = None
         self._sums = self._norm = torch.empty(0)
 
-    def __call__(self, run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> StepResult:
+    def __call__(self, run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
         """Take the step.
 
         Raises:
@@ -57,14 +56,13 @@ class RecordedStep:
         lr = lr_at(run.progress.step, run.config.optim, *run.schedule)
         self._lr.fill_(lr)
         if batch.num_examples < run.config.global_batch_size:
-            return self._train_step(run, micro_batches, stop)
+            return self._train_step(run, micro_batches, counts)
         if self._warmed_up < WARM_UP_STEPS:
-            return self._warm_up(run, micro_batches, stop)
-        counts = count_step(micro_batches, stop)
+            return self._warm_up(run, micro_batches, counts)
         what_is_repeated = recursively_apply(lambda tensor: tensor.shape, batch.data), counts.targets
         if self._graph is None:
             self._recorded = what_is_repeated
-            self._record(run, batch, stop)
+            self._record(run, batch, counts)
             assert self._graph
         if what_is_repeated != self._recorded:
             raise UserError("cuda_graphs=true repeats one step, but this task's batches differ in shape: leave it out")
@@ -74,23 +72,23 @@ class RecordedStep:
         run.progress.step += 1
         return StepResult(counts, lr, self._sums.clone(), self._norm.clone())
 
-    def _warm_up(self, run: Run, micro_batches: list[MicroBatch], stop: StopSignal) -> StepResult:
+    def _warm_up(self, run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
         """Take a step on the stream that is recorded next, as autograd runs backward where forward ran."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            result = self._train_step(run, micro_batches, stop)
+            result = self._train_step(run, micro_batches, counts)
         torch.cuda.current_stream().wait_stream(self._stream)
         self._warmed_up += result.grad_norm is not None  # else the optimizer may not have its state yet
         return result
 
-    def _record(self, run: Run, batch: MicroBatch, stop: StopSignal) -> None:
+    def _record(self, run: Run, batch: MicroBatch, counts: StepCounts) -> None:
         """Record the step of a batch of this shape. Nothing is computed, and the run stays where it is."""
         data = recursively_apply(torch.clone, batch.data)
         self._inputs = tensors_in(data)
         self._graph, step = torch.cuda.CUDAGraph(), run.progress.step
         # other threads, such as the one that writes a checkpoint, go on using the GPU
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-            _, _, self._sums, self._norm = self._train_step(run, [replace(batch, data=data)], stop)
+            _, _, self._sums, self._norm = self._train_step(run, [replace(batch, data=data)], counts)
         run.progress.step = step
 
 

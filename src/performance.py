@@ -11,9 +11,10 @@ import torch
 from accelerate.utils import gather_object
 from torch.profiler import profile, record_function
 
-from src.data.loading import MicroBatch
+from src.data.loading import CountedSteps, MicroBatch
 from src.distributed import peak_memory
 from src.process import UserError
+from src.progress import StepCounts
 from src.run import Run
 
 PEAKS = {
@@ -66,13 +67,13 @@ class Performance:
             run.optimizers[0].register_step_pre_hook(lambda *_: self._mark("update"))
 
     @contextmanager
-    def step(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-        """Measure what is done inside as one optimizer step; yield its micro-batches, the next of `steps`."""
+    def step(self, steps: CountedSteps) -> Iterator[tuple[list[MicroBatch], StepCounts]]:
+        """Measure what is done inside as one optimizer step; yield the next of `steps`."""
         with self._profile.step(self._run.progress.step + 1):
             begin = self._now()
-            micro_batches = next(steps)
+            micro_batches, counts = next(steps)
             fetched, self._marks = self._now(), {}
-            yield micro_batches
+            yield micro_batches, counts
             end = self._now()
         tokens = sum(batch.weight * batch.counts[1] for batch in micro_batches)
         count = self._run.task.flops

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -56,13 +57,19 @@ class StopSignal:
         """Whether this process was asked to stop."""
         return self.reason is not None
 
-    def sum_over_processes(self, values: list[float]) -> list[float]:
-        """Return the sums of numbers on the host, for which this doesn't wait for the device. Collective."""
+    def begin_sum(self, values: list[float]) -> Callable[[], list[float]]:
+        """Begin to add up numbers over the processes, on the host: neither waits for the device. Return a function that
+        waits for the sums. Collective."""
         if self._group is None:
-            return values
+            return lambda: values
         sums = torch.tensor(values, dtype=torch.float64)
-        torch.distributed.all_reduce(sums, group=self._group)
-        return sums.tolist()
+        work = torch.distributed.all_reduce(sums, group=self._group, async_op=True)
+
+        def wait() -> list[float]:
+            work.wait()
+            return sums.tolist()
+
+        return wait
 
     def poll(self) -> bool:
         """Return whether any process was asked to stop: the same answer on all, which must call this equally often. The
@@ -72,7 +79,7 @@ class StopSignal:
         self._calls += 1
         if self._calls < self._calls_between:
             return False
-        requests, seconds = self.sum_over_processes([float(self.requested), time.monotonic() - self._asked])
+        requests, seconds = self.begin_sum([float(self.requested), time.monotonic() - self._asked])()
         calls = self._calls * ASK_SECONDS * (self._world_size / max(seconds, 1e-6))
         self._calls_between = max(1, int(min(2 * self._calls_between, calls)))
         self._calls, self._asked = 0, time.monotonic()

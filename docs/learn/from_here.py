@@ -3,7 +3,6 @@
 import sys
 import threading
 import traceback
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, ".")  # the project's root, where the command is run: train.py and src are there
 
 from src.config import load_config
-from src.data.loading import training_steps
+from src.data.loading import CountedSteps, training_steps
 from src.optim import build_optimizers, lr_at, set_lr
 from src.preemption import StopSignal
 from src.progress import mean_loss
@@ -36,7 +35,7 @@ class Collectives(TorchDispatchMode):
         if op.namespace == "c10d":
             size = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             stack = traceback.extract_stack(sys._current_frames()[MAIN_THREAD])  # a GPU's backward pass has another
-            (line,) = [frame.line for frame in stack if frame.name == "train_step"]
+            line = [frame.line for frame in stack if frame.name in ("<module>", "train_step")][-1]
             name = op.name().removeprefix("c10d::").replace("_base", "").strip("_")
             self.notes.append(f"{name:15}{size:10,} bytes  {line}")
         return op(*args, **(kwargs or {}))
@@ -51,9 +50,11 @@ by_hand = new_model(config, run.launch.device, "fp32")[0].to(run.device)  # from
 optimizers = build_optimizers(config.optim, by_hand)
 losses = []
 with StopSignal(run.accelerator, config) as stop:
-    for step, micro_batches in enumerate(islice(training_steps(run, 0), STEPS)):
+    steps = CountedSteps(training_steps(run, 0), stop)
+    for step in range(STEPS):
         with Collectives() as collectives:
-            result = train_step(run, micro_batches, stop)  # 4. Count, forward, backward, reduce. 5. Update.
+            micro_batches, counts = next(steps)  # 4. Count, forward, backward, reduce. 5. Update.
+            result = train_step(run, micro_batches, counts)
         losses.append(mean_loss(run.accelerator, result))
         sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # the loss and its targets
         for batch in micro_batches:

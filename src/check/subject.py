@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from src.check.findings import gather
-from src.data.loading import MicroBatch, training_steps
+from src.data.loading import CountedSteps, MicroBatch, training_steps
 from src.optim import build_optimizers, to_local
 from src.preemption import StopSignal
-from src.progress import Progress, StepResult
+from src.progress import Progress, StepCounts, StepResult
 from src.run import Evaluation, Run, new_model
 
-TrainStep = Callable[[Run, list[MicroBatch], StopSignal], StepResult]
+TrainStep = Callable[[Run, list[MicroBatch], StepCounts], StepResult]
 Evaluate = Callable[[Run, StopSignal], Evaluation | None]
 
 
@@ -64,7 +64,8 @@ class Subject:
             if id(parameter) not in optimized:  # nobody clears its gradient: Updates reports that, once
                 parameter.grad = None
         while True:
-            result = self.train_step(run, micro_batches, self.stop)
+            _, counts = next(CountedSteps(iter([micro_batches]), self.stop))
+            result = self.train_step(run, micro_batches, counts)
             run.progress.add_step(result)
             run.progress.read_steps(run.accelerator, run.is_fp16, run.config.max_bad_steps)
             if result.grad_norm is not None or run.progress.skipped_in_a_row:

@@ -93,10 +93,31 @@ def _training_steps(run: Run, first: int, last: int) -> Iterator[list[MicroBatch
             yield micro_batches
 
 
-def count_step(micro_batches: list[MicroBatch], stop: StopSignal) -> StepCounts:
-    """Return what all processes' micro-batches of a step have, and who was asked to stop. Collective, on the host."""
-    counts = [[batch.weight * n for n in batch.counts] for batch in micro_batches]
-    return StepCounts(*stop.sum_over_processes([*map(sum, zip(*counts, strict=True)), float(stop.requested)]))
+class CountedSteps:
+    """Steps, and what all processes' micro-batches of each have. The processes exchange that while they compute the
+    step before: waiting for it would hold all of them up."""
+
+    def __init__(self, steps: Iterator[list[MicroBatch]], stop: StopSignal) -> None:
+        self._steps, self._stop = steps, stop
+        self._begin_next()
+
+    def __next__(self) -> tuple[list[MicroBatch], StepCounts]:
+        """Return the next step's micro-batches on this process, and the sums over those of all. Collective."""
+        micro_batches, counts = self._upcoming, self._exchanged()
+        self._begin_next()
+        return micro_batches, counts
+
+    def is_stop_requested(self) -> bool:
+        """Return whether a process was asked to stop before the latest step began: the same on all. Collective."""
+        return self._exchanged().stop_requests > 0
+
+    def _begin_next(self) -> None:
+        self._upcoming = next(self._steps, [])
+        counts = np.zeros(3)  # nothing, after the last step
+        for batch in self._upcoming:
+            counts += batch.weight * np.array(batch.counts)
+        sums = self._stop.begin_sum([*counts.tolist(), float(self._stop.requested)])
+        self._exchanged = lambda: StepCounts(*sums())
 
 
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:

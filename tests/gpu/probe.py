@@ -81,7 +81,7 @@ def main(result: str, *arguments: str) -> None:
     import train
     from src.config import load_config
     from src.cuda_graph import RecordedStep
-    from src.data.loading import evaluation_batches, training_steps
+    from src.data.loading import CountedSteps, evaluation_batches, training_steps
     from src.preemption import StopSignal
 
     null: Any = ctypes.CDLL("libcuda.so.1")
@@ -116,15 +116,15 @@ def main(result: str, *arguments: str) -> None:
     found, milliseconds = [], []
     take_step = RecordedStep(run, train.train_step) if run.config.cuda_graphs else train.train_step
     with StopSignal(run.accelerator, run.config) as stop:
-        steps = training_steps(run, 0)
+        steps = CountedSteps(training_steps(run, 0), stop)
         run.model.train()
         for left in reversed(range(int(os.environ["STEPS"]))):
             null.null_gpu_reset()
             if not left:  # it takes longer than what it notes
                 null.null_gpu_set_callback(note)
             started = time.perf_counter()
-            with measured(steps) as micro_batches:
-                take_step(run, micro_batches, stop)
+            with measured(steps) as (micro_batches, counts_of_step):
+                take_step(run, micro_batches, counts_of_step)
             milliseconds.append(1e3 * (time.perf_counter() - started))
             null.null_gpu_set_callback(None)
             found.append(counts())

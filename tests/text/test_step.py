@@ -64,13 +64,13 @@ def main() -> None:
     attention.varlen_attn = lambda query, *_, **__: query  # the kernel is a GPU's
     run.model.set_attention("varlen")  # type: ignore[operator]
     with StopSignal(run.accelerator, run.config) as stop:
-        steps = train.training_steps(run, 0)
+        steps = train.CountedSteps(train.training_steps(run, 0), stop)
         found = []
         for _ in range(3):
-            micro_batches = next(steps)
+            micro_batches, counts = next(steps)
             assert len(micro_batches) == 4
             with Waits() as waits:
-                train.train_step(run, micro_batches, stop)
+                train.train_step(run, micro_batches, counts)
             found.append(waits.counts)
     print(json.dumps(found[1:]))
 
