@@ -88,7 +88,8 @@ def build(config: Config) -> Run | None:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
     with local_main_process_first(accelerator):  # it downloads and tokenizes
         datasets = task.build_datasets()
-    fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_main_process else []
+    fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_local_main_process else []
+    MACHINES.require_same_data(fingerprints)
     train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
 
     model, facts = new_model(config, launch.device, launch.precision, find_shard(accelerator))
