@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 GRACE_SECONDS = 5.0
@@ -45,6 +46,16 @@ def explained(
         yield
     except kinds as error:
         raise raises(f"{says}{cause(error)}") from error
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Name the file in OSErrors that don't, as those of writing to an open file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
 
 
 class Signals:
@@ -126,7 +137,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         if error.errno not in DISK_ERRORS:
             raise
         where = error.filename or "a file"
-        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: make room, then run the same command again")
+        remedy = "mount its disk for writing" if error.errno == errno.EROFS else "make room"
+        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: {remedy}, then run the same command again")
     except RuntimeError as error:
         if lost_peers(error):
             if SIGNALS.name:  # the others were told to stop as well

@@ -12,7 +12,7 @@ from typing import Any
 
 from src.checkpoint.output_folder import list_checkpoints
 from src.config import Checkpoint, Config
-from src.process import UserError
+from src.process import UserError, naming
 from src.progress import Progress, score
 
 FORMAT_VERSION = 1
@@ -133,7 +133,7 @@ def write_json(file: Path, content: Any) -> None:
 def write_text(file: Path, text: str) -> None:
     """Write the file whole or not at all, no matter when the process or the machine stops."""
     incomplete = file.with_name(f"{INCOMPLETE}{file.name}")
-    with incomplete.open("w") as stream:
+    with naming(incomplete), incomplete.open("w") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -197,11 +197,13 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
         try:
             files = json.loads((checkpoint / name).read_text())["files"]
             entries = [(file, int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()]
-            name = STATE
-            json.loads((checkpoint / name).read_text()).keys()
+            name, step = STATE, checkpoint.name.removeprefix("step_")
+            progress = json.loads((checkpoint / name).read_text()).get("progress")
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
             yield f"{name} is {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
             return
+        if step.isdigit() and isinstance(progress, dict) and int(step) != progress.get("step", int(step)):
+            yield f"{name} is of step {progress['step']}: give the folder its own name back"
         there = {path.name for path in checkpoint.iterdir()}
         yield from (f"{name} does not belong to it" for name in sorted(there - files.keys() - {MANIFEST, *RECORD}))
         if STATE not in files:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from src.checkpoint.format import INCOMPLETE, STATE, RunState, file_facts, publish, rotate, sync, write_json
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.tensors import rank_state_dict, run_tensors
-from src.process import cause
+from src.process import cause, explained
 from src.run import Run
 
 TICK = 0.005
@@ -139,7 +140,9 @@ class StorageWriter(HuggingFaceStorageWriter):
         found: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         tensors = {name: tensor.detach() for name, tensor in found.items()}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
-        save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
+        header = {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)}
+        with explained(f"{self.folder / shard} cannot be written, ", SafetensorError, OSError):
+            save_file(tensors, self.folder / shard, header)
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
