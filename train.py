@@ -5,10 +5,10 @@ accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=
 To change the loss or add a metric: `loss` and `metrics` of your task in src/tasks/. To change the update: train_step.
 """
 
-from src.process import SIGNALS, RunError, UserError, exit_codes, exit_with_launcher
+from src.process import SIGNALS, RunError, UserError, exit_codes, exit_with_others
 
 if __name__ == "__main__":  # a signal may come, or the launcher die, during the seconds of imports below
-    exit_with_launcher()
+    exit_with_others()
     SIGNALS.catch()
 
 import sys
@@ -79,6 +79,7 @@ def build(config: Config) -> Run | None:
     resume = find_checkpoint(accelerator, config)
     if resume.is_finished:
         accelerator.print(f"{config.folder} holds this run, finished: nothing to do; raise --epochs or --max_steps")
+        SIGNALS.release()
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return None
@@ -113,7 +114,8 @@ def fit(run: Run) -> bool:
     config, progress, performance = run.config, run.progress, Performance(run)
     if config.dry_run:
         return dry_run(run)
-    with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
+    with Tracker(run) as tracker:
+        stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.say)
         steps, is_stopping = training_steps(run, progress.step), False
         take_step = RecordedStep(run, train_step) if config.cuda_graphs else train_step

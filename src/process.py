@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 GRACE_SECONDS = 5.0
 """How long a process that may have failed only because another one did stays silent: the launcher ends it meanwhile."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -64,18 +66,21 @@ class Signals:
     def __init__(self) -> None:
         self.name: str | None = None
         """Name of the last signal; None if there was none."""
+        self.are_caught = False
+        """Whether they are noted now, rather than end the process."""
         self._answer: Callable[[str], None] | None = None
         self._interrupted = 0.0
         self._process = 0
 
     def catch(self) -> None:
         """Note the signals from now on, in place of their default action."""
-        self._process = os.getpid()
+        self._process, self.are_caught = os.getpid(), True
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def release(self) -> None:
         """Let the signals end the process again."""
+        self.are_caught = False
         for number in STOP_SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -150,20 +155,39 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         raise
 
 
-def exit_with_launcher() -> None:
-    """Send this process SIGTERM when its launcher is gone; without a launcher, do nothing.
+def exit_with_others() -> None:
+    """Send this process SIGTERM when its launcher is gone; end it when another process of the launcher's is, after a
+    grace period, as long as signals are caught. Without a launcher, do nothing.
 
-    Launchers leave their processes running on SIGKILL and SIGUSR1; accelerate's, with one process, on any signal.
+    Launchers leave their processes running on SIGKILL and SIGUSR1; accelerate's, with one process, on any signal. And
+    a process that waits for another one in C++ notices neither that one's death nor the launcher's signal.
     """
-    launcher = os.getppid()
+    launcher, size = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def watch() -> None:
+        alike: set[psutil.Process] = set()
         while os.getppid() == launcher:
+            with contextlib.suppress(psutil.Error):  # they are still being started
+                if len(alike) < size:
+                    own = psutil.Process().cmdline()
+                    alike.update(p for p in psutil.Process(launcher).children() if p.cmdline() == own)
+            if not all(map(_is_alive, alike)):
+                time.sleep(GRACE_SECONDS)
+                if SIGNALS.are_caught:
+                    print("train.py: another process of this run died", file=sys.stderr, flush=True)
+                    os._exit(1)
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
     if any(name in os.environ for name in LAUNCHER_VARIABLES):
         threading.Thread(target=watch, daemon=True).start()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def ignore_signals_in_worker(_worker: int) -> None:

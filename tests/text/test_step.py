@@ -63,15 +63,15 @@ def main() -> None:
     assert run
     attention.varlen_attn = lambda query, *_, **__: query  # the kernel is a GPU's
     run.model.set_attention("varlen")  # type: ignore[operator]
-    with StopSignal(run.accelerator, run.config) as stop:
-        steps = train.training_steps(run, 0)
-        found = []
-        for _ in range(3):
-            micro_batches = next(steps)
-            assert len(micro_batches) == 4
-            with Waits() as waits:
-                train.train_step(run, micro_batches, stop)
-            found.append(waits.counts)
+    stop = StopSignal(run.accelerator, run.config)
+    steps = train.training_steps(run, 0)
+    found = []
+    for _ in range(3):
+        micro_batches = next(steps)
+        assert len(micro_batches) == 4
+        with Waits() as waits:
+            train.train_step(run, micro_batches, stop)
+        found.append(waits.counts)
     print(json.dumps(found[1:]))
 
 
