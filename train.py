@@ -135,7 +135,7 @@ def fit(run: Run) -> bool:
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
             checkpoints.poll()  # reports on the one being written once it is done
             unknown = next(metric_errors(config, progress.evaluation), None) if run.is_evaluated() else None
-            if progress.step and (is_last or is_stopping or unknown or run.is_save_due()):
+            if progress.step and (is_last or is_stopping or unknown or (run.is_save_due() and checkpoints.is_ready())):
                 progress.tick()
                 checkpoints.save(tracker.state())
             if unknown:
@@ -156,10 +156,11 @@ def fit(run: Run) -> bool:
             if run.is_log_due() or progress.step == run.total_steps:
                 tracker.log_training(result, performance.metrics() | MACHINES.metrics())
 
-        checkpoints.close()
+        checkpoints.poll(wait=True)
         if is_stopping:
             tracker.write_stopped(stop.reason or "another process", checkpoints.newest)
-        else:
+        checkpoints.close()
+        if not is_stopping:
             metrics = (load_best(run, tracker.say) if config.checkpoint.export_best else None) or progress.evaluation
             export_model(run, metrics)
             tracker.write_summary(metrics, checkpoints.figures())

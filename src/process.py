@@ -66,21 +66,18 @@ class Signals:
     def __init__(self) -> None:
         self.name: str | None = None
         """Name of the last signal; None if there was none."""
-        self.are_caught = False
-        """Whether they are noted now, rather than end the process."""
         self._answer: Callable[[str], None] | None = None
         self._interrupted = 0.0
         self._process = 0
 
     def catch(self) -> None:
         """Note the signals from now on, in place of their default action."""
-        self._process, self.are_caught = os.getpid(), True
+        self._process = os.getpid()
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def release(self) -> None:
         """Let the signals end the process again."""
-        self.are_caught = False
         for number in STOP_SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -98,10 +95,10 @@ class Signals:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.name = signal.Signals(number).name
-        if number == signal.SIGINT and self._interrupted and time.monotonic() > self._interrupted + 1:
-            self.die()
-        if number == signal.SIGINT and not self._interrupted:  # another within a second: the same, forwarded
-            self._interrupted = time.monotonic()
+        if number == signal.SIGINT:
+            self._interrupted = self._interrupted or time.monotonic()
+            if time.monotonic() > self._interrupted + 1:  # else the same, forwarded
+                self.die()
         if self._answer and os.getpid() == self._process:  # not in a data loading worker
             self._answer(self.name)
 
@@ -165,29 +162,21 @@ def exit_with_others() -> None:
     launcher, size = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def watch() -> None:
-        alike: set[psutil.Process] = set()
+        own, alike = psutil.Process().cmdline(), set[psutil.Process]()
         while os.getppid() == launcher:
-            with contextlib.suppress(psutil.Error):  # they are still being started
+            with contextlib.suppress(psutil.Error):  # one was just started, or has just died
                 if len(alike) < size:
-                    own = psutil.Process().cmdline()
                     alike.update(p for p in psutil.Process(launcher).children() if p.cmdline() == own)
-            if not all(map(_is_alive, alike)):
-                time.sleep(GRACE_SECONDS)
-                if SIGNALS.are_caught:
-                    print("train.py: another process of this run died", file=sys.stderr, flush=True)
-                    os._exit(1)
+                if any(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in alike):
+                    time.sleep(GRACE_SECONDS)
+                    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+                        print("train.py: another process of this run died", file=sys.stderr, flush=True)
+                        os._exit(1)
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
     if any(name in os.environ for name in LAUNCHER_VARIABLES):
         threading.Thread(target=watch, daemon=True).start()
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def ignore_signals_in_worker(_worker: int) -> None:

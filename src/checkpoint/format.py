@@ -161,10 +161,15 @@ def remove_incomplete(checkpoints: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def rotate(checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> None:
-    """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay."""
+def rotate(
+    checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]], in_use: Path | None
+) -> None:
+    """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay; so
+    does the one that is `in_use`."""
     whole = [path for path in list_checkpoints(checkpoints) if not any(problems(path, contents=False))]
     for path in superfluous(whole, settings, evaluations):
+        if path == in_use:
+            continue
         if path.is_symlink():  # someone moved the folder to another disk: it is theirs
             path.unlink()
         else:  # renamed first, then file by file: a crash in between leaves nothing that looks like a checkpoint
@@ -198,11 +203,11 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
             files = json.loads((checkpoint / name).read_text())["files"]
             entries = [(file, int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()]
             name, step = STATE, checkpoint.name.removeprefix("step_")
-            progress = json.loads((checkpoint / name).read_text()).get("progress")
+            progress = dict(json.loads((checkpoint / name).read_text()).get("progress", ()))
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
             yield f"{name} is {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
             return
-        if step.isdigit() and isinstance(progress, dict) and int(step) != progress.get("step", int(step)):
+        if step.isdigit() and progress.get("step", int(step)) != int(step):
             yield f"{name} is of step {progress['step']}: give the folder its own name back"
         there = {path.name for path in checkpoint.iterdir()}
         yield from (f"{name} does not belong to it" for name in sorted(there - files.keys() - {MANIFEST, *RECORD}))
