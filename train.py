@@ -5,10 +5,10 @@ accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=
 To change the loss or add a metric: `loss` and `metrics` of your task in src/tasks/. To change the update: train_step.
 """
 
-from src.process import SIGNALS, RunError, UserError, exit_codes, exit_with_launcher
+from src.process import SIGNALS, RunError, UserError, exit_codes, exit_with_others
 
 if __name__ == "__main__":  # a signal may come, or the launcher die, during the seconds of imports below
-    exit_with_launcher()
+    exit_with_others()
     SIGNALS.catch()
 
 import sys
@@ -79,6 +79,7 @@ def build(config: Config) -> Run | None:
     resume = find_checkpoint(accelerator, config)
     if resume.is_finished:
         accelerator.print(f"{config.folder} holds this run, finished: nothing to do; raise --epochs or --max_steps")
+        SIGNALS.release()
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return None
@@ -88,7 +89,8 @@ def build(config: Config) -> Run | None:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
     with local_main_process_first(accelerator):  # it downloads and tokenizes
         datasets = task.build_datasets()
-    fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_main_process else []
+    fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_local_main_process else []
+    MACHINES.require_same_data(fingerprints)
     train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
 
     model, facts = new_model(config, launch.device, launch.precision, find_shard(accelerator))
@@ -112,7 +114,8 @@ def fit(run: Run) -> bool:
     config, progress, performance = run.config, run.progress, Performance(run)
     if config.dry_run:
         return dry_run(run)
-    with Tracker(run) as tracker, StopSignal(run.accelerator, config) as stop:
+    with Tracker(run) as tracker:
+        stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.say)
         steps, is_stopping = CountedSteps(training_steps(run, progress.step), stop), False
         take_step = RecordedStep(run, train_step) if config.cuda_graphs else train_step
@@ -132,7 +135,7 @@ def fit(run: Run) -> bool:
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
             checkpoints.poll()  # reports on the one being written once it is done
             unknown = next(metric_errors(config, progress.evaluation), None) if run.is_evaluated() else None
-            if progress.step and (is_last or is_stopping or unknown or run.is_save_due()):
+            if progress.step and (is_last or is_stopping or unknown or (run.is_save_due() and checkpoints.is_ready())):
                 progress.tick()
                 checkpoints.save(tracker.state())
             if unknown:
@@ -153,10 +156,11 @@ def fit(run: Run) -> bool:
             if run.is_log_due() or progress.step == run.total_steps:
                 tracker.log_training(result, performance.metrics() | MACHINES.metrics())
 
-        checkpoints.close()
+        checkpoints.poll(wait=True)
         if is_stopping:
             tracker.write_stopped(stop.reason or "another process", checkpoints.newest)
-        else:
+        checkpoints.close()
+        if not is_stopping:
             metrics = (load_best(run, tracker.say) if config.checkpoint.export_best else None) or progress.evaluation
             export_model(run, metrics)
             tracker.write_summary(metrics, checkpoints.figures())

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from tqdm import tqdm
 
 import src.config
@@ -116,6 +117,14 @@ class Machines:
             self._watcher = threading.Thread(target=self._watch, args=(rank, limit), daemon=True)
             self._watcher.start()
 
+    def require_same_data(self, fingerprints: list[str]) -> None:
+        """Raise a UserError if a machine has other data than the first; the same on all. Collective: `fingerprints`, of
+        the data to train and to evaluate on, come from the first process on each machine, from others nothing."""
+        told = gather_object([fingerprints]) if self.names else []
+        facts = [dict(zip(("data to train on", "data to evaluate on"), own, strict=True)) for own in told if own]
+        if lines := list(differences(self.names, facts)):
+            raise UserError("\n".join(lines))
+
     def metrics(self) -> dict[str, float]:
         """Return how many milliseconds a message takes from each machine to machine 0 and back; warn of slow ones."""
         trips = {i: float(beat.split()[1]) for i, (beat, _) in enumerate(self._heard) if i and b" " in beat}
@@ -156,7 +165,7 @@ class Machines:
         return f"lost {' and '.join(silent)}: its own output says why, unless it was cut off" if silent else None
 
     def _watch(self, rank: int, limit: float) -> None:
-        beats, trips = [f"beat/{other}" for other in range(len(self.names))], [0.0]
+        beats, trips = [f"beat/{other}" for other in range(len(self.names))], list[float]()
         is_over = False
         while not is_over:
             is_over = self._left.wait(1)
@@ -164,7 +173,8 @@ class Machines:
                 began = time.perf_counter()
                 self._store.wait(beats)
                 trips = [*trips[-4:], 1e3 * (time.perf_counter() - began)]
-                sign = "left" if is_over else f"{time.time()} {sorted(trips)[len(trips) // 2]:.2f}"
+                # the least: a slow way is slow each time, while a busy processor delays some
+                sign = "left" if is_over else f"{time.time()} {min(trips):.2f}"
                 self._store.set(beats[rank], sign)
                 told, now = self._store.multi_get(beats), time.monotonic()
                 self._heard = [old if old[0] == b else (b, now) for old, b in zip(self._heard, told, strict=True)]

@@ -1,10 +1,6 @@
 """A run that is told to end saves first: SIGTERM, SIGINT, SIGUSR1, or the end of its time."""
 
 import math
-import os
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,31 +9,21 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from src.config import Config
-from src.process import GRACE_SECONDS, SIGNALS
+from src.process import SIGNALS
 
 ASK_SECONDS = 0.5
 """How long an evaluation goes on before its processes ask each other again whether to stop."""
 
 
 class StopSignal:
-    """A context manager that turns signals and max_hours into a request, which the loop honours between steps.
-
-    The death of another process of the run on this machine ends this one, after a grace period: if blocked in a
-    collective, it would notice neither that nor a signal.
-    """
+    """Turns signals and max_hours into a request, which the loop honours between steps."""
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
+        SIGNALS.answer_by(None)  # from now on, the loop does
         self._max_hours = config.max_hours
         self._deadline = psutil.Process().create_time() + (config.max_hours or math.inf) * 3600
-        here = socket.gethostname(), os.environ.get("GROUP_RANK")  # containers can share the first, not both
-        self._others = [
-            psutil.Process(pid)
-            for where, pid in gather_object([(here, os.getpid())])
-            if where == here and pid != os.getpid()
-        ]
         # a group of its own, on the CPU: asking all processes must not wait for the device
         self._group: Any = None
         if accelerator.num_processes > 1:
@@ -45,7 +31,6 @@ class StopSignal:
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self._world_size = accelerator.num_processes
         self._calls, self._calls_between, self._asked = 0, 1, time.monotonic()
-        self._left = threading.Event()
 
     @property
     def reason(self) -> str | None:
@@ -84,25 +69,3 @@ class StopSignal:
         self._calls_between = max(1, int(min(2 * self._calls_between, calls)))
         self._calls, self._asked = 0, time.monotonic()
         return requests > 0
-
-    def __enter__(self) -> "StopSignal":
-        SIGNALS.answer_by(None)  # from now on, the loop does
-        if self._others:
-            threading.Thread(target=self._watch_others, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._left.set()
-
-    def _watch_others(self) -> None:
-        while not self._left.wait(0.5):
-            if not all(map(_is_alive, self._others)) and not self._left.wait(GRACE_SECONDS):
-                print("train.py: another process of this run died", file=sys.stderr, flush=True)
-                os._exit(1)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

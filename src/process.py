@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
+
+import psutil
 
 GRACE_SECONDS = 5.0
 """How long a process that may have failed only because another one did stays silent: the launcher ends it meanwhile."""
@@ -47,6 +50,16 @@ def explained(
         raise raises(f"{says}{cause(error)}") from error
 
 
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Name the file in OSErrors that don't, as those of writing to an open file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+
+
 class Signals:
     """The signals that ask this process to stop, noted from `catch` on. A second SIGINT ends it at once."""
 
@@ -82,10 +95,10 @@ class Signals:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.name = signal.Signals(number).name
-        if number == signal.SIGINT and self._interrupted and time.monotonic() > self._interrupted + 1:
-            self.die()
-        if number == signal.SIGINT and not self._interrupted:  # another within a second: the same, forwarded
-            self._interrupted = time.monotonic()
+        if number == signal.SIGINT:
+            self._interrupted = self._interrupted or time.monotonic()
+            if time.monotonic() > self._interrupted + 1:  # else the same, forwarded
+                self.die()
         if self._answer and os.getpid() == self._process:  # not in a data loading worker
             self._answer(self.name)
 
@@ -126,7 +139,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         if error.errno not in DISK_ERRORS:
             raise
         where = error.filename or "a file"
-        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: make room, then run the same command again")
+        remedy = "mount its disk for writing" if error.errno == errno.EROFS else "make room"
+        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: {remedy}, then run the same command again")
     except RuntimeError as error:
         if lost_peers(error):
             if SIGNALS.name:  # the others were told to stop as well
@@ -138,15 +152,26 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         raise
 
 
-def exit_with_launcher() -> None:
-    """Send this process SIGTERM when its launcher is gone; without a launcher, do nothing.
+def exit_with_others() -> None:
+    """Send this process SIGTERM when its launcher is gone; end it when another process of the launcher's is, after a
+    grace period, as long as signals are caught. Without a launcher, do nothing.
 
-    Launchers leave their processes running on SIGKILL and SIGUSR1; accelerate's, with one process, on any signal.
+    Launchers leave their processes running on SIGKILL and SIGUSR1; accelerate's, with one process, on any signal. And
+    a process that waits for another one in C++ notices neither that one's death nor the launcher's signal.
     """
-    launcher = os.getppid()
+    launcher, size = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def watch() -> None:
+        own, alike = psutil.Process().cmdline(), set[psutil.Process]()
         while os.getppid() == launcher:
+            with contextlib.suppress(psutil.Error):  # one was just started, or has just died
+                if len(alike) < size:
+                    alike.update(p for p in psutil.Process(launcher).children() if p.cmdline() == own)
+                if any(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in alike):
+                    time.sleep(GRACE_SECONDS)
+                    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+                        print("train.py: another process of this run died", file=sys.stderr, flush=True)
+                        os._exit(1)
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 

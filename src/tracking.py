@@ -20,6 +20,7 @@ from src.checkpoint.output_folder import parent_checkpoint, saved_settings
 from src.config import Config
 from src.data.loading import examples_seen
 from src.distributed import Launch, peak_memory, processes
+from src.process import naming
 from src.progress import StepResult
 from src.report import report_line
 from src.run import Evaluation, Run, startup_summary
@@ -137,7 +138,8 @@ class Tracker:
         if not self._run.is_main:
             return {}
         self._bar.set_description_str("saving")
-        os.fsync(self._metrics.fileno())
+        with naming(self.folder / "metrics.jsonl"):
+            os.fsync(self._metrics.fileno())
         wandb_id = next((logger.id for logger in self._loggers if logger.id), None)
         return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
 
@@ -199,14 +201,11 @@ class Tracker:
     def _record(self, metrics: dict[str, Any], tables: dict[str, Table]) -> None:
         """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it to the loggers."""
         record = {"step": self._run.progress.step, **metrics}
-        try:
+        with naming(self.folder / "metrics.jsonl"):
             if record["step"] == self._first:  # replace what is there of it
                 self._metrics.truncate(self._recorded)
             self._metrics.write(json.dumps(record | tables).encode() + b"\n")
             self._metrics.flush()
-        except OSError as error:
-            error.filename = str(self.folder / "metrics.jsonl")
-            raise
         for logger in self._loggers:
             logger.log(record, tables)
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from fsspec.implementations.local import LocalFileSystem
 
 from src.checkpoint.format import STATE, file_facts, problems, publish, read_state
-from src.checkpoint.mirror import Mirror
+from src.checkpoint.mirror import Mirror, copier
 from src.checkpoint.resume import first_valid
 from src.config import load_config
 
@@ -88,6 +88,7 @@ while True:
     shutil.rmtree(FOLDER / "mirror")
     shutil.copytree(FOLDER / "before", FOLDER / "mirror")
     if not (child := os.fork()):
+        copier.cache_clear()  # its thread is not in this process
         kill_at(kills)
         copy(mirror, third)
         os._exit(0)

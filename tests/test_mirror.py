@@ -1,6 +1,7 @@
 """Copies of checkpoints elsewhere: a run goes on from them, exactly, on a fresh disk or on machines that share none."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,42 @@ from typing import Any
 import boto3
 import pytest
 from accelerate import Accelerator
+from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
+from src.checkpoint.format import read_state
+from src.checkpoint.mirror import Mirror
 from src.checkpoint.resume import find_checkpoint
 from src.config import load_config
-from src.process import UserError
+from src.process import RunError, UserError
 from tests.faults.runs import assert_same_run, lines
 from tests.launching import QUIET, Launch, Run, Whole
 
 TINY = ("--max_steps=14", "--log_every=1", "--save_every=4", "--eval_every=14", "--global_batch_size=8")
-"""Stopped in step 13, it has copied the checkpoint of step 8 (the next save waits for that), and perhaps step 12's."""
 STOP: dict[str, Any] = {"FAULT": "die", "FAULT_STEP": "13"}
 FREE = ("--task.dropout=0",)
+UNHURRIED = """
+from src.checkpoint.write import CheckpointWriter
+save = CheckpointWriter.save
+def save_and_wait(writer, state):
+    save(writer, state)
+    writer.poll(wait=True)
+    writer._run.resume.mirror.wait()
+CheckpointWriter.save = save_and_wait
+"""
+"""Each checkpoint is mirrored before the next step: stopped in step 13, the run has copied that of step 12."""
+HELD_UP = """
+import time
+from fsspec.implementations.local import LocalFileSystem
+from pathlib import Path
+put_file, awaited = LocalFileSystem.put_file, Path("{file}")
+def put_later(fs, source, target):
+    while not (awaited.exists() and {text!r} in awaited.read_text()):
+        time.sleep(0.01)
+    put_file(fs, source, target)
+LocalFileSystem.put_file = put_later
+"""
+"""The mirror takes no file until this one of the run's has this text, which it never has if the loop waits for that."""
 MACHINE = """
 import os, sys
 group = (int(os.environ["GROUP_RANK"]) + {turned}) % {machines}
@@ -46,7 +71,14 @@ def mirrored(mirror: Path) -> list[int]:
 
 
 def on_machines(
-    launch: Launch, yaml: str, folder: Path, *arguments: str, machines: int = 2, turned: int = 0, **more: Any
+    launch: Launch,
+    yaml: str,
+    folder: Path,
+    *arguments: str,
+    machines: int = 2,
+    turned: int = 0,
+    before: str = UNHURRIED + MACHINE,
+    **more: Any,
 ) -> Run:
     """A run on machines without a shared disk, of one process each, whose ranks are turned by so many."""
     for log in folder.glob("machine*/fetched"):
@@ -58,7 +90,7 @@ def on_machines(
         *arguments,
         "--output_dir=run",
         folder=folder / f"machine{turned}" / "run",
-        before=MACHINE.format(folder=folder, turned=turned, machines=machines),
+        before=before.format(folder=folder, turned=turned, machines=machines),
         launcher_arguments=(f"--num_machines={machines}", "--machine_rank=0", "--main_process_ip=127.0.0.1"),
         processes=machines,
         **more,
@@ -78,11 +110,11 @@ def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mir
     best = (*TINY, "--eval_every=4", "--checkpoint.keep_last=1", "--checkpoint.export_best=true",
             "--checkpoint.mode=max")  # fmt: skip
     mirror = f"--checkpoint.mirror={tmp_path}/mirror"
-    assert launch("cpu", *best, mirror, folder=tmp_path / "first" / "run", **STOP).exit_code != 0
-    assert 8 in mirrored(tmp_path / "mirror")
-    run = launch("cpu", *best, mirror, folder=tmp_path / "second" / "run").succeeded()
+    assert launch("cpu", *best, mirror, folder=tmp_path / "first" / "run", before=UNHURRIED, **STOP).exit_code != 0
+    assert mirrored(tmp_path / "mirror") == [4, 12]
+    run = launch("cpu", *best, mirror, folder=tmp_path / "second" / "run", before=UNHURRIED).succeeded()
     fetched = [line.rpartition("_")[2] for line in lines(run, f"fetched from {tmp_path}/mirror/mnist/step_")]
-    assert fetched in (["00000008", "00000004"], ["00000012", "00000004"])
+    assert fetched == ["00000012", "00000004"]
     assert mirrored(tmp_path / "mirror") == [4, 14]
     assert_same_run(run, whole("cpu", *best))
     assert run.summary["eval/loss"] == run.records[4]["eval/loss"]
@@ -147,9 +179,8 @@ def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Who
     Tried with fetching whole shards: twice as much is fetched, and all of it where none is needed."""
     expected = whole("fsdp", *TINY, *FREE, processes=2)
     assert on_machines(launch, "fsdp", tmp_path, *FREE, **STOP).exit_code != 0
-    (newest,) = mirrored(tmp_path / "mirror")[-1:]
-    assert newest in (8, 12)
-    size = sum(shard.stat().st_size for shard in tmp_path.glob(f"mirror/mnist/step_{newest:08d}/shard-*"))
+    assert mirrored(tmp_path / "mirror") == [8, 12]
+    size = sum(shard.stat().st_size for shard in tmp_path.glob("mirror/mnist/step_00000012/shard-*"))
     turned, fewer = (Path(shutil.copytree(tmp_path, f"{tmp_path}-{name}")) for name in ("turned", "fewer"))
     assert_same_run(on_machines(launch, "fsdp", tmp_path, *FREE).succeeded(), expected)
     assert fetched(tmp_path) < 0.01 * size  # headers
@@ -169,6 +200,57 @@ def test_so_they_do_under_ddp(launch: Launch, whole: Whole, tmp_path: Path) -> N
     assert mirrored(tmp_path / "mirror") == [12, 14]
     parts = {path.name for path in tmp_path.glob("machine*/run/checkpoints/*")}
     assert parts == {"step_00000008", "step_00000012", "step_00000014"}  # the oldest goes with the next save
+
+
+def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(
+    launch: Launch, whole: Whole, tmp_path: Path
+) -> None:
+    """And the first, whose copy began at once: it is kept here meanwhile. Tried with a copy that waits for the one
+    before: the run hangs at step 6; with deleting what is being copied: its files are missing."""
+    folder, mirror = tmp_path / "run", tmp_path / "mirror"
+    arguments = (*TINY, "--save_every=2", "--checkpoint.keep_last=1", f"--checkpoint.mirror={mirror}")
+    last = {"file": folder / "checkpoints" / "step_00000014" / "manifest.json", "text": "files"}
+    run = launch("cpu", *arguments, folder=folder, before=HELD_UP.format(**last)).succeeded()
+    assert [line.rpartition("_")[2] for line in lines(run, "mirrored to ")] == ["00000002", "00000014"]
+    assert list(lines(run, "WARNING: ")) == [
+        f"WARNING: {folder}/checkpoints/step_{step:08d} is not in the mirror: {mirror}/mnist takes longer than from "
+        "save to save"
+        for step in (4, 6, 8, 10, 12)
+    ]
+    assert mirrored(mirror) == [14]
+    assert_same_run(run, whole("cpu", *TINY))
+
+
+def test_nor_does_one_that_alone_has_whole_checkpoints(launch: Launch, tmp_path: Path) -> None:
+    """On machines that share no disk. Those that come too early are left out, but not the last. Tried without: the run
+    hangs at step 4."""
+    held = HELD_UP.format(file=tmp_path / "machine0" / "run" / "metrics.jsonl", text='"step": 13,')
+    run = on_machines(launch, "ddp", tmp_path, "--save_every=2", before=held + MACHINE).succeeded()
+    assert list(lines(run, "WARNING: ")) == [
+        f"WARNING: no checkpoint of step {step}: {tmp_path}/mirror/mnist takes longer than from save to save"
+        for step in (4, 6, 8, 10, 12)
+    ]
+    assert mirrored(tmp_path / "mirror") == [2, 14]
+
+
+def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After half of timeout_minutes. Tried without: it waits for ever."""
+    answers, put_file = threading.Event(), LocalFileSystem.put_file
+    monkeypatch.setattr(LocalFileSystem, "put_file", lambda *arguments: answers.wait() and put_file(*arguments))
+    shutil.copytree(whole("cpu", *TINY).folder, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
+    arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
+    mirror = Mirror(Accelerator(cpu=True), load_config(arguments), lambda _: None)
+    mirror.start(checkpoint, read_state(checkpoint))
+    mirror.wait()
+    says = f"{tmp_path}/mirror/mnist takes more than half of timeout_minutes=0.0001"
+    assert capsys.readouterr().out == f"WARNING: the mirror lacks the newest checkpoint: {says}\n"
+    with pytest.raises(RunError, match=says):  # as where it alone has whole checkpoints
+        mirror.patiently(mirror.put, checkpoint, [])
+    assert mirrored(tmp_path / "mirror") == []
+    answers.set()
 
 
 def test_killed_at_any_moment_of_a_copy_the_newest_whole_one_is_found(

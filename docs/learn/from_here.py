@@ -49,29 +49,29 @@ assert run is not None, "runs/from_here holds a finished run"
 by_hand = new_model(config, run.launch.device, "fp32")[0].to(run.device)  # from the same seed: the same weights
 optimizers = build_optimizers(config.optim, by_hand)
 losses = []
-with StopSignal(run.accelerator, config) as stop:
-    steps = CountedSteps(training_steps(run, 0), stop)
-    for step in range(STEPS):
-        with Collectives() as collectives:
-            micro_batches, counts = next(steps)  # 4. Count, forward, backward, reduce. 5. Update.
-            result = train_step(run, micro_batches, counts)
-        losses.append(mean_loss(run.accelerator, result))
-        sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # the loss and its targets
-        for batch in micro_batches:
-            loss_sum, n = config.task.loss(by_hand, batch.data)
-            loss_sum.backward()
-            sums += torch.tensor([loss_sum.item(), n], device=run.device)
-        dist.all_reduce(sums)
-        for parameter in by_hand.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= sums[1]
-        set_lr(optimizers, lr_at(step, config.optim, *run.schedule))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        expected = float(sums[0] / sums[1])
-        assert abs(losses[-1] - expected) < 1e-5, f"step {step + 1}: {losses[-1]:.3f}, not {expected:.3f}"
+stop = StopSignal(run.accelerator, config)
+steps = CountedSteps(training_steps(run, 0), stop)
+for step in range(STEPS):
+    with Collectives() as collectives:
+        micro_batches, counts = next(steps)  # 4. Count, forward, backward, reduce. 5. Update.
+        result = train_step(run, micro_batches, counts)
+    losses.append(mean_loss(run.accelerator, result))
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # the loss and its targets
+    for batch in micro_batches:
+        loss_sum, n = config.task.loss(by_hand, batch.data)
+        loss_sum.backward()
+        sums += torch.tensor([loss_sum.item(), n], device=run.device)
+    dist.all_reduce(sums)
+    for parameter in by_hand.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= sums[1]
+    set_lr(optimizers, lr_at(step, config.optim, *run.schedule))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = float(sums[0] / sums[1])
+    assert abs(losses[-1] - expected) < 1e-5, f"step {step + 1}: {losses[-1]:.3f}, not {expected:.3f}"
 if run.is_main:
     print(f"{run.launch.strategy} x {run.world_size}, losses as by hand:", *(f"{loss:.3f}" for loss in losses))
     print(f"step {STEPS} called", *collectives.notes, sep="\n")

@@ -12,7 +12,7 @@ from typing import Any
 
 from src.checkpoint.output_folder import list_checkpoints
 from src.config import Checkpoint, Config
-from src.process import UserError
+from src.process import UserError, naming
 from src.progress import Progress, score
 
 FORMAT_VERSION = 1
@@ -133,7 +133,7 @@ def write_json(file: Path, content: Any) -> None:
 def write_text(file: Path, text: str) -> None:
     """Write the file whole or not at all, no matter when the process or the machine stops."""
     incomplete = file.with_name(f"{INCOMPLETE}{file.name}")
-    with incomplete.open("w") as stream:
+    with naming(incomplete), incomplete.open("w") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -161,10 +161,15 @@ def remove_incomplete(checkpoints: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def rotate(checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> None:
-    """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay."""
+def rotate(
+    checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]], in_use: Path | None
+) -> None:
+    """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay; so
+    does the one that is `in_use`."""
     whole = [path for path in list_checkpoints(checkpoints) if not any(problems(path, contents=False))]
     for path in superfluous(whole, settings, evaluations):
+        if path == in_use:
+            continue
         if path.is_symlink():  # someone moved the folder to another disk: it is theirs
             path.unlink()
         else:  # renamed first, then file by file: a crash in between leaves nothing that looks like a checkpoint
@@ -197,11 +202,13 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
         try:
             files = json.loads((checkpoint / name).read_text())["files"]
             entries = [(file, int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()]
-            name = STATE
-            json.loads((checkpoint / name).read_text()).keys()
+            name, step = STATE, checkpoint.name.removeprefix("step_")
+            progress = dict(json.loads((checkpoint / name).read_text()).get("progress", ()))
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
             yield f"{name} is {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
             return
+        if step.isdigit() and progress.get("step", int(step)) != int(step):
+            yield f"{name} is of step {progress['step']}: give the folder its own name back"
         there = {path.name for path in checkpoint.iterdir()}
         yield from (f"{name} does not belong to it" for name in sorted(there - files.keys() - {MANIFEST, *RECORD}))
         if STATE not in files:

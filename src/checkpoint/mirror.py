@@ -13,9 +13,11 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,12 @@ SLICES = "slices.json"
 """Names the shards in a part that are to be fetched slice by slice, as they are read."""
 
 
+@cache
+def copier() -> ThreadPool:
+    """Return this process's thread for copies. One that hangs does not keep the process from ending."""
+    return ThreadPool(1)
+
+
 class Mirror:
     """The copies of one run's checkpoints. A path names a checkpoint, here or there, by its folder here."""
 
@@ -57,7 +65,10 @@ class Mirror:
         except Exception as error:  # whatever a file system raises
             install = f": pip install {error.__cause__.name}" if isinstance(error.__cause__, ImportError) else ""
             raise UserError(f"{self._says}{cause(error)}{install}") from error
-        self.is_shared, self._is_first, self._copying = True, self._is_main, threading.Thread()
+        self.is_shared, self._is_first = True, self._is_main
+        self.copying: Path | None = None
+        """The published checkpoint that is being copied."""
+        self._waiting = deque[tuple[Path, RunState]](maxlen=1)
         self._of_main = Path(gather_object([str(self._own)])[0])
         if accelerator.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             self._own.mkdir(parents=True, exist_ok=True)
@@ -160,23 +171,38 @@ class Mirror:
         return SliceReader(checkpoint, self._fs, self._path) if (checkpoint / SLICES).exists() else None
 
     def start(self, checkpoint: Path, state: RunState) -> None:
-        """Copy a published checkpoint in the background, once the copy before it is complete."""
+        """Copy a published checkpoint in the background, after the one that is being copied. Only the newest waits for
+        that: it takes the place of another one."""
+        for replaced, _ in list(self._waiting):
+            tqdm.write(f"WARNING: {replaced} is not in the mirror: {self.url} takes longer than from save to save")
+        self._waiting.append((checkpoint, state))
+        copier().apply_async(self._copy_newest)
 
-        def copy() -> None:
+    def _copy_newest(self) -> None:
+        while self._waiting:
+            self.copying, state = self._waiting.pop()
             try:
-                self._copy(checkpoint, state)
-                tqdm.write(f"mirrored to {self.url}/{checkpoint.name}")
+                self._copy(self.copying, state)
+                tqdm.write(f"mirrored to {self.url}/{self.copying.name}")
             except Exception as error:
-                tqdm.write(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
-
-        self.wait()
-        self._copying = threading.Thread(target=copy, daemon=True)
-        self._copying.start()
+                tqdm.write(f"WARNING: {self.copying} is not in the mirror: {cause(error)}")
+            self.copying = None
 
     def wait(self) -> None:
-        """Wait for the copy that is being made."""
-        if self._copying.is_alive():
-            self._copying.join()
+        """Wait for what is being copied, as long as `patiently` does."""
+        try:
+            self.patiently(bool)
+        except RunError as error:
+            tqdm.write(f"WARNING: the mirror lacks the newest checkpoint: {error}")
+
+    def patiently(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Do it in the background, after what was begun there, and wait for half of timeout_minutes: for all of it, the
+        other processes wait for this one. Raise a RunError if it isn't done then: it is left behind."""
+        work_done = copier().apply_async(work, arguments)
+        work_done.wait(30 * self._config.timeout_minutes)
+        if not work_done.ready():
+            raise RunError(f"{self.url} takes more than half of timeout_minutes={self._config.timeout_minutes:g}")
+        work_done.get()
 
     def _copy(self, checkpoint: Path, state: RunState) -> None:
         files = json.loads((checkpoint / MANIFEST).read_text())["files"]

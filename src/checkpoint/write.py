@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from src.checkpoint.format import INCOMPLETE, STATE, RunState, file_facts, publish, rotate, sync, write_json
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.tensors import rank_state_dict, run_tensors
-from src.process import cause
+from src.process import cause, explained
 from src.run import Run
 
 TICK = 0.005
@@ -62,6 +63,16 @@ class CheckpointWriter:
         # keeps its buffers between saves; in a thread (use_async_staging) it would not wait for the optimizer's kernels
         self._stager = DefaultStager(options)
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
+
+    def is_ready(self) -> bool:
+        """Return whether the next one can be begun. Where the mirror alone has whole checkpoints and is still busy with
+        the previous one, say that it can't. Collective; call `poll` before."""
+        run = self._run
+        if run.resume.is_disk_shared or all(gather_object([self._pending is None])):
+            return True
+        why = f"{run.resume.mirror.url} takes longer than from save to save"
+        self._say(f"WARNING: no checkpoint of step {run.progress.step}: {why}")
+        return False
 
     def save(self, tracker_state: dict[str, Any]) -> None:
         """Start writing a checkpoint of the run as it is now; wait for the previous one and for the copy. The main
@@ -114,7 +125,7 @@ class CheckpointWriter:
         return {"save_pause_seconds": self.pause_seconds, "save_stall_seconds": self.stall_seconds}
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written, and free the memory of the copies."""
+        """Wait for the checkpoint that is being written, free the memory of the copies, and wait for the mirror."""
         self.poll(wait=True)
         self._stager.close()
         if self._run.resume.mirror:
@@ -139,12 +150,13 @@ class StorageWriter(HuggingFaceStorageWriter):
         found: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         tensors = {name: tensor.detach() for name, tensor in found.items()}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
-        save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
+        with explained(f"{self.folder / shard} cannot be written, "):
+            save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
         if not self._is_shared:
-            self._mirror.put(self.folder, facts)
+            self._mirror.patiently(self._mirror.put, self.folder, facts)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
         return done
@@ -156,7 +168,7 @@ class StorageWriter(HuggingFaceStorageWriter):
         for (result,) in results:
             files |= result.storage_data
         if not self._is_shared:
-            return self._mirror.complete(self.folder, self.state, files)
+            return self._mirror.patiently(self._mirror.complete, self.folder, self.state, files)
         for name, facts in files.items():
             file = self.folder / name
             if not file.exists() or file.stat().st_size != facts["bytes"]:
@@ -164,7 +176,8 @@ class StorageWriter(HuggingFaceStorageWriter):
         publish(self.folder, files, self.checkpoint)
         if self._mirror:
             self._mirror.start(self.checkpoint, self.state)
+        kept, evaluations = self._run.config.checkpoint, self.state.progress.evaluations
         try:
-            rotate(self.checkpoint.parent, self._run.config.checkpoint, self.state.progress.evaluations)
+            rotate(self.checkpoint.parent, kept, evaluations, self._mirror and self._mirror.copying)
         except Exception as error:  # in any case, the new one is published
             warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=1)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from src import distributed
 from src.checkpoint import format, write
 from src.data import loading
 from src.tasks.mnist import Mnist
@@ -105,6 +106,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "die in rotation": lambda: before(format.shutil, "rmtree", lambda *_, **__: die()),
     "slow save": lambda: in_the_save(3),
     "stuck save": lambda: in_the_save(10_000),
+    "never joins": lambda: before(distributed, "Accelerator", lambda *_, **__: time.sleep(10_000)),
     "slow data": lambda: before(Mnist, "build_datasets", build_for_ever),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
     "count batches": count_batches,

@@ -70,6 +70,22 @@ def test_each_damage_is_found(run: Path, damage: Callable[[Path], object], says:
     assert set(shares) == set(format.problems(checkpoint))
 
 
+def test_checkpoints_whose_names_were_swapped_are_not_taken_for_each_other(run: Path) -> None:
+    """Tried without comparing the name with the state: the run goes on from step 22, as if it were 24."""
+    older, newer = (run / "checkpoints" / f"step_000000{step}" for step in (22, 24))
+    older.rename(run / "older")
+    newer.rename(older)
+    (run / "older").rename(newer)
+    own_name = "give the folder its own name back"
+    assert refusal(run)[:2] == [
+        f"{newer}: state.json is of step 22: {own_name}",
+        f"{older}: state.json is of step 24: {own_name}",
+    ]
+    assert checkpoints(run) == [22, 24]
+    copy = older.rename(run / "the last one")  # any other name will do
+    assert list(format.problems(copy)) == []
+
+
 def test_the_newest_whole_one_is_taken_and_the_reason_said(launch: Launch, run: Path, whole: Whole) -> None:
     """Tried without setting aside: the next save at that step fails."""
     rewrite(SHARD, flip_a_bit)(run / "checkpoints" / "step_00000024")

@@ -91,6 +91,18 @@ def test_a_killed_process_ends_the_others_though_they_see_no_signal(tmp_path: Pa
         assert time.monotonic() - asked < 10
 
 
+def test_a_process_killed_during_the_start_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    """In torch's rendezvous, in C++, where they see no signal. Tried with watching the others from the first step on:
+    the launcher kills them, after 30 seconds."""
+    with Started("ddp", *SHORT, folder=tmp_path / "run", FAULT="never joins", FAULT_RANK="1") as started:
+        started.wait_for_handlers(signal.SIGTERM, processes=2)
+        time.sleep(2)  # the first one has come to its wait
+        killed = started.send(signal.SIGKILL, to=started.trainers[1]).ended()
+    assert killed.exit_code == -signal.SIGKILL
+    assert killed.messages == ["train.py: another process of this run died"]
+    assert "warm_ranks.py: killed" not in killed.stderr
+
+
 def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(launch: Launch) -> None:
     """And the only one. Tried without the grace in exit_codes.py: the other's lost connection follows."""
     failed = launch("ddp", *SHORT, real=True, FAULT="raise", FAULT_RANK="1", FAULT_STEP="12")

@@ -1,5 +1,6 @@
 """Saves that fail don't end the run, and what is kept is what was asked for."""
 
+import errno
 import threading
 import time
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ import torch
 from src.checkpoint import format
 from src.checkpoint.tensors import read, saved_tensors
 from src.checkpoint.write import CheckpointWriter
+from src.process import exit_codes
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back, weights
 from tests.launching import Launch, Run, Started, Whole
 
@@ -48,6 +50,8 @@ def test_a_full_disk_is_a_warning(launch: Launch, whole: Whole, tmp_path: Path, 
     warnings = [line for line in run.stdout.splitlines() if "WARNING" in line]
     assert [line.split(":")[1] for line in warnings] == [f" no checkpoint of step {step}" for step in (24, 30)]
     assert all(line.endswith(f"the last one is {folder}/checkpoints/step_00000022") for line in warnings)
+    shard = f"{folder}/checkpoints/tmp_step_00000030/shard-00001-model-00001-of-00001.safetensors"
+    assert f"step 30: {shard} cannot be written, Error while serializing: I/O error: File too large" in warnings[-1]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000022"]
     assert_same_run(run, expected)
 
@@ -78,6 +82,29 @@ def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch
     says = "File too large: make room, then run the same command again"
     assert run.messages == [f"train.py: {record} cannot be written, {says}"]
     assert 'train.py", line' not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "/runs/x"),
+         "/runs/x cannot be written, Read-only file system: mount its disk for writing, then"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/runs/x"),
+         "/runs/x cannot be written, Disk quota exceeded: make room, then"),
+    ],
+)  # fmt: skip
+def test_on_a_disk_that_is_read_only_no_room_is_asked_for(error: OSError, says: str) -> None:
+    with pytest.raises(SystemExit) as end, exit_codes():
+        raise error
+    assert end.value.code == f"train.py: {says} run the same command again"
+
+
+def test_a_file_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    """It can be opened. Tried without: "a file cannot be written"."""
+    (tmp_path / "tmp_status.json").symlink_to("/dev/full")
+    with pytest.raises(SystemExit) as end, exit_codes():
+        format.write_text(tmp_path / "status.json", "done")
+    assert str(end.value.code).startswith(f"train.py: {tmp_path}/tmp_status.json cannot be written, No space left")
 
 
 def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(launch: Launch, tmp_path: Path) -> None:

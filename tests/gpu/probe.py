@@ -115,25 +115,25 @@ def main(result: str, *arguments: str) -> None:
         measured = import_module("src.performance").Performance(run).step
     found, milliseconds = [], []
     take_step = RecordedStep(run, train.train_step) if run.config.cuda_graphs else train.train_step
-    with StopSignal(run.accelerator, run.config) as stop:
-        steps = CountedSteps(training_steps(run, 0), stop)
-        run.model.train()
-        for left in reversed(range(int(os.environ["STEPS"]))):
-            null.null_gpu_reset()
-            if not left:  # it takes longer than what it notes
-                null.null_gpu_set_callback(note)
-            started = time.perf_counter()
-            with measured(steps) as (micro_batches, counts_of_step):
-                take_step(run, micro_batches, counts_of_step)
-            milliseconds.append(1e3 * (time.perf_counter() - started))
-            null.null_gpu_set_callback(None)
-            found.append(counts())
-        null.null_gpu_write_kernels(f"{result}.kernels".encode())
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    stop = StopSignal(run.accelerator, run.config)
+    steps = CountedSteps(training_steps(run, 0), stop)
+    run.model.train()
+    for left in reversed(range(int(os.environ["STEPS"]))):
         null.null_gpu_reset()
-        with torch.no_grad():
-            for batch in evaluation_batches(run):
-                run.task.evaluate(run.model.eval(), batch.data)
+        if not left:  # it takes longer than what it notes
+            null.null_gpu_set_callback(note)
+        started = time.perf_counter()
+        with measured(steps) as (micro_batches, counts_of_step):
+            take_step(run, micro_batches, counts_of_step)
+        milliseconds.append(1e3 * (time.perf_counter() - started))
+        null.null_gpu_set_callback(None)
+        found.append(counts())
+    null.null_gpu_write_kernels(f"{result}.kernels".encode())
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    null.null_gpu_reset()
+    with torch.no_grad():
+        for batch in evaluation_batches(run):
+            run.task.evaluate(run.model.eval(), batch.data)
     rows = [line.split("\t") for line in Path(f"{result}.kernels").read_text().splitlines()]
     seen = {
         "steps": found, "places": places, "kernels": {name: int(count) for count, name in rows},

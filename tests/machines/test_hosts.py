@@ -4,6 +4,9 @@ The hosts share the disk, as machines with a shared file system do.
 """
 
 import json
+import math
+import re
+import socket
 import time
 from argparse import Namespace
 from datetime import timedelta
@@ -168,6 +171,76 @@ def test_an_interface_that_does_not_lead_to_the_others_is_named(tmp_path: Path) 
     told = "train.py: the machines can't connect by lo: set GLOO_SOCKET_IFNAME ("
     assert any(message.startswith(told) for message in said)
     assert all(message.startswith((told, "train.py: lost machine ")) for message in said)  # the first to end is lost
+
+
+TWO_MACHINES = """
+import dataclasses, os, torch
+os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "2"}
+if os.environ["RANK"] == "0":
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    torch.stand_in_for_the_launcher = torch.distributed.TCPStore(*address, is_master=True, wait_for_workers=False)
+else:
+    from src.tasks.mnist import Mnist
+    build = Mnist.build_datasets
+    def with_labels_reversed(task):
+        train, evaluation = build(task)
+        return dataclasses.replace(train, labels=9 - train.labels), evaluation
+    Mnist.build_datasets = with_labels_reversed
+"""
+"""Two processes of this machine stand for two machines, which train.py finds by the store that the launcher serves."""
+
+
+def test_a_machine_with_other_data_is_refused_by_all_in_the_same_words(launch: Launch, tmp_path: Path) -> None:
+    """Each image of digit d is labelled 9 - d on the second. Tried without: it trains, on both kinds of labels."""
+    where = ("--num_machines=2", "--machine_rank=0", "--main_process_ip=127.0.0.1")
+    run = launch("ddp", *SHORT, folder=tmp_path / "run", before=TWO_MACHINES, launcher_arguments=where, processes=2)
+    assert run.exit_code == 2, run.stderr
+    here = re.escape(socket.gethostname())
+    (line,) = set(run.messages)
+    kind = "has data to train on [0-9a-f]+"
+    assert re.fullmatch(rf"train\.py: machine 1 \({here}\) {kind}; machine 0 \({here}\) {kind}", line)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+class Network:
+    """A store, and the clock by which messages to it and back take so many milliseconds."""
+
+    def __init__(self, trips: list[int]) -> None:
+        self._trips, self._now, self._sign = trips[::-1], 0.0, ""
+
+    def time(self) -> float:
+        return self._now
+
+    perf_counter = monotonic = time
+
+    def wait(self, _: object) -> None:
+        self._now += self._trips.pop() / 1000
+
+    def set(self, _: str, sign: str) -> None:
+        self._sign = sign
+
+    def multi_get(self, _: object) -> list[bytes]:
+        return [b"", self._sign.encode()]
+
+
+@pytest.mark.parametrize(
+    ("trips", "is_slow"),
+    [([60, 60, 4, 60, 60, 60], False), ([0, 60, 61, 59, 62, 63], True), ([60], True), ([90, 0, 90], False)],
+)
+def test_a_way_is_slow_if_no_message_was_fast(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trips: list[int], is_slow: bool
+) -> None:
+    """Of the last five. A busy processor holds up some of them. Tried with their median: it is called slow."""
+    machines, network = Machines(), Network(trips)
+    machines.names, machines._hosts = ["machine 0 (host1)", "machine 1 (host2)"], ["host1", "host2"]
+    machines._heard = [(b"", 0.0)] * 2
+    machines._store = network  # type: ignore[assignment]
+    monkeypatch.setattr("src.machines.time", network)
+    monkeypatch.setattr(machines._left, "wait", lambda _: False)
+    with pytest.raises(IndexError):  # after the last message
+        machines._watch(1, math.inf)
+    assert machines.metrics() == {"perf/round_trip_ms/host2": pytest.approx(min(trips[-5:]))}
+    assert ("WARNING: slow: machine 1 (host2)" in capsys.readouterr().out) == is_slow
 
 
 def test_what_differs_is_named_on_one_line_per_machine() -> None:
