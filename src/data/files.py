@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Value, load_dataset
+from datasets.fingerprint import Hasher
 
+from src.checkpoint.format import file_facts
 from src.process import UserError, cause
 from src.terminal import bar
 
@@ -34,7 +36,7 @@ def path_error(path: Path) -> str | None:
     if len(kinds) != 1:
         found = "files of several kinds" if kinds else "no file"
         return f"the folder has {found}; it must hold files of one of {known}"
-    others = [file for file in sorted([*path.iterdir(), *path.glob("[!.]*/[!.]*")]) if file not in used]
+    others = [file for file in sorted([*path.glob("[!.]*"), *path.glob("[!.]*/[!.]*")]) if file not in used]
     if unsaid := ", ".join(file.name for file in others if file.parent == path and file.suffix.lower() in kinds):
         return f"the names of other files say their split, but not {unsaid}: rename or move away what is not to be used"
     for file in others:
@@ -45,10 +47,11 @@ def path_error(path: Path) -> str | None:
 
 
 def files_by_split(path: Path) -> dict[str, list[Path]]:
-    """Return the files whose names say their split; where none does, all are to train on."""
+    """Return the files whose names say their split; where none does, all are to train on. Hidden ones, such as backups
+    of editors and what macOS writes beside a file, are none."""
     if not path.is_dir():
         return {"train": [path]}
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in LOADERS)
+    files = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in LOADERS)
     splits: dict[str, list[Path]] = {}
     for file in files:
         words = [re.sub("(?<=.{3})(ing|set|data|split)$", "", w) for w in re.split(r"[^a-z]+", file.stem.lower())]
@@ -77,7 +80,8 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
         raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is neither")
     try:
         with bar(f"reading {files[0].name}"):
-            return load_dataset(LOADERS[suffix], data_files=names, split="train", **options)
+            content = Hasher.hash([file_facts(file) for file in files])  # else the cache goes by path and time alone
+            return load_dataset(LOADERS[suffix], content, data_files=names, split="train", **options)
     except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
         reason = cause(error.__cause__ or error)[:200]
         says = "no row in it" if "corresponds to no data" in str(error) else f"cannot be read, {reason}"

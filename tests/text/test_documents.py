@@ -1,6 +1,7 @@
 """From rows to sequences: what is learnt of text, prompts and chats, and that packing drops and mixes nothing."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,23 @@ def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.
     assert written().keys() > others.keys()
 
 
+@pytest.mark.parametrize("dataset", FILES)
+def test_a_files_content_decides_what_is_read_not_its_time(folder: Path, dataset: str) -> None:
+    """As tar, rsync and the layers of an image set it. Tried without: the old rows."""
+
+    def read(content: str) -> list[str]:
+        Path(dataset).write_text(content)
+        os.utime(dataset, (10**9, 10**9))
+        task = CausalLM(dataset=dataset, architecture=LLAMA, sequence_length=32)
+        return [task.fingerprint(part) for part in task.build_datasets()]
+
+    first, changed = read(FILES[dataset]), read(FILES[dataset].translate({ord("1"): "7", ord("9"): "8"}))
+    assert not {*first} & {*changed}
+    written = {*(folder / "cache").rglob("*.arrow")}
+    assert read(FILES[dataset]) == first
+    assert {*(folder / "cache").rglob("*.arrow")} == written
+
+
 @pytest.mark.usefixtures("folder")
 def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
     task = CausalLM(dataset="rows.jsonl", eval_fraction=0.25)
@@ -305,6 +323,21 @@ def test_parquet_and_folders_with_splits_in_the_names(tmp_path: Path) -> None:
     for name in ("training", "testData"):  # tried without: both are trained on
         Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "more" / f"{name}.parquet")
     assert splits(tmp_path / "more") == (["training"], ["testData"])
+
+
+@pytest.mark.parametrize("name", ["train", "rows"])
+def test_hidden_files_are_not_read(tmp_path: Path, name: str) -> None:
+    """Tried without: the backup is trained on too; or it is said to be of no split, or not to be UTF-8."""
+    for file in (f"{name}.csv", f".{name}_backup.csv", f".snapshots/{name}.csv", f"__MACOSX/._{name}.csv"):
+        (tmp_path / "data" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / file).write_text("text\nhello\n")
+    (tmp_path / "data" / f"._{name}.csv").write_bytes(bytes([0, 5, 22, 7, 255]))
+    (tmp_path / "data" / ".notes.jsonl").write_text("{}")
+    task = CausalLM(dataset=str(tmp_path / "data"))
+    assert list(task.source_errors()) == []
+    rows, evaluation = task.load_rows()
+    assert rows["text"][:] == ["hello"]
+    assert evaluation is None
 
 
 def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:
