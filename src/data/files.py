@@ -10,7 +10,7 @@ from datasets import Dataset, Features, Value, load_dataset
 from datasets.fingerprint import Hasher
 
 from src.checkpoint.format import file_facts
-from src.process import UserError, cause
+from src.process import UserError, cause, explained
 from src.terminal import bar
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -75,7 +75,7 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
                 raise UserError(f"task.dataset={file}: has no column {absent[0]}, which {files[0]} has")
         text = Features({name: Value("string") for name in columns})
         options = {"features": text, "na_filter": False, "encoding": "utf-8-sig", **DIALECTS[suffix]}
-        options |= {"column_names": columns} if column_names else {}
+        options["column_names"] = column_names or None
     elif column_names:
         raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is neither")
     try:
@@ -91,12 +91,10 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
 def _columns(file: Path, column_names: list[str], sep: str, quoting: Any = csv.QUOTE_MINIMAL) -> list[str]:
     """Return a table's columns. Raise a UserError if they do not fit `column_names` or the first row."""
     csv.field_size_limit(2**31 - 1)  # as in pandas, which has no limit
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
-            rows = (row for row in csv.reader(stream, delimiter=sep, quoting=quoting) if row)  # pandas skips them too
-            header, row = next(rows, []), next(rows, [])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"task.dataset={file}: cannot be read, {error}") from error
+    refusal = explained(f"task.dataset={file}: cannot be read, ", (OSError, UnicodeDecodeError, csv.Error))
+    with refusal, file.open(newline="", encoding="utf-8-sig") as stream:
+        rows = (row for row in csv.reader(stream, delimiter=sep, quoting=quoting) if row)  # pandas skips them too
+        header, row = next(rows, []), next(rows, [])
     names = column_names or [name or f"Unnamed: {i}" for i, name in enumerate(header)]  # as pandas calls it
     if len(names) != len(header):
         raise UserError(f"task.column_names has {len(names)} names, but {file} has {len(header)} columns")
