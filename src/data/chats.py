@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from src.process import UserError, explained
 
@@ -18,8 +19,10 @@ ROLES = dict.fromkeys(("human", "user"), "user")
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant")
 ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}
 """The roles in ShareGPT's `from`, as templates call them."""
-PROBE = "x7Qz"
-"""Stands for an answer, to see what the template puts around one."""
+PROBE = "\ufdd0"
+"""Stands for an answer, to see what the template puts around one. Unicode keeps this one free of any meaning, so that
+no text has it."""
+ANSWER = {"role": "assistant", "content": PROBE}
 
 
 def normalize_chat(chat: Any) -> Chat:
@@ -70,10 +73,8 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} with a tool call that has no function name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
+        with explained(f"{where} with a tool call whose arguments are not JSON: ", ValueError):
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise ValueError(f"{where} with a tool call whose arguments are not JSON") from error
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
@@ -86,10 +87,8 @@ def _without_nulls(value: Any) -> Any:
 
 def normalize_tools(tools: Any) -> Tools | None:
     """Return a chat's tools, a list or its JSON, as templates take them; raise a ValueError if it is neither."""
-    try:
+    with explained("is not JSON: ", ValueError):
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    except ValueError as error:
-        raise ValueError("is not JSON") from error
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError("is not a list of tools")
     return _without_nulls(tools) or None
@@ -110,12 +109,36 @@ def render_chat(
             raise UserError(f"the tokenizer's chat template leaves out {desc} in {_quote(chat)}: {hint}")
     if train_on_prompts:
         return text, None, _content_spans(chat, text)
+    template = tokenizer.get_chat_template(tools=tools)
+    if "endgeneration" in template:
+        known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
+        marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
+        return text, *_marked_spans(chat, text, marked[0], render)
     return text, *_assistant_spans(chat, text, render, str(tokenizer.eos_token or ""))
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
     with explained(f"the tokenizer's chat template refuses {_quote(chat)}: "):  # it is a program: it can raise anything
         return str(tokenizer.apply_chat_template(chat, tools, tokenize=False, add_generation_prompt=prompts_answer))
+
+
+def _marked_spans(chat: Chat, text: str, marked: Spans, render: Callable[..., str]) -> tuple[Spans, Spans]:
+    """Return the parts that the template marks as the assistant's, and the chat's own words in them. Messages of weight
+    0 are left out: the parts that change where such a message says something else."""
+    for i, message in enumerate(chat):
+        if message["role"] == "assistant" and message.get("weight") == 0:
+            before, _, after = render([*chat[:i], ANSWER, *chat[i + 1 :]]).partition(PROBE)
+            marked = [part for part in marked if part[1] < len(before) or part[0] > len(text) - len(after)]
+    probe = render([{"role": "user", "content": "?"}, ANSWER])
+    return marked, [_words(text, *part, probe) for part in marked]
+
+
+def _words(text: str, start: int, end: int, probe: str) -> tuple[int, int]:
+    """Return which part of this part of the text is the chat's own words: all but what the template writes in `probe`
+    before and after PROBE too."""
+    before, _, after = probe.partition(PROBE)
+    part = text[start:end]
+    return start + _overlap(before, part), end - _overlap(part, after)
 
 
 def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str) -> tuple[Spans, Spans]:
@@ -129,32 +152,26 @@ def _assistant_spans(chat: Chat, text: str, render: Callable[..., str], eos: str
     for i, message in enumerate(chat):
         if message["role"] != "assistant" or message.get("weight") == 0:
             continue
-        probe_chat = [*chat[:i], {"role": "assistant", "content": PROBE}]
+        probe_chat = [*chat[:i], ANSWER]
         probe = render(probe_chat)
-        if i:
-            before = render(chat[:i], prompts_answer=True)
-        else:  # templates refuse an empty chat; its beginning is what doesn't change with the answer
-            other = "a" if message["content"].strip()[:1] != "a" else "b"
-            before = render([{"role": "assistant", "content": other}, *chat[1:]])
+        # templates refuse an empty chat; its beginning is what doesn't change with the answer
+        before = render(chat[:i], prompts_answer=True) if i else render([ANSWER, *chat[1:]])
         start = _common_prefix(before, text)
         if i and start < len(before):  # it asks for a thought: an answer without one may begin in the same way
             longer = render([*probe_chat, chat[i - 1]])
             start = min(start, _common_prefix(before, probe), _common_prefix(before, longer))
         is_found = not i or start == len(before) or text.startswith(render(chat[:i]).removesuffix(eos))
-        turn, tail = render(chat[: i + 1])[start:], probe[start:]
-        if turn.endswith(eos) and not text.startswith(turn, start) and i + 1 < len(chat):
-            turn, tail = turn.removesuffix(eos), tail.removesuffix(eos)
-        left_out = next((k for k in range(len(turn)) if text.startswith(turn[k:], start)), None)
-        if left_out is None or not is_found:
+        turn = render(chat[: i + 1])[start:]
+        if i + 1 < len(chat) and not text.startswith(turn, start):
+            turn = turn.removesuffix(eos)
+        size = _overlap(turn, text[start:])  # its beginning may be left out
+        if not size or not is_found:
             raise UserError(
                 f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so the assistant's in "
                 f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
             )
-        head, _, tail = tail.partition(PROBE)
-        end = start + len(turn) - left_out
-        first = start + max(0, len(head) - left_out) if turn.startswith(head) else start
-        turns.append((start, end))
-        texts.append((first, max(start, end - len(tail)) if turn.endswith(tail) else end))
+        turns.append((start, start + size))
+        texts.append(_words(text, start, start + size, probe[start:]))
     return turns, texts
 
 
@@ -174,3 +191,8 @@ def _quote(chat: Chat) -> str:
 
 def _common_prefix(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _overlap(a: str, b: str) -> int:
+    """Return how many characters at the end of `a` are the beginning of `b`."""
+    return next(size for size in range(min(len(a), len(b)), -1, -1) if a.endswith(b[:size]))

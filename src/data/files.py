@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Value, load_dataset
+from datasets.fingerprint import Hasher
 
-from src.process import UserError, cause
+from src.checkpoint.format import file_facts
+from src.process import UserError, cause, explained
 from src.terminal import bar
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -34,7 +36,7 @@ def path_error(path: Path) -> str | None:
     if len(kinds) != 1:
         found = "files of several kinds" if kinds else "no file"
         return f"the folder has {found}; it must hold files of one of {known}"
-    others = [file for file in sorted([*path.iterdir(), *path.glob("[!.]*/[!.]*")]) if file not in used]
+    others = [file for file in sorted([*path.glob("[!.]*"), *path.glob("[!.]*/[!.]*")]) if file not in used]
     if unsaid := ", ".join(file.name for file in others if file.parent == path and file.suffix.lower() in kinds):
         return f"the names of other files say their split, but not {unsaid}: rename or move away what is not to be used"
     for file in others:
@@ -45,10 +47,11 @@ def path_error(path: Path) -> str | None:
 
 
 def files_by_split(path: Path) -> dict[str, list[Path]]:
-    """Return the files whose names say their split; where none does, all are to train on."""
+    """Return the files whose names say their split; where none does, all are to train on. Hidden ones, such as backups
+    of editors and what macOS writes beside a file, are none."""
     if not path.is_dir():
         return {"train": [path]}
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in LOADERS)
+    files = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in LOADERS)
     splits: dict[str, list[Path]] = {}
     for file in files:
         words = [re.sub("(?<=.{3})(ing|set|data|split)$", "", w) for w in re.split(r"[^a-z]+", file.stem.lower())]
@@ -72,12 +75,13 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
                 raise UserError(f"task.dataset={file}: has no column {absent[0]}, which {files[0]} has")
         text = Features({name: Value("string") for name in columns})
         options = {"features": text, "na_filter": False, "encoding": "utf-8-sig", **DIALECTS[suffix]}
-        options |= {"column_names": columns} if column_names else {}
+        options["column_names"] = column_names or None
     elif column_names:
         raise UserError(f"task.column_names is for .csv and .tsv files, and {files[0]} is neither")
     try:
         with bar(f"reading {files[0].name}"):
-            return load_dataset(LOADERS[suffix], data_files=names, split="train", **options)
+            content = Hasher.hash([file_facts(file) for file in files])  # else the cache goes by path and time alone
+            return load_dataset(LOADERS[suffix], content, data_files=names, split="train", **options)
     except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
         reason = cause(error.__cause__ or error)[:200]
         says = "no row in it" if "corresponds to no data" in str(error) else f"cannot be read, {reason}"
@@ -87,12 +91,10 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
 def _columns(file: Path, column_names: list[str], sep: str, quoting: Any = csv.QUOTE_MINIMAL) -> list[str]:
     """Return a table's columns. Raise a UserError if they do not fit `column_names` or the first row."""
     csv.field_size_limit(2**31 - 1)  # as in pandas, which has no limit
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
-            rows = (row for row in csv.reader(stream, delimiter=sep, quoting=quoting) if row)  # pandas skips them too
-            header, row = next(rows, []), next(rows, [])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"task.dataset={file}: cannot be read, {error}") from error
+    refusal = explained(f"task.dataset={file}: cannot be read, ", (OSError, UnicodeDecodeError, csv.Error))
+    with refusal, file.open(newline="", encoding="utf-8-sig") as stream:
+        rows = (row for row in csv.reader(stream, delimiter=sep, quoting=quoting) if row)  # pandas skips them too
+        header, row = next(rows, []), next(rows, [])
     names = column_names or [name or f"Unnamed: {i}" for i, name in enumerate(header)]  # as pandas calls it
     if len(names) != len(header):
         raise UserError(f"task.column_names has {len(names)} names, but {file} has {len(header)} columns")

@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeInt, PrivateAttr
 
 from src.data.chats import normalize_chat, normalize_tools
 from src.data.files import EVALUATION, LOADERS, files_by_split, path_error, read_files
-from src.process import UserError, cause
+from src.process import UserError, cause, explained
 from src.settings import Settings
 from src.terminal import bar
 
@@ -78,8 +78,8 @@ class TextSource(Settings):
         for setting, split in (("train_split", self.train_split), ("eval_split", self.eval_split)):
             if split and split not in splits:
                 raise UserError(f"task.{setting}={split}: {self.dataset} has {', '.join(splits)}")
-        others = [name for name in EVALUATION if name in splits and name != self.train_split]
-        used = [splits[split] for split in (self.train_split, self.eval_split or next(iter(others), None)) if split]
+        others = (name for name in EVALUATION if name in splits and name != self.train_split)
+        used = [splits[split] for split in (self.train_split, self.eval_split or next(others, None)) if split]
         train, *evaluation = [read_files(files, self.column_names) for files in used] if path.exists() else used
         return train, evaluation[0] if evaluation else None
 
@@ -93,11 +93,11 @@ class TextSource(Settings):
                 folder = snapshot_download(self.dataset, repo_type="dataset", local_files_only=True)
                 return load_dataset(folder, self.dataset_config)
         except (ConnectionError, DatasetNotFoundError, LocalEntryNotFoundError) as error:
-            reason = cause(error.__cause__ or error)[:200]
-            reason = f"no such file or folder here, and not available on the Hub ({reason})"
-            command = f"hf download --repo-type dataset {self.dataset}"
-            hint = f"offline, download it first with `{command}` and set HF_HUB_OFFLINE=1"
-            raise UserError(f"task.dataset={self.dataset}: {reason}; {hint}") from error
+            hint = f"offline, run `hf download --repo-type dataset {self.dataset}` first, and set HF_HUB_OFFLINE=1"
+            raise UserError(
+                f"task.dataset={self.dataset}: no such file or folder here, and not available on the Hub "
+                f"({cause(error.__cause__ or error)[:200]}); {hint}"
+            ) from error
         except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
             is_config = "BuilderConfig" in str(error)
             where = f"task.dataset_config={self.dataset_config}" if is_config else f"task.dataset={self.dataset}"
@@ -120,10 +120,9 @@ class TextSource(Settings):
             raise UserError(f"{dataset}: no column {missing} in {where}; its columns are {names}")
         bad: dict[int, str] = {}
         for name, kind in columns.items():
-            try:
+            # the JSON reader lets other encodings pass
+            with explained(f"{dataset}: cannot be read, column {name} is not UTF-8, ", UnicodeDecodeError):
                 bad = {row: f"{name} {why}" for row, why in _bad_rows(rows, name, kind)} | bad
-            except UnicodeDecodeError as error:  # the JSON reader lets other encodings pass
-                raise UserError(f"{dataset}: cannot be read, column {name} is not UTF-8 ({error})") from error
         if len(bad) == len(rows) and (not bad or self.bad_rows == "skip"):
             raise UserError(f"{dataset}: no usable row in {where}{f': in row 1 {bad[0]}' if bad else ''}")
         if bad and self.bad_rows == "refuse":

@@ -62,7 +62,7 @@ class TextClassification(TextSource, ModelSource, Task):
             yield f"task.text_pair_column={self.text_pair_column}: is task.text_column already"
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
-        texts = [self.text_column] + ([self.text_pair_column] if self.text_pair_column else [])
+        texts = [name for name in (self.text_column, self.text_pair_column) if name]
         columns: dict[str, ColumnKind] = {**dict.fromkeys(texts, "text"), self.label_column: "label"}
         train, evaluation = self.usable_parts(*self.load_rows(), columns)
         train_ids, eval_ids = self._label_ids(*label_names([train, evaluation], self.label_column))

@@ -1,6 +1,7 @@
 """From rows to sequences: what is learnt of text, prompts and chats, and that packing drops and mixes nothing."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ QWEN = (  # its marks, its empty place for thoughts, which only the last turn ke
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+MARKED = (  # the same text; marks say what the assistant wrote, and no prompt
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content | trim }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endgeneration %}{% else %}{{ m.content | trim }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+STRICT = (  # refuses a tool's answer to no call
+    "{% for m in messages if m.role == 'tool' %}"
+    "{{ raise_exception('no call') if not (messages | selectattr('tool_calls', 'defined') | list) }}{% endfor %}"
+)
 THINKING = (  # as Qwen3 does: what was thought stands only in the answers after the user's last turn
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think>t</think>{% endif %}"
     "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -70,6 +82,9 @@ MARKING = (  # where the chat ends
 )
 BEGINNING = "{{ messages[0].role }}:" + THINKING  # with the assistant's turn; it fails without a message
 REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+MARKS_TEXT = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
+MARKED_REWRITING = REWRITING.replace("{{ m.content }}", MARKS_TEXT + "{% else %}{{ m.content }}{% endif %}")
+MARKED_ENDING = MARKED_REWRITING.replace("!", "<|end|>{% if loop.last %}{{ eos_token }}{% endif %}")
 ANSWERS = [[CHAT[1], CHAT[2] | {"content": answer}, *CHAT[3:]] for answer in ("<b>Yo</b>", "<", "")]
 PAIRS = {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
 ADDS_ENDS = processors.TemplateProcessing(single=f"{END} $A {END}", pair="$A $B", special_tokens=[(END, 256)])
@@ -96,6 +111,11 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         (CHATS, {"m": ANSWERS[2:], "template": PROMPTED}, "<end>\nt</think>Ciao<end>\n", [4]),
         (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [6]),
         (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>", [2]),
+        # Marks decide where there are any. Tried without: the assistant's name is learnt; others are refused.
+        (CHATS, {"m": [CHAT], "template": MARKED}, "Yo<|im_end|>\n<think>\n\n</think>\n\nCiao<|im_end|>\n", [6]),
+        (CHATS, {"m": [CHAT], "template": MARKED_REWRITING}, "Yo!Ciao!", [6]),
+        (CHATS, {"m": [CHAT], "template": MARKED_ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [6]),
+        (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!", [0, 2]),
         (
             CHATS, {"m": [CHAT[2:4], CHAT[2:]], "template": BEGINNING},
             "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n", [2, 6],
@@ -153,6 +173,42 @@ def test_an_answer_of_weight_0_is_not_learnt() -> None:
     whole, part = (chunks(CHATS, m=[messages]) for messages in (CHAT, chat))
     assert learnt(whole) == f"Yo{END}{learnt(part)}"
     assert whole[0]["bytes"] - part[0]["bytes"] == len("Yo")
+
+
+def calling(**weights: int) -> list[dict[str, Any]]:
+    """A chat with a tool; the weights of the call and of what is said about its answer."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+    return [
+        {"role": "user", "content": "Bern?"},
+        {"role": "assistant", "tool_calls": [call], "weight": weights.get("call")},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "Rain é!", "weight": weights.get("answer")},
+    ]
+
+
+MARKED_CHATS: list[list[dict[str, Any]]] = [
+    CHAT, CHAT[:3], CHAT[2:], [CHAT[2] | {"weight": 0}, *CHAT[3:]], [*CHAT[:4], CHAT[4] | {"weight": 0}],
+    [*CHAT[:2], CHAT[2] | {"weight": 0, "content": ""}, *CHAT[3:]], calling(), calling(call=0), calling(answer=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chat", MARKED_CHATS)
+def test_marks_in_a_template_say_the_same_as_its_prompt(chat: list[dict[str, Any]]) -> None:
+    """And the same as transformers takes them to say, where no message is of weight 0."""
+    marked, prompted = (chunks(CHATS, m=[chat], template=template) for template in (MARKED, QWEN))
+    assert marked[:] == prompted[:]
+    if not any(message.get("weight") == 0 for message in chat):
+        (tokenizer := byte_tokenizer()).chat_template = MARKED
+        theirs: Any = tokenizer.apply_chat_template(chat, return_assistant_tokens_mask=True)
+        labels = zip(theirs["input_ids"], theirs["assistant_masks"], strict=True)
+        assert marked[0]["labels"] == [token if is_marked else -100 for token, is_marked in labels][1:]
+
+
+def test_a_template_with_marks_may_insist_on_calls() -> None:
+    strict, marked = (chunks(CHATS, m=[calling()], template=template) for template in (STRICT + MARKED, MARKED))
+    assert strict[:] == marked[:]
+    with pytest.raises(ValueError, match="refuses the chat that begins with 'Bern\\?': no call"):
+        chunks(CHATS, m=[calling(call=0)], template=STRICT + MARKED)
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
@@ -254,6 +310,23 @@ def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.
     assert written().keys() > others.keys()
 
 
+@pytest.mark.parametrize("dataset", FILES)
+def test_a_files_content_decides_what_is_read_not_its_time(folder: Path, dataset: str) -> None:
+    """As tar, rsync and the layers of an image set it. Tried without: the old rows."""
+
+    def read(content: str) -> list[str]:
+        Path(dataset).write_text(content)
+        os.utime(dataset, (10**9, 10**9))
+        task = CausalLM(dataset=dataset, architecture=LLAMA, sequence_length=32)
+        return [task.fingerprint(part) for part in task.build_datasets()]
+
+    first, changed = read(FILES[dataset]), read(FILES[dataset].translate({ord("1"): "7", ord("9"): "8"}))
+    assert not {*first} & {*changed}
+    written = {*(folder / "cache").rglob("*.arrow")}
+    assert read(FILES[dataset]) == first
+    assert {*(folder / "cache").rglob("*.arrow")} == written
+
+
 @pytest.mark.usefixtures("folder")
 def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
     task = CausalLM(dataset="rows.jsonl", eval_fraction=0.25)
@@ -305,6 +378,21 @@ def test_parquet_and_folders_with_splits_in_the_names(tmp_path: Path) -> None:
     for name in ("training", "testData"):  # tried without: both are trained on
         Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "more" / f"{name}.parquet")
     assert splits(tmp_path / "more") == (["training"], ["testData"])
+
+
+@pytest.mark.parametrize("name", ["train", "rows"])
+def test_hidden_files_are_not_read(tmp_path: Path, name: str) -> None:
+    """Tried without: the backup is trained on too; or it is said to be of no split, or not to be UTF-8."""
+    for file in (f"{name}.csv", f".{name}_backup.csv", f".snapshots/{name}.csv", f"__MACOSX/._{name}.csv"):
+        (tmp_path / "data" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / file).write_text("text\nhello\n")
+    (tmp_path / "data" / f"._{name}.csv").write_bytes(bytes([0, 5, 22, 7, 255]))
+    (tmp_path / "data" / ".notes.jsonl").write_text("{}")
+    task = CausalLM(dataset=str(tmp_path / "data"))
+    assert list(task.source_errors()) == []
+    rows, evaluation = task.load_rows()
+    assert rows["text"][:] == ["hello"]
+    assert evaluation is None
 
 
 def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:
