@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 
 from src.config import Config
 from src.process import GRACE_SECONDS, SIGNALS
+from src.terminal import say
 
 ASK_SECONDS = 0.5
 """How long an evaluation goes on before its processes ask each other again whether to stop."""
@@ -90,7 +91,7 @@ class StopSignal:
     def _watch_others(self) -> None:
         while not self._left.wait(0.5):
             if not all(map(_is_alive, self._others)) and not self._left.wait(GRACE_SECONDS):
-                print("train.py: another process of this run died", file=sys.stderr, flush=True)
+                say("train.py: another process of this run died", file=sys.stderr)
                 os._exit(1)
 
 

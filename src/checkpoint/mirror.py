@@ -25,7 +25,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from tqdm import tqdm
 
 from src.checkpoint import format
 from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, RunState, file_facts, problems, write_text
@@ -33,6 +32,7 @@ from src.checkpoint.output_folder import LENGTH_SETTINGS, changed_settings, list
 from src.checkpoint.tensors import StorageReader
 from src.config import Config
 from src.process import RunError, UserError, cause, explained
+from src.terminal import say
 
 SLICES = "slices.json"
 """Names the shards in a part that are to be fetched slice by slice, as they are read."""
@@ -93,7 +93,7 @@ class Mirror:
             for file in (self._config.folder / name for name in RECORD):
                 content = self._fs.cat_file(self._path(there[0], file.name))
                 if file.exists() and file.name == RECORD[0] and not file.read_bytes().startswith(content):
-                    print(f"{file} is set aside: it is not the one in {self.url}", flush=True)
+                    say(f"{file} is set aside: it is not the one in {self.url}")
                     format.quarantine(file)
                 if not file.exists():
                     write_text(file, content.decode())
@@ -119,7 +119,7 @@ class Mirror:
             found = list(self._fetch(checkpoint, files)) if is_there else [*lacks, "not in the mirror"]
         found = gather_object(found if self._is_first else [])
         if self._is_main and not found:
-            print(f"fetched from {self.url}/{checkpoint.name}", flush=True)
+            say(f"fetched from {self.url}/{checkpoint.name}")
         elif self._is_main and files:  # it must not count when some of its files have been written anew
             self._fs.mv(self._path(checkpoint, MANIFEST), self._path(checkpoint, f"damaged_{MANIFEST}"))
         return found
@@ -165,9 +165,9 @@ class Mirror:
         def copy() -> None:
             try:
                 self._copy(checkpoint, state)
-                tqdm.write(f"mirrored to {self.url}/{checkpoint.name}")
+                say(f"mirrored to {self.url}/{checkpoint.name}")
             except Exception as error:
-                tqdm.write(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
+                say(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
 
         self.wait()
         self._copying = threading.Thread(target=copy, daemon=True)

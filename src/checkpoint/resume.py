@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 
+from src import terminal
 from src.checkpoint import format
 from src.checkpoint.format import ResumePoint, RunState
 from src.checkpoint.mirror import Mirror
@@ -188,7 +189,7 @@ def _lock(folder: Path) -> None:
             if SIGNALS.name:  # status.json is the other process's
                 SIGNALS.die()
             if second == 0:
-                print(f"{folder}: another process is still writing this run; waiting for it to end", flush=True)
+                terminal.say(f"{folder}: another process is still writing this run; waiting for it to end")
         except OSError:  # this file system has no locks
             return
         else:
