@@ -74,8 +74,9 @@ class Tracker:
         if "{run_name}" not in config.output_dir:
             del settings["output_dir"]  # reused under another name, it would lead to this run's folder
         write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
-        for of_an_earlier_end in ("status.json", "summary.json"):
-            (self.folder / of_an_earlier_end).unlink(missing_ok=True)
+        newest = str(resume.checkpoint) if is_continued else None
+        write_json(self.folder / "status.json", {"status": "unfinished", "checkpoint": newest})  # and so if it is killed
+        (self.folder / "summary.json").unlink(missing_ok=True)  # of an earlier end
         identity: dict[str, Any] = {"id": wandb_id, "resume": "allow" if wandb_id else None}
         origin: dict[str, Any] = {"data": run.metadata["data"]}
         if resume.state and not is_continued:

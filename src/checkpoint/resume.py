@@ -222,11 +222,18 @@ def _differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:
 def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> None:
     """Raise a UserError if metrics.jsonl, which the run would append to, is not the one that it wrote."""
     record, saved = config.folder / "metrics.jsonl", state.metrics_bytes
-    content = record.read_bytes() if record.exists() else b""
-    if saved and content[saved - 1 : saved] != b"\n" and not config.checkpoint.accept_changes:
-        was = f"{len(content):,} bytes, and had {saved:,}" if len(content) < saved else "other lines than"
-        branch = f"branch off with another --run_name and --resume={checkpoint}"
-        raise UserError(f"{record} has {was} when {checkpoint} was saved: bring it back, {branch}, {ALL_THE_SAME}")
+    if not saved or config.checkpoint.accept_changes:
+        return
+    size = record.stat().st_size if record.exists() else 0
+    was = f"{size:,} bytes, and had {saved:,}"
+    if size >= saved:
+        was = "other lines than"
+        with record.open("rb") as stream:
+            stream.seek(saved - 1)
+            if stream.read(1) == b"\n":
+                return
+    branch = f"branch off with another --run_name and --resume={checkpoint}"
+    raise UserError(f"{record} has {was} when {checkpoint} was saved: bring it back, {branch}, {ALL_THE_SAME}")
 
 
 def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -151,6 +151,7 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint and rotate; called on the coordinator when all have written."""
+        config = self._run.config
         write_json(self.folder / STATE, asdict(self.state))
         files = {STATE: file_facts(self.folder / STATE)}
         for (result,) in results:
@@ -165,6 +166,7 @@ class StorageWriter(HuggingFaceStorageWriter):
         if self._mirror:
             self._mirror.start(self.checkpoint, self.state)
         try:
-            rotate(self.checkpoint.parent, self._run.config.checkpoint, self.state.progress.evaluations)
+            rotate(self.checkpoint.parent, config.checkpoint, self.state.progress.evaluations)
+            write_json(config.folder / "status.json", {"status": "unfinished", "checkpoint": str(self.checkpoint)})
         except Exception as error:  # in any case, the new one is published
-            warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=1)
+            warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)
