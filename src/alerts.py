@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveFloat
 
+from src.checkpoint.output_folder import is_number, read_lines
 from src.settings import Settings
 
 if TYPE_CHECKING:  # not at run time: src.config imports this file
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # not at run time: src.config imports this file
 
 USUAL, FEW = 30, 10
 """How many records of the loss say what is usual, at most and at least."""
+TAIL = 2**20
+"""Bytes at the end of metrics.jsonl in which a resumed run finds these records."""
 COMMIT = "git describe --always --abbrev=40 --exclude=* --dirty"
 
 
@@ -43,9 +46,12 @@ class Events:
         self._run, self._say, self._loggers, self._settings = run, say, loggers, run.config.alerts
         self._losses: deque[float] = deque(maxlen=USUAL)
         self._skipped = 0
-        with (run.config.folder / "metrics.jsonl").open() as earlier:
-            for line in earlier:
-                list(self._judge(json.loads(line)))
+        record = run.config.folder / "metrics.jsonl"
+        earlier = list(read_lines(record, start=record.stat().st_size - TAIL))  # all would take the longer, the more
+        for line in earlier:
+            list(self._judge(line))
+        if damaged := earlier.count({}):
+            say(f"WARNING: {record}: {damaged} of its last lines are damaged, and left out wherever it is read")
         commit = subprocess.run(COMMIT, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
         summary = run.resume.summary or "from the beginning"
         self._add("start", summary, command=run.resume_command, commit=commit.strip() or None)  # there may be no git
@@ -68,7 +74,7 @@ class Events:
 
     def _judge(self, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield kind and text of what a record shows, which depends on it and earlier records alone."""
-        if (loss := record.get("train/loss")) is not None:
+        if is_number(loss := record.get("train/loss")):
             if len(self._losses) >= FEW:
                 mean = fmean(self._losses)
                 deviation = max(pstdev(self._losses), 0.01 * abs(mean))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from src.config import Config
 from src.process import RunError, cause
 from src.run import Run
+from src.terminal import say
 
 
 def export_model(run: Run, metrics: dict[str, float]) -> None:
@@ -77,7 +78,7 @@ def push_to_hub(config: Config) -> None:
     except Exception as error:  # from the Hub, its client or the network: in any case, the run is saved
         hint = f"the run is complete, upload its model with `hf upload {config.push_to_hub} {folder}`"
         sys.exit(f"train.py: push_to_hub={config.push_to_hub}: {cause(error)}; {hint}")
-    print(f"  Hub        {config.push_to_hub}", flush=True)
+    say(f"  Hub        {config.push_to_hub}")
 
 
 def _unwrapped(weight: Tensor) -> Tensor:

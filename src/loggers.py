@@ -1,6 +1,5 @@
 """What every tracker of a run has in common: whatever happens to it, the training neither ends nor waits for it."""
 
-import json
 import math
 import queue
 import tempfile
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from src.checkpoint.output_folder import read_lines
 from src.process import cause
 from src.tasks.base import Table
 
@@ -124,11 +124,9 @@ class Logger:
         """Pass on the first `size` bytes of metrics.jsonl: a tracker that was killed or failed lacks some of them."""
         for there in self.recorded():
             self._earlier.setdefault(there["step"], []).append(there)
-        with file.open("rb") as lines:
-            while lines.tell() < size:
-                record = json.loads(lines.readline())
-                tables = {name: record.pop(name) for name in list(record) if isinstance(record[name], list)}
-                self.pass_on(record, tables)
+        for record in filter(None, read_lines(file, end=size)):
+            tables = {name: record.pop(name) for name in list(record) if isinstance(record[name], list)}
+            self.pass_on(record, tables)
 
     def _work(self) -> None:
         for do in iter(self._queue.get, None):

@@ -20,13 +20,13 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 from accelerate.utils import gather_object
-from tqdm import tqdm
 
 import src.config
 from src.checkpoint.resume import LIBRARIES
 from src.config import Config
 from src.process import GRACE_SECONDS, SIGNALS, RunError, UserError, cause, explained, lost_peers
 from src.settings import flatten
+from src.terminal import say
 
 SILENT, SLOW = 3.0, 20.0
 """Seconds without a sign of life, one a second, after which a machine is lost if the run broke; milliseconds to machine
@@ -131,7 +131,7 @@ class Machines:
         slow = {self.names[rank] for rank, trip in trips.items() if trip > SLOW}
         slow = {self.names[0]} if 1 < len(slow) == len(self.names) - 1 else slow  # all ways lead there
         if slow - self._slow:
-            tqdm.write(f"WARNING: slow: {', '.join(slow)}: a message takes {max(trips.values()):.0f} ms there and back")
+            say(f"WARNING: slow: {', '.join(slow)}: a message takes {max(trips.values()):.0f} ms there and back")
         self._slow |= slow
         return {f"perf/round_trip_ms/{self._hosts[rank]}": trip for rank, trip in trips.items()}
 
@@ -179,7 +179,7 @@ class Machines:
                 told, now = self._store.multi_get(beats), time.monotonic()
                 self._heard = [old if old[0] == b else (b, now) for old, b in zip(self._heard, told, strict=True)]
             if any(time.monotonic() - when > limit for beat, when in self._heard if beat != b"left"):
-                print(f"train.py: {self._lost()}", file=sys.stderr, flush=True)
+                say(f"train.py: {self._lost()}", file=sys.stderr)
                 os._exit(1)
 
 

@@ -130,8 +130,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             if SIGNALS.name:  # the first process has printed it, and the launcher told this one to end
                 SIGNALS.die()
             time.sleep(GRACE_SECONDS)
-        for line in str(error).splitlines():
-            print(f"{program}: {line}" + (f" [process {rank}]" if local_rank else ""), file=sys.stderr, flush=True)
+        which = f" [process {rank}]" if local_rank else ""
+        sys.stderr.writelines(f"{program}: {line}{which}\n" for line in str(error).splitlines())
         sys.exit(2)
     except RunError as error:
         sys.exit(f"{program}: {error}" if local_rank == 0 else 1)  # it is the same on all processes
@@ -148,7 +148,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             time.sleep(GRACE_SECONDS)
             if "timed out" in str(error).lower():
                 message = f"process {rank} waited for another one, which hangs, until timeout_minutes had passed"
-                print(f"{program}: {message}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"{program}: {message}\n")
         raise
 
 

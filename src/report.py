@@ -4,13 +4,12 @@ It shows what runs and --check have written into their folders; what of that is 
 """
 
 import argparse
-import contextlib
 import json
 import math
 import re
 import shlex
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import accumulate
@@ -22,7 +21,7 @@ from markupsafe import Markup, escape
 from tqdm import tqdm
 
 from src.checkpoint.format import write_text
-from src.checkpoint.output_folder import saved_settings
+from src.checkpoint.output_folder import is_number, parse, read_lines, saved_settings
 from src.distributed import processes
 from src.process import UserError, cause, exit_codes, explained
 from src.progress import score
@@ -44,6 +43,8 @@ PICTURES: dict[str, tuple[str, str, float]] = {
 """By metric: the picture that it is drawn in, its label there, and what its values are multiplied by."""
 SMOOTH = ("train/lr", "perf/peak_memory_bytes")
 """Metrics of training without noise."""
+NUMBERS = ("epoch", "seconds", "num_processes", "samples_per_second", "parameters", "trained_parameters")
+"""Those that a report needs of summary.json."""
 ROOM, LONGEST = 400_000, 1500
 """Characters of the page that the tables of a run may take, and those of a text in a table."""
 
@@ -53,10 +54,15 @@ class Recorded:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, folder.resolve().name
-        self.summary, self.status, self.check = (_json(folder / f"{n}.json") for n in ("summary", "status", "check"))
-        self.settings = saved_settings(folder) or self.check["config"]
-        self.task = self.settings["task"]["name"]
-        events = list(_lines(folder / "events.jsonl"))
+        self.damaged = Counter[str]()
+        """By file: how many lines of it can't be read, and are left out."""
+        self.summary, self.status = self._json("summary.json", *NUMBERS), self._json("status.json")
+        self.check = self._json("check.json")
+        self.checks = _tables(self.check).get("checks", [])
+        self.settings = dict(flatten(saved_settings(folder) or parse(json.dumps(self.check.get("config")))))
+        """By dotted name. Where it isn't a run's folder, task.name is absent."""
+        self.task, self.metric = (str(self.settings.get(name)) for name in ("task.name", "checkpoint.metric"))
+        events = [event | {"kind": str(event.get("kind"))} for event in self._lines("events.jsonl")]
         self.starts = [event for event in events if event["kind"] == "start"]
         self.events = [event for event in events if event["kind"] not in ("start", "end")]
         self.curves: dict[str, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
@@ -64,36 +70,48 @@ class Recorded:
         self.step, self.results, self.tables = 0, dict[str, float](), dict[str, Table]()
         """The last step, and what the last evaluation gave."""
         self.samples: dict[int, Table] = {}
-        for record in _lines(folder / "metrics.jsonl"):
+        for record in self._lines("metrics.jsonl"):
             self.step = record["step"]
-            numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
+            numbers = {n: value for n, value in record.items() if isinstance(value, float) or is_number(value)}
             for name, value in numbers.items():
-                if math.isfinite(value):
+                if is_number(value):
                     steps, values = self.curves[name]
                     steps.append(self.step)
                     values.append(value)
             if "eval/loss" in record:
                 self.results = {n: v for n, v in numbers.items() if n.startswith("eval/") and n != "eval/examples"}
-                self.tables = {name: rows for name, rows in record.items() if isinstance(rows, list) and rows}
+                self.tables = _tables(record)
                 self.samples[self.step] = self.tables.get("eval/samples", [])
-        self.results |= {name: self.summary[name] for name in self.results if name in self.summary}
+        final = {name: value for name, value in self.summary.items() if name in self.results and is_number(value)}
+        self.results |= final
 
     def score(self, metric: str, value: float | None) -> float:
         """Return how good a metric's value is: higher is better."""
-        checkpoint = self.settings["checkpoint"]
-        mode = checkpoint["mode"] if metric == checkpoint["metric"] else None
+        mode = self.settings.get("checkpoint.mode") if metric == self.metric else None
         return -math.inf if value is None else score({metric: value}, metric, mode)
+
+    def _json(self, name: str, *numbers: str) -> dict[str, Any]:
+        file = self.folder / name
+        found = parse(file.read_bytes(), *numbers) if file.exists() else {}
+        self.damaged[name] += file.exists() and not found
+        return found
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        for record in read_lines(self.folder / name):
+            self.damaged[name] += not record
+            if record:
+                yield record
 
 
 def sentence(run: Recorded) -> str:
     """Return what was run and what came out."""
     summary, results = run.summary, ", ".join(f"{short(n)} {number(v)}" for n, v in run.results.items())
     if run.check and not run.step:
-        return f"{run.task}: " + ("all checks passed." if run.check["passed"] else "checks FAILED.")
+        return f"{run.task}: " + ("all checks passed." if run.check.get("passed") else "checks FAILED.")
     if summary:
         said = f"{run.step:,} steps ({summary['epoch']:.3g} epochs) in {tqdm.format_interval(summary['seconds'])} on "
-        said += f"{processes(summary['num_processes'])} ({summary['strategy']}, {summary['device']}, "
-        said += f"{summary['precision']})"
+        said += f"{processes(summary['num_processes'])} ({summary.get('strategy')}, {summary.get('device')}, "
+        said += f"{summary.get('precision')})"
     elif "reason" in run.status:
         said = f"stopped after step {run.step:,} by {run.status['reason']}, and can be continued"
     else:
@@ -110,22 +128,27 @@ def cards(run: Recorded) -> Iterator[tuple[str, str, str]]:
         note = "" if best is None else f"best {number(values[best])} at step {steps[best]:,.0f}"
         yield short(name), number(value), note
     if summary := run.summary:
-        unit = "tokens" if "tokens_per_second" in summary else "samples"
+        unit = "tokens" if is_number(summary.get("tokens_per_second")) else "samples"
         yield (
             "time",
             tqdm.format_interval(summary["seconds"]),
             f"{summary[f'{unit}_per_second']:,.0f} {unit} per second",
         )
         yield "parameters", number(summary["parameters"]), f"{number(summary['trained_parameters'])} trained"
-        yield "peak memory", f"{max(summary['peak_memory_bytes']) / 2**30:.2f} GiB", "of the process with the most"
+        peaks = summary.get("peak_memory_bytes")
+        if isinstance(peaks, list) and all(map(is_number, peaks)):
+            yield "peak memory", f"{max(peaks, default=0) / 2**30:.2f} GiB", "of the process with the most"
 
 
 def commands(run: Recorded) -> Iterator[tuple[str, str]]:
     """Yield when, and by which command, the run was started; last the one that repeats it."""
     for event in run.starts:
-        yield f"{event['time']}, from step {event['step']:,}, commit {event['commit']}", event["command"]
+        yield (
+            f"{event.get('time')}, from step {event['step']:,}, commit {event.get('commit')}",
+            event.get("command", ""),
+        )
     if (run.folder / "config.yaml").exists():  # not a check alone
-        command = run.starts[0]["command"] if run.starts else "accelerate launch train.py"
+        command = run.starts[0].get("command") if run.starts else "accelerate launch train.py"
         launch = f"{command} ".partition(".py ")[0] + ".py"
         options = [f"--config={run.folder / 'config.yaml'}", f"--run_name={run.name}-again"]
         yield "To repeat it", f"{launch} {shlex.join(options)}"
@@ -138,8 +161,8 @@ def tables(run: Recorded) -> Iterator[tuple[str, Table, int]]:
     samples: dict[str, dict[str, Any]] = {}  # by prompt
     for step in sorted({steps[i * (len(steps) - 1) // 3] for i in range(4) if steps}):
         for row in run.samples[step]:
-            prompt, *_, said = row.values()
-            samples.setdefault(prompt, {"prompt": prompt})[f"step {step:,}"] = said
+            cells = list(row.values())
+            samples.setdefault(str(cells[0]), {"prompt": cells[0]})[f"step {step:,}"] = cells[-1]
     found = run.tables | ({"eval/samples": [*samples.values()]} if samples else {})
     for name, rows in found.items():
         yield name, fitting(rows, ROOM // len(found)), len(rows)
@@ -151,17 +174,16 @@ def write_report(folders: list[Path], target: Path) -> None:
     Raises:
         UserError: some of them hold no run; a line for each.
     """
-    empty = [f for f in folders if not any((f / name).is_file() for name in ("config.yaml", "check.json"))]
-    if empty:
-        raise UserError("\n".join(f"{f}: holds no run (no config.yaml); name a run's folder" for f in empty))
     runs = [Recorded(folder) for folder in folders]
+    if strangers := [run.folder for run in runs if "task.name" not in run.settings]:
+        raise UserError("\n".join(f"{f}: holds no run (no config.yaml of one); name a run's folder" for f in strangers))
     tasks = list(dict.fromkeys(run.task for run in runs))
-    metric = {run.task: run.settings["checkpoint"]["metric"] for run in runs}
+    metric = {run.task: run.metric for run in runs}
     runs.sort(key=lambda run: (tasks.index(run.task), -run.score(metric[run.task], run.results.get(metric[run.task]))))
     for run in runs if len({run.name for run in runs}) < len(runs) else []:
         run.name = str(run.folder)
     settings = {
-        run.name: {n: v if isinstance(v, str) else json.dumps(v) for n, v in flatten(run.settings)} for run in runs
+        run.name: {n: v if isinstance(v, str) else json.dumps(v) for n, v in run.settings.items()} for run in runs
     }
     names = list(dict.fromkeys(name for each in settings.values() for name in each))
     differing = [name for name in names if len({each.get(name) for each in settings.values()}) > 1]
@@ -206,14 +228,21 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
     for event in [*runs[0].starts, *runs[0].events] if is_alone else ():
         if event["step"]:
             marks["resumed" if event["kind"] == "start" else event["kind"]].append(event["step"])
-    for title, curves in pictures.items():
-        png = folder / f"{re.sub('[^a-z]+', '_', title.lower())}.png"
-        yield figures.draw(title, curves, png, marks=marks if title == "Loss" else {})
+    ticks: dict[str, list[str]] = {}
     for name, rows in runs[0].tables.items():
-        if name.startswith("eval/loss_by_"):
-            curve = figures.Curve("", range(len(rows)), [row["loss"] for row in rows], "dotted")
-            ticks = [str(next(iter(row.values()))) for row in rows]
-            yield figures.draw(short(name).capitalize(), [curve], folder / f"{name[5:]}.png", ticks=ticks)
+        losses = [row.get("loss") for row in rows]
+        if name.startswith("eval/loss_by_") and all(map(is_number, losses)):
+            title = short(name).capitalize()
+            pictures[title].append(figures.Curve("", range(len(rows)), losses, "dotted"))
+            ticks[title] = [str(next(iter(row.values()))) for row in rows]
+    files: set[str] = set()
+    for title, curves in pictures.items():
+        file = re.sub("[^a-z0-9]+", "_", title.lower())[:100]  # of a name that whoever sent the run has chosen
+        while file in files:
+            file += "_"
+        files.add(file)
+        shown = {"marks": marks if title == "Loss" else {}, "ticks": ticks.get(title, ())}
+        yield figures.draw(title, curves, folder / f"{file}.png", **shown)
 
 
 def report_line(folder: Path) -> str:
@@ -250,18 +279,10 @@ def _cut(value: Any) -> Any:
     return f"{value[:LONGEST]} …" if is_long else value
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file of JSON lines, if it is there; not what a kill cut short."""
-    with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(file.read_text()))
-    return {}
+def _tables(content: dict[str, Any]) -> dict[str, Table]:
+    """Return what of it are lists of rows, with something in each."""
+    lists = {name: rows for name, rows in content.items() if isinstance(rows, list) and rows}
+    return {name: rows for name, rows in lists.items() if all(isinstance(row, dict) and row for row in rows)}
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def draw(
         figure.text(0, 1 - 0.13 / height, title, fontsize=9.5, fontweight="bold")
         if len(labels) > 1:
             axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(-0.15, 1.06), ncols=columns)
+        png.unlink(missing_ok=True)  # it may be a link
         figure.savefig(png, dpi=200, facecolor="white", pil_kwargs={"compress_level": 1})
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata=NO_METADATA | {"Title": title})

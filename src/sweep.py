@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import ctypes
 import itertools
-import json
 import math
 import os
 import random
@@ -27,7 +26,7 @@ import psutil
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
-from src.checkpoint.output_folder import changed_settings, saved_settings
+from src.checkpoint.output_folder import changed_settings, read_lines, saved_settings
 from src.config import Config, load_config
 from src.process import PR_SET_PDEATHSIG, SIGNALS, RunError, UserError, exit_codes, explained
 from src.settings import repeated_keys
@@ -94,9 +93,7 @@ class Trial:
 
     def result(self, steps: float = math.inf) -> tuple[int, float]:
         """Return step and value of its last evaluation up to `steps`; (0, NaN) if there is none."""
-        file, metric = self.folder / "metrics.jsonl", self.config.checkpoint.metric
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have cut the last one short
+        metric, records = self.config.checkpoint.metric, read_lines(self.folder / "metrics.jsonl")
         found = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
         return next((pair for pair in reversed(found) if pair[0] <= steps), (0, math.nan))
 

@@ -1,14 +1,18 @@
-"""What a run in a terminal shows beyond plain lines: progress bars and lines that fit. tqdm draws the bars, not
-rich: it needs no thread, and whatever kills a run leaves the terminal its cursor."""
+"""What a run prints: lines, each of them whole, that fit the terminal, and progress bars below them there. tqdm draws
+the bars, not rich: it needs no thread, and whatever kills a run leaves the terminal its cursor."""
 
 import os
 import re
 import shutil
 import sys
 import textwrap
+from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
+
+# tqdm's own lock is shared with forked processes too: one that is killed would never give it back
+tqdm.set_lock(RLock())
 
 
 def width() -> int | None:
@@ -24,6 +28,15 @@ def bar(desc: str = "", **options: Any) -> Any:
     options = {"bar_format": counts if "total" in options else "{desc} …", "leave": False, **options}
     is_hidden = width() is None or os.environ.get("RANK", "0") != "0"
     return tqdm(desc=desc, dynamic_ncols=True, disable=is_hidden, **options)
+
+
+def say(*lines: str, file: Any = None) -> None:
+    """Print lines, above the bars and whole, whichever threads do so at once. All that a run prints goes this way: to
+    `file`, or to the process's standard output, even while a library's is redirected to silence it."""
+    file = file or sys.__stdout__
+    with tqdm.external_write_mode():
+        file.write("".join(f"{line}\n" for line in lines))  # at once: other processes print there too
+        file.flush()
 
 
 def fit(line: str) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from src.progress import StepResult
 from src.report import report_line
 from src.run import Evaluation, Run, startup_summary
 from src.tasks.base import Table
-from src.terminal import bar, fit
+from src.terminal import bar, fit, say
 from src.trackers import start_trackers
 
 """In a record."""
@@ -57,7 +56,7 @@ class Tracker:
         if not run.is_main:
             if run.accelerator.is_local_main_process:
                 machine = int(os.environ.get("GROUP_RANK", run.rank))
-                self._loggers = start_loggers(run.config, run.launch, print, {}, machine=machine)
+                self._loggers = start_loggers(run.config, run.launch, say, {}, machine=machine)
             return
         config, resume = run.config, run.resume
         is_continued = resume.is_own(config)
@@ -76,8 +75,11 @@ class Tracker:
         if "{run_name}" not in config.output_dir:
             del settings["output_dir"]  # reused under another name, it would lead to this run's folder
         write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
-        for of_an_earlier_end in ("status.json", "summary.json"):
-            (self.folder / of_an_earlier_end).unlink(missing_ok=True)
+        newest = str(resume.checkpoint) if is_continued else None
+        write_json(
+            self.folder / "status.json", {"status": "unfinished", "checkpoint": newest}
+        )  # and so if it is killed
+        (self.folder / "summary.json").unlink(missing_ok=True)  # of an earlier end
         identity: dict[str, Any] = {"id": wandb_id, "resume": "allow" if wandb_id else None}
         origin: dict[str, Any] = {"data": run.metadata["data"]}
         if resume.state and not is_continued:
@@ -117,7 +119,7 @@ class Tracker:
             seconds_per_step = (time.perf_counter() - self._started) / (step - self._first)
             eta = tqdm.format_interval(seconds_per_step * (run.total_steps - step))
             text = f"loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}"
-            print(f"step {step:>6}/{run.total_steps}  {text}", flush=True)
+            say(f"step {step:>6}/{run.total_steps}  {text}")
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Record an evaluation made after the latest step."""
@@ -190,13 +192,12 @@ class Tracker:
         ]
         self._bar.set_description_str(self._facts)
         self._bar.close()
-        print(*filter(None, lines), sep="\n", flush=True)
+        say(*filter(None, lines))
 
     def say(self, line: str) -> None:
         """Print a line, on the main process."""
         if self._run.is_main:
-            tqdm.write(fit(line))  # above the progress bar
-            sys.stdout.flush()
+            say(fit(line))
 
     def _record(self, metrics: dict[str, Any], tables: dict[str, Table]) -> None:
         """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it to the loggers."""
@@ -235,7 +236,7 @@ def dry_run(run: Run) -> bool:
         course = (
             f"an evaluation every {config.eval_every or run.steps_per_epoch}, a checkpoint every {config.save_every}"
         )
-        print(fit(f"dry run: {left} of {run.total_steps} steps to take, {course}; nothing was written"), flush=True)
+        say(fit(f"dry run: {left} of {run.total_steps} steps to take, {course}; nothing was written"))
     return False
 
 
@@ -250,7 +251,7 @@ def _write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None
     status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
     write_json(folder / "status.json", status)
     when = f"after step {step}" if step else "before the first step"
-    print(f"stopped {when} by {reason}; to continue: {command}", flush=True)
+    say(f"stopped {when} by {reason}; to continue: {command}")
 
 
 def _print_summary(run: Run, loggers: dict[str, str]) -> None:
@@ -268,7 +269,7 @@ def _print_summary(run: Run, loggers: dict[str, str]) -> None:
     head = [launch.note, ": ".join(dict.fromkeys((config.run_name, config.task.name)))]
     lines = [f"  {title:<10} {text}" for title, text in rows.items() if text]
     lines = [*filter(None, head), *lines, *(f"  {note}" for note in resume.notes)]
-    print(*map(fit, lines), sep="\n", flush=True)
+    say(*map(fit, lines))
 
 
 def _printable(text: str, width: int = 110) -> str:

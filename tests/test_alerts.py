@@ -6,7 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from src.alerts import Alerts, Events
+from src.checkpoint import resume
+from src.checkpoint.output_folder import read_lines
+from src.config import load_config
+from src.process import UserError
 from tests.faults.runs import SHORT
 from tests.launching import PROJECT, Launch, Run
 
@@ -91,6 +97,35 @@ def test_what_a_resumed_run_finds_is_what_it_would_have_found(tmp_path: Path) ->
     assert [event["kind"] for event in after] == ["spike", "skipped"]
     assert [event["text"] for event in whole] == [event["text"] for event in after]
     assert resumed.file[-1]["text"] == "2 steps since the last record, as their gradients were not finite"
+
+
+def test_a_damaged_record_is_no_traceback_and_said_once(tmp_path: Path) -> None:
+    """Each line is another kind of damage, and a kill's cut at the end is none. Tried with json.loads: a traceback."""
+    lines = [json.dumps({"step": 10 * i, "train/loss": loss}).encode() for i, loss in enumerate(CALM, start=1)]
+    damaged = [b'{"step": 5, "train/loss": 1', b"\0" * 90, b"\xff\xfe", b"5", b'{"train/loss": 9}', b"[" * 10**5]
+    content = b"\n".join([*lines[:5], *damaged, *lines[5:]])
+    (tmp_path / "metrics.jsonl").write_bytes(content + b'\n{"step": 120, "tra')
+    stage = Stage(tmp_path)
+    says = "6 of its last lines are damaged, and left out wherever it is read"
+    assert stage.said == [f"WARNING: {tmp_path}/metrics.jsonl: {says}"]
+    stage.record(4.0, **{"train/skipped_steps": 0})
+    assert [event["kind"] for event in stage.file] == ["start", "spike"]
+    assert list(read_lines(tmp_path / "metrics.jsonl")).count({}) == 6
+
+
+def test_a_start_takes_as_long_whatever_the_length_of_the_record(tmp_path: Path) -> None:
+    """Here 2**40 bytes, which no machine could read. Tried with reading all of it: a MemoryError, for each."""
+    last, config = b'\n{"step": 10, "train/loss": 1.0}\n', load_config([f"--output_dir={tmp_path}"])
+    with (tmp_path / "metrics.jsonl").open("wb") as stream:
+        stream.truncate(2**40)
+        stream.seek(2**40)
+        stream.write(last)
+    assert Stage(tmp_path).said == []
+    state: Any = SimpleNamespace(metrics_bytes=2**40 + len(last))
+    resume._require_whole_record(config, tmp_path / "step_00000010", state)
+    state.metrics_bytes -= 1
+    with pytest.raises(UserError, match="has other lines than"):
+        resume._require_whole_record(config, tmp_path / "step_00000010", state)
 
 
 def test_steps_that_fp16_skips_to_find_its_scale_are_no_event(tmp_path: Path) -> None:

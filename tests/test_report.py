@@ -94,6 +94,96 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
     assert "recorded up to step 20;" in readable(page(folder))
 
 
+NUMBER = {"step": 20, "train/loss": 0.5}
+WHOLE = {
+    "step": 20, "epoch": 1.0, "seconds": 9.5, "num_processes": 1, "strategy": "single", "device": "cpu",
+    "precision": "fp32", "samples_per_second": 8.0, "parameters": 7, "trained_parameters": 7,
+    "peak_memory_bytes": [2**30], "eval/loss": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, "holds no run"),
+        (b"", "holds no run"),
+        (b"- a\n- list", "holds no run"),
+        (b"name: CI\non: [push]\njobs: {test: {steps: []}}", "holds no run"),
+        (b"run_name: x\ncheckpoint: {metric: eval/loss}", "holds no run"),
+        (b"task: mnist", "holds no run"),
+        (b"task: {name: [mnist]}\ncheckpoint: []\nsince: 2026-11-23", None),
+        (b"task: {name: mnist}\ncheckpoint: {metric: [eval/loss], mode: 5}", None),
+        (b"task: &task {name: mnist, more: *task}", "holds no run"),
+        (b"task: " + b"[" * 3000, "holds no run"),
+        (b"task: {name: \xff\xfe}", "holds no run"),
+        (b"\0" * 100, "holds no run"),
+    ],
+    ids=[
+        "missing", "empty", "a list", "another program's", "without task", "a task without a name", "odd names",
+        "odd ranking", "contains itself", "3,000 brackets", "not UTF-8", "zeros",
+    ],
+)  # fmt: skip
+def test_a_folder_whose_settings_are_not_a_runs_is_one_line(tmp_path: Path, config: bytes | None, says: str) -> None:
+    """Or has its report. Tried without each of `saved_settings`' errors, without its way through JSON, and with
+    settings["task"]["name"]: tracebacks."""
+    folder = run_folder(tmp_path / "run", [training(10), evaluation(20, 0.5)])
+    (folder / "config.yaml").unlink()
+    if config is not None:
+        (folder / "config.yaml").write_bytes(config)
+    if says:
+        with pytest.raises(UserError, match=f"{folder}: {says}") as error:
+            page(folder)
+        assert "\n" not in str(error.value)
+    else:
+        assert "recorded up to step 20 gave loss 0.5000" in readable(page(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "left_out"),
+    [
+        ("metrics.jsonl", b"7\n[]\n[1, 2]\n\"text\"\nnull\n\n", "6 lines of metrics.jsonl"),
+        ("metrics.jsonl", b'{"train/loss": 1.0}\n', "1 line of metrics.jsonl"),
+        ("metrics.jsonl", b'{"step": "20", "train/loss": 1.0}\n{"step": NaN}\n', "2 lines of metrics.jsonl"),
+        ("metrics.jsonl", b"\0" * 50 + b"\n\xff\xfe\x80\n" + b"[" * 10**5 + b"\n", "3 lines of metrics.jsonl"),
+        ("metrics.jsonl", b'{"step": 1' + b"0" * 400 + b', "train/loss": 1}\n', "1 line of metrics.jsonl"),
+        ("metrics.jsonl", json.dumps(NUMBER | {"train/loss": "0.5", "eval/loss": {"a": {"b": [1]}}}).encode(), None),
+        ("metrics.jsonl", json.dumps(NUMBER | {"train/loss": 10**400, "eval/loss": 10**400}).encode(), None),
+        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[1, None], a=[{}], b=[[]])).encode(), None),
+        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[{"a": [1]}], c=[{"a": {}}, {"b": []}])).encode(),
+         None),
+        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, loss_by_a=[{"a": 1}], loss_by_b=[{"loss": "x"}])).encode(),
+         None),
+        ("events.jsonl", b'{}\n{"kind": "start"}\n5\n', "3 lines of events.jsonl"),
+        ("events.jsonl", b'{"step": 9}\n{"step": 9, "kind": [1]}\n{"step": 9, "kind": "start", "command": 5}\n', None),
+        ("summary.json", b"{", "summary.json"),
+        ("summary.json", b"[[1, 2]]", "summary.json"),
+        ("summary.json", b"5", "summary.json"),
+        ("summary.json", b"\xff", "summary.json"),
+        ("summary.json", json.dumps(WHOLE | {"seconds": "9.5"}).encode(), "summary.json"),
+        ("summary.json", json.dumps({"step": 20, "epoch": 1.0}).encode(), "summary.json"),
+        ("summary.json", json.dumps(WHOLE | {"peak_memory_bytes": 5, "tokens_per_second": "x"}).encode(), None),
+        ("summary.json", json.dumps(WHOLE | {"peak_memory_bytes": [], "eval/loss": []}).encode(), None),
+        ("summary.json", json.dumps(WHOLE | {"peak_memory_bytes": ["x"], "eval/loss": "x"}).encode(), None),
+        ("status.json", b"null", "status.json"),
+        ("status.json", b'{"reason": {"a": 1}}', None),
+        ("check.json", b'"passed"', "check.json"),
+        ("check.json", b'{"checks": 5, "config": [], "passed": {}}', None),
+        ("check.json", b'{"checks": [[], 5], "config": {"task": 5}}', None),
+    ],
+)  # fmt: skip
+def test_what_is_odd_in_a_folder_is_left_out_and_damage_is_said(
+    tmp_path: Path, file: str, content: bytes, left_out: str | None
+) -> None:
+    """Tried without each of the conditions that they meet: a traceback; without the note: nobody hears of it."""
+    folder = run_folder(tmp_path / "run", [training(10)])
+    if file == "metrics.jsonl":
+        content = (folder / file).read_bytes() + content + b"\n" * (content[-1:] == b"}")
+    (folder / file).write_bytes(content)
+    text = readable(page(folder))
+    assert "mnist: " in text
+    assert re.findall(r"Left out, as damaged: (.*?\.jsonl?)", text) == ([left_out] if left_out else [])
+
+
 def test_values_that_are_not_finite_are_not_drawn(tmp_path: Path) -> None:
     """Tried without isfinite: another picture."""
     losses = [3.0, float("nan"), 2.0, float("inf"), 1.0]
@@ -235,6 +325,25 @@ def test_pictures_lie_beside_the_page_and_have_names_for_those_who_do_not_see_th
     assert {"loss.png", "accuracy.png", "learning_rate.png", "examples_per_second.png"} <= names
     assert html.count('<svg role="img"') == html.count("<title>") - 1
     assert 'alt="label 3 "' in html
+
+
+def test_names_in_a_run_lead_to_no_file_outside_the_report_and_each_picture_has_its_own(tmp_path: Path) -> None:
+    """Tried with the table's name as the file's: it is beside the run; with letters alone: one picture for top 1 and 5;
+    with writing into what is there: a link leads outside."""
+    rows = [{"position": "a", "loss": 1.0}, {"position": "b", "loss": 2.0}]
+    names = {"top1": 0.5, "top5": 0.9, "早": 0.1, "上": 0.2, "top_" + "x" * 300: 0.3, "../../up": 0.4}
+    tables = {"loss_by_x/../../../x": rows, "loss_by_/tmp/x": rows, "loss_by_早": rows, "loss_by_上": rows}
+    record = evaluation(1, 0.5, **tables) | {f"eval/{name}": value for name, value in names.items()}
+    folder = run_folder(tmp_path / "a/b/run", [record])
+    (folder / "report").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (folder / "report/top1.png").symlink_to(tmp_path / "precious")
+    html = page(folder)
+    assert (tmp_path / "precious").read_text() == "mine"
+    files = {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix == ".png"}
+    assert {path.parent for path in files} == {folder / "report"}
+    assert html.count("<svg ") == len(files) == 11  # the loss, six metrics and the tables
+    assert {"top1.png", "top5.png"} <= {path.name for path in files}
 
 
 def test_why_there_is_no_report_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,7 +258,8 @@ def test_a_link_to_a_disk_that_is_not_mounted(link: str) -> None:
 
 @pytest.mark.parametrize("proof", ["the record", "status.json"])
 def test_a_run_does_not_start_over_where_its_checkpoints_went_away(proof: str) -> None:
-    """The record of two saves, or where it was stopped, says that there were some. Tried without: it does."""
+    """Its status.json says that there were some or, of a run of earlier code, the record of two saves. Tried without:
+    it does."""
     folder = Path("runs/mnist")
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(load_config(["--save_every=8"]).model_dump(mode="json")))
@@ -268,6 +269,8 @@ def test_a_run_does_not_start_over_where_its_checkpoints_went_away(proof: str) -
         if last < 18 and proof == "the record":
             load_config(["--save_every=8"])  # it may have been killed before there was one
     if proof == "status.json":
+        (folder / "status.json").write_text('{"status": "unfinished", "checkpoint": null}')
+        load_config(["--save_every=8"])  # it never could save
         (folder / "metrics.jsonl").unlink()
         (folder / "status.json").write_text('{"status": "preempted", "checkpoint": "runs/mnist/checkpoints/step_5"}')
     assert mistakes("--save_every=8") == [

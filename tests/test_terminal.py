@@ -1,21 +1,25 @@
 """What a person sees of a run: in a terminal of any width, in a pipe, on several processes, and with --dry-run."""
 
+import ast
+import contextlib
 import fcntl
 import hashlib
 import os
 import pty
 import re
 import struct
+import subprocess
+import sys
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from src import terminal
-from tests.launching import PROJECT, Launch, mistakes, needs
+from tests.launching import PROJECT, Launch, clean_environment, mistakes, needs
 
 EVALUATION = "step     20/60  eval/loss 3.4374  eval/examples 1,743  eval/perplexity 31.1060  eval/accuracy 0.1687"
 BATCH = "  batch      64 = 16 per micro-batch x 4 processes x 1 accumulated"
@@ -69,34 +73,42 @@ def screen(output: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+@contextlib.contextmanager
+def a_terminal(number: int) -> Iterator[tuple[int, list[bytes]]]:
+    """One so many columns wide: a descriptor to write to, and what was written there, complete in the end."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, number, 0, 0))
+    chunks: list[bytes] = []
+
+    def read() -> None:
+        while not (chunk := os.read(ours, 65536)).endswith(b"\0"):
+            chunks.append(chunk)
+        chunks.append(chunk[:-1])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield theirs, chunks
+    finally:
+        os.write(theirs, b"\0")
+        reader.join()
+        os.close(ours)
+        os.close(theirs)
+
+
 @pytest.fixture
 def in_terminal(launch: Launch, tmp_path: Path) -> Shown:
     """in_terminal(80, "ddp", "--max_steps=2"): what is written to a terminal of this width, and the screen in the end.
     The run is runs/x in the test's folder."""
 
     def run(number: int, config: str, *arguments: str, **more: Any) -> tuple[str, list[str]]:
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, number, 0, 0))
-        chunks: list[bytes] = []
-
-        def read() -> None:
-            while chunk := os.read(ours, 65536):
-                chunks.append(chunk)
-                if b"\0" in chunk:
-                    return
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        attach = (
-            f"import os; t = os.open({os.ttyname(theirs)!r}, os.O_RDWR | os.O_NOCTTY); os.dup2(t, 1); os.dup2(t, 2)"
-        )
-        before = f"{attach}\n{more.pop('before', '')}"
         environment = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "0", **more}  # xdist sets it
         folder, where = Path("runs/x"), {"cwd": tmp_path, "project": PROJECT}
-        code = launch(config, *arguments, folder=folder, before=before, **where, **environment).exit_code
-        os.write(theirs, b"\0")
-        reader.join()
-        output = b"".join(chunks).decode().rstrip("\0")
+        with a_terminal(number) as (theirs, chunks):
+            attach = f"t = os.open({os.ttyname(theirs)!r}, os.O_RDWR | os.O_NOCTTY); os.dup2(t, 1); os.dup2(t, 2)"
+            before = f"import os; {attach}\n{more.pop('before', '')}"
+            code = launch(config, *arguments, folder=folder, before=before, **where, **environment).exit_code
+        output = b"".join(chunks).decode()
         assert code == 0, output
         return output, screen(output)
 
@@ -126,6 +138,58 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(
         "model", "record", *LAST,
     ]  # fmt: skip
     assert commands == ["  evaluate   python -m src.evaluate runs/x"][: "evaluate" in LAST]
+
+
+SPEAKERS = """
+import contextlib, io, sys, threading, time
+from src.terminal import bar, say
+
+def speak(name):
+    for i in range(100):
+        say(f"{name} said {i}", f"{name} said {i} " + "and more " * 5, file=sys.stderr if name == "b" else None)
+
+threads = [threading.Thread(target=speak, args=name) for name in "abcdef"]
+with bar(total=500, mininterval=0, leave=True) as steps, contextlib.redirect_stdout(io.StringIO()):  # as for a library
+    for thread in threads:
+        thread.start()
+    for _ in range(500):
+        steps.update()
+        time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+"""
+
+
+@pytest.mark.parametrize("where", ["a terminal", "a pipe"])
+def test_each_line_is_whole_whichever_threads_speak_at_once(where: str) -> None:
+    """And none is lost where a library's output is. Tried with `print`: lines go on where others, or the bar, end; with
+    sys.stdout: only those to stderr are there."""
+    command, environment = [sys.executable, "-uc", SPEAKERS], clean_environment(TERM="xterm")
+    if where == "a terminal":
+        with a_terminal(80) as (theirs, chunks):
+            subprocess.run(command, cwd=PROJECT, env=environment, stdout=theirs, stderr=theirs, check=True)
+        *lines, last = screen(b"".join(chunks).decode().replace("\r\n", "\n\r"))[:-1]
+        assert re.match("100% █+ 500/500", last)
+    else:
+        done = subprocess.run(command, cwd=PROJECT, env=environment, stdout=-1, stderr=subprocess.STDOUT, check=True)
+        lines = done.stdout.decode().splitlines()
+    for name in "abcdef":
+        expected = [f"{name} said {i}{more}" for i in range(100) for more in ("", " " + "and more " * 5)]
+        assert [line.rstrip() for line in lines if line.startswith(name)] == [line.rstrip() for line in expected]
+    assert len(lines) == 1200
+
+
+def test_all_that_is_printed_while_a_run_goes_on_takes_that_way() -> None:
+    """Commands of their own, and --help, have no threads or bars; how a process ends is said after them, each line at
+    once. Tried with a print in src/loggers.py."""
+    for file in [PROJECT / "train.py", *(PROJECT / "src").rglob("*.py")]:
+        text = file.read_text()
+        is_command = '__name__ == "__main__"' in text and file.name != "train.py"
+        if is_command or file == PROJECT / "src/config.py":
+            continue
+        assert "tqdm.write" not in text, file
+        assert "print" not in {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}, file
+        assert ("sys.stdout" in text or "sys.__stdout__" in text) == (file == PROJECT / "src/terminal.py"), file
 
 
 def on_text(folder: Path) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from src.checkpoint.format import write_json
 from src.process import lost_peers
 from src.report import report_line
 from src.run import Run
+from src.terminal import say
 from src.tracking import start_loggers
 
 CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
@@ -45,7 +46,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     started = time.perf_counter()
     is_main = os.environ.get("RANK", "0") == "0"  # even if each believes it is alone
     if is_main:
-        print(f"{run.config.run_name}: examining {run.launch.strategy} x {run.world_size}", flush=True)
+        say(f"{run.config.run_name}: examining {run.launch.strategy} x {run.world_size}")
     convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     chosen, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"  # TF32's 10 bits hide small faults
     subject = Subject(run, train_step, evaluate)
@@ -82,14 +83,14 @@ def _worst(rows: tuple[Row, ...]) -> Row:
 def _report(run: Run, rows: list[Row], seconds: float) -> None:
     config, file = run.config, run.config.folder / "check.json"
     failed = sorted({row["check"] for row in rows if row["result"] == "fail"})
-    print("\n".join(table(rows)), flush=True)
+    say(*table(rows))
     versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
     about = {"launch": run.launch.as_dict(), "versions": versions, "config": config.model_dump(mode="json")}
     config.folder.mkdir(parents=True, exist_ok=True)
     write_json(file, {"passed": not failed, "checks": rows, "seconds": seconds, **about})
-    for logger in start_loggers(config, run.launch, print, {}, job_type="check", id=uuid.uuid4().hex[:8]):
+    for logger in start_loggers(config, run.launch, say, {}, job_type="check", id=uuid.uuid4().hex[:8]):
         logger.log({"step": 0}, {"check": rows})
         logger.summarize({"check/passed": not failed})
         logger.finish(exit_code=1 if failed else 0)
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks passed"
-    print(f"{verdict}, in {seconds:.0f} s; {file}", report_line(config.folder), sep="\n", flush=True)
+    say(f"{verdict}, in {seconds:.0f} s; {file}", report_line(config.folder))

@@ -27,7 +27,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from tqdm import tqdm
 
 from src.checkpoint import format
 from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, RunState, file_facts, problems, write_text
@@ -35,6 +34,7 @@ from src.checkpoint.output_folder import LENGTH_SETTINGS, changed_settings, list
 from src.checkpoint.tensors import StorageReader
 from src.config import Config
 from src.process import RunError, UserError, cause, explained
+from src.terminal import say
 
 SLICES = "slices.json"
 """Names the shards in a part that are to be fetched slice by slice, as they are read."""
@@ -104,7 +104,7 @@ class Mirror:
             for file in (self._config.folder / name for name in RECORD):
                 content = self._fs.cat_file(self._path(there[0], file.name))
                 if file.exists() and file.name == RECORD[0] and not file.read_bytes().startswith(content):
-                    print(f"{file} is set aside: it is not the one in {self.url}", flush=True)
+                    say(f"{file} is set aside: it is not the one in {self.url}")
                     format.quarantine(file)
                 if not file.exists():
                     write_text(file, content.decode())
@@ -130,7 +130,7 @@ class Mirror:
             found = list(self._fetch(checkpoint, files)) if is_there else [*lacks, "not in the mirror"]
         found = gather_object(found if self._is_first else [])
         if self._is_main and not found:
-            print(f"fetched from {self.url}/{checkpoint.name}", flush=True)
+            say(f"fetched from {self.url}/{checkpoint.name}")
         elif self._is_main and files:  # it must not count when some of its files have been written anew
             self._fs.mv(self._path(checkpoint, MANIFEST), self._path(checkpoint, f"damaged_{MANIFEST}"))
         return found
@@ -174,7 +174,7 @@ class Mirror:
         """Copy a published checkpoint in the background, after the one that is being copied. Only the newest waits for
         that: it takes the place of another one."""
         for replaced, _ in list(self._waiting):
-            tqdm.write(f"WARNING: {replaced} is not in the mirror: {self.url} takes longer than from save to save")
+            say(f"WARNING: {replaced} is not in the mirror: {self.url} takes longer than from save to save")
         self._waiting.append((checkpoint, state))
         copier().apply_async(self._copy_newest)
 
@@ -183,9 +183,9 @@ class Mirror:
             self.copying, state = self._waiting.pop()
             try:
                 self._copy(self.copying, state)
-                tqdm.write(f"mirrored to {self.url}/{self.copying.name}")
+                say(f"mirrored to {self.url}/{self.copying.name}")
             except Exception as error:
-                tqdm.write(f"WARNING: {self.copying} is not in the mirror: {cause(error)}")
+                say(f"WARNING: {self.copying} is not in the mirror: {cause(error)}")
             self.copying = None
 
     def wait(self) -> None:
@@ -193,7 +193,7 @@ class Mirror:
         try:
             self.patiently(bool)
         except RunError as error:
-            tqdm.write(f"WARNING: the mirror lacks the newest checkpoint: {error}")
+            say(f"WARNING: the mirror lacks the newest checkpoint: {error}")
 
     def patiently(self, work: Callable[..., object], *arguments: Any) -> None:
         """Do it in the background, after what was begun there, and wait for half of timeout_minutes: for all of it, the

@@ -1,7 +1,8 @@
-"""The output folder of a run: which run it holds, and why this one must not write into it."""
+"""The output folder of a run: reading its files, which run it holds, and why this one must not write into it."""
 
 import contextlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import yaml
 
@@ -33,6 +34,34 @@ LENGTH_SETTINGS = {"max_steps", "epochs"}
 """Settings that say how long a run is."""
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether it is a finite number, not too large for a float."""
+    return isinstance(value, int | float) and abs(value) < 1e308
+
+
+def parse(content: str | bytes, *numbers: str) -> dict[str, Any]:
+    """Return the JSON object that is written there, if it has numbers of these names; else an empty one."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and all(is_number(found.get(name)) for name in numbers) else {}
+
+
+def read_lines(file: Path, start: int = 0, end: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Yield each record of a file of JSON lines, metrics.jsonl or events.jsonl, if it is there: an empty one for a line
+    that is damaged, and none for a last one that a kill cut short. `start` and `end`: only what is between two bytes of
+    it."""
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
+        if start > 0:
+            stream.seek(start)
+            stream.readline()  # the rest of one
+        while (line := stream.readline()) and stream.tell() <= end:
+            record = parse(line, "step")
+            if record or line.endswith(b"\n"):
+                yield record
+
+
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the checkpoints in a folder, whole or damaged, the newest first."""
     found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
@@ -43,9 +72,9 @@ def saved_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the run in an output folder; empty if there are none."""
     try:
         saved = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        return parse(json.dumps(saved, default=str))  # which refuses one that contains itself
+    except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return saved if isinstance(saved, dict) else {}
 
 
 def parent_checkpoint(config: "Config") -> Path | None:
@@ -123,15 +152,13 @@ def _is_held(path: Path) -> bool:
 
 
 def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Return whether the run in a folder has certainly saved a checkpoint: it stopped at one, or its record goes past
-    two saves, the second of which waited for the first."""
-    spoilt = (OSError, ValueError, LookupError, TypeError)
-    with contextlib.suppress(*spoilt):
-        if json.loads((folder / "status.json").read_text())["checkpoint"]:
-            return True
-    with contextlib.suppress(*spoilt):
-        lines = (folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
-        return json.loads(lines[-1])["step"] - json.loads(lines[0])["step"] > 2 * saved["save_every"]
+    """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says. One that lacks
+    it, of an earlier version of the code, has if its record goes past two saves: the second waited for the first."""
+    with contextlib.suppress(OSError, LookupError):
+        return parse((folder / "status.json").read_bytes())["checkpoint"] not in (None, saved.get("resume"))
+    steps = [record["step"] for record in read_lines(folder / "metrics.jsonl") if record]
+    with contextlib.suppress(LookupError, TypeError):
+        return steps[-1] - steps[0] > 2 * saved["save_every"]
     return False
 
 

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 
+from src import terminal
 from src.checkpoint import format
 from src.checkpoint.format import ResumePoint, RunState
 from src.checkpoint.mirror import Mirror
@@ -188,7 +189,7 @@ def _lock(folder: Path) -> None:
             if SIGNALS.name:  # status.json is the other process's
                 SIGNALS.die()
             if second == 0:
-                print(f"{folder}: another process is still writing this run; waiting for it to end", flush=True)
+                terminal.say(f"{folder}: another process is still writing this run; waiting for it to end")
         except OSError:  # this file system has no locks
             return
         else:
@@ -221,11 +222,18 @@ def _differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:
 def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> None:
     """Raise a UserError if metrics.jsonl, which the run would append to, is not the one that it wrote."""
     record, saved = config.folder / "metrics.jsonl", state.metrics_bytes
-    content = record.read_bytes() if record.exists() else b""
-    if saved and content[saved - 1 : saved] != b"\n" and not config.checkpoint.accept_changes:
-        was = f"{len(content):,} bytes, and had {saved:,}" if len(content) < saved else "other lines than"
-        branch = f"branch off with another --run_name and --resume={checkpoint}"
-        raise UserError(f"{record} has {was} when {checkpoint} was saved: bring it back, {branch}, {ALL_THE_SAME}")
+    if not saved or config.checkpoint.accept_changes:
+        return
+    size = record.stat().st_size if record.exists() else 0
+    was = f"{size:,} bytes, and had {saved:,}"
+    if size >= saved:
+        was = "other lines than"
+        with record.open("rb") as stream:
+            stream.seek(saved - 1)
+            if stream.read(1) == b"\n":
+                return
+    branch = f"branch off with another --run_name and --resume={checkpoint}"
+    raise UserError(f"{record} has {was} when {checkpoint} was saved: bring it back, {branch}, {ALL_THE_SAME}")
 
 
 def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

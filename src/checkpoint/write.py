@@ -163,6 +163,7 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint and rotate; called on the coordinator when all have written."""
+        config = self._run.config
         write_json(self.folder / STATE, asdict(self.state))
         files = {STATE: file_facts(self.folder / STATE)}
         for (result,) in results:
@@ -176,8 +177,9 @@ class StorageWriter(HuggingFaceStorageWriter):
         publish(self.folder, files, self.checkpoint)
         if self._mirror:
             self._mirror.start(self.checkpoint, self.state)
-        kept, evaluations = self._run.config.checkpoint, self.state.progress.evaluations
+        evaluations = self.state.progress.evaluations
         try:
-            rotate(self.checkpoint.parent, kept, evaluations, self._mirror and self._mirror.copying)
+            rotate(self.checkpoint.parent, config.checkpoint, evaluations, self._mirror and self._mirror.copying)
+            write_json(config.folder / "status.json", {"status": "unfinished", "checkpoint": str(self.checkpoint)})
         except Exception as error:  # in any case, the new one is published
-            warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=1)
+            warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)
