@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from src.check.findings import EXACT, Row, WorstError, finding, gather, norm, relative_error, relative_errors
 from src.check.subject import Subject, autocast, capture_update, whole
+from src.checkpoint.rng import random_state
 from src.data.loading import MicroBatch
 from src.optim import lr_at
 from src.reference import all_reduce, average_gradients, backward
@@ -42,8 +43,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     """Take the first two steps of an epoch and its last, ragged one. Before each, the reference takes over the run's
     weights; it computes its own gradients, but then updates with the run's: each fault shows in one of the two."""
     run, config, reference = subject.run, subject.run.config, subject.reference
-    last, (other, *_) = subject.steps_per_epoch - 1, [*_other_sizes(subject), None]
-    sizes = {0: None, 1: other, last: None}  # micro-batches, by step; None: as the run has them
+    sizes = {0: None, 1: _other_size(subject), subject.steps_per_epoch - 1: None}  # None: the run's own
     examined = {step: next(subject.micro_batches(step, size)) for step, size in sizes.items()}
     randomness = _randomness(subject, examined[0][0])
     factor = NOISE_FACTORS["same" if subject.autocasts_to_bf16 else "FSDP" if subject.is_fsdp else "other"]
@@ -76,6 +76,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         losses.add({f"step {step + 1}": relative_error(result.loss, expected_loss)})
         norms.add({f"step {step + 1}": relative_error(result.grad_norm, expected_norm)}, noise, factor)
         updates.add(_update_errors(subject, found))
+    rates = _rates(subject)
     run.model.train()
     yield finding("Gradients", "randomness (dropout, …)", randomness)
     yield gradients.finding("Gradients", "largest relative error")
@@ -83,7 +84,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     clipping = "not clipped" if config.optim.max_grad_norm is None else "clipped at 2 x, 0.5 x it"
     yield norms.finding("Gradients", f"norm, {clipping}")
     yield from _settings(subject)
-    yield _rates(subject).finding("Updates", "learning rate")
+    yield rates.finding("Updates", "learning rate")
     yield updates.finding("Updates", "parameters after each step")
     yield from _replicas(subject)
 
@@ -118,12 +119,11 @@ def _gradients_by_hand(
 
 def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
     """Return, as text, how the random numbers that the model draws are dealt with."""
-    losses = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            losses.append(float(returned(subject.run.task, "loss", subject.reference, micro_batch.data)[0]))
-    if not any(gather(losses[0] != losses[1])):
+    device = subject.run.device
+    before = random_state(device)
+    with torch.no_grad():
+        returned(subject.run.task, "loss", subject.reference, micro_batch.data)
+    if not any(gather(random_state(device) != before)):
         return "the model draws none"
     if subject.run.config.compile:
         return "switched off (eval mode): compiled code draws other numbers"
@@ -211,10 +211,10 @@ def _replicas(subject: Subject) -> Iterator[Row]:
 
 
 def check_accumulation(subject: Subject) -> Iterator[Row]:
-    """Take the first step of the epoch and its last, ragged one in micro-batches of other sizes: by hand, as the loop's
+    """Take the first step of the epoch and its last, ragged one in micro-batches of another size: by hand, as the run's
     steps were compared with those by hand; in eval mode, as dropout would draw other numbers."""
-    own, others = subject.run.config.micro_batch(subject.run.world_size), _other_sizes(subject)
-    if not others:
+    own, other = subject.run.config.micro_batch(subject.run.world_size), _other_size(subject)
+    if other is None:
         yield finding("Accumulation", "other micro-batches", f"none: a process has {own} example per batch")
         return
     subject.copy_to_reference()
@@ -222,19 +222,17 @@ def check_accumulation(subject: Subject) -> Iterator[Row]:
     gradients, losses = WorstError(REORDERED), WorstError(REORDERED)
     for step in (0, subject.steps_per_epoch - 1):
         expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step)), None)
-        for size in others:
-            found, loss = _gradients_by_hand(subject, next(subject.micro_batches(step, size)), None)
-            gradients.add(relative_errors(found, expected))
-            losses.add({f"micro-batches of {size}": relative_error(loss, expected_loss)})
+        found, loss = _gradients_by_hand(subject, next(subject.micro_batches(step, other)), None)
+        gradients.add(relative_errors(found, expected))
+        losses.add({f"step {step + 1}": relative_error(loss, expected_loss)})
     subject.reference.train()
-    split = f"{' and '.join(map(str, others))} in place of {own}"
-    yield gradients.finding("Accumulation", f"gradient: {split}")
-    yield losses.finding("Accumulation", f"loss: {split}")
+    yield gradients.finding("Accumulation", f"gradient: {other} in place of {own}")
+    yield losses.finding("Accumulation", f"loss: {other} in place of {own}")
 
 
-def _other_sizes(subject: Subject) -> list[int]:
-    """Return the next two smaller sizes of micro-batches, else the next larger one, which may not fit into memory."""
+def _other_size(subject: Subject) -> int | None:
+    """Return the next smaller size of micro-batches, else the next larger one; None: there is no other."""
     config, world_size = subject.run.config, subject.run.world_size
     share, own = config.global_batch_size // world_size, config.micro_batch(world_size)
     sizes = [size for size in range(1, share + 1) if share % size == 0 and size != own]
-    return [size for size in sizes if size < own][-2:] or sizes[:1]
+    return max((size for size in sizes if size < own), default=min(sizes, default=None))
