@@ -295,7 +295,7 @@ MORE = [
         ("src/data/loading.py", "        order = order[done_in_epoch * config.global_batch_size :]\n", ""),
     ),
     Fault(
-        "a schedule that is longer by the number of processes", "ddp", {"Updates"}, "or of another length",
+        "a schedule that is longer by the number of processes", "ddp", {"Updates"}, "of another form or length",
         ("src/run.py", "Schedule(self.config.steps(self.steps_per_epoch)[1],",
          "Schedule(self.config.steps(self.steps_per_epoch)[1] * self.world_size,"),
     ),
@@ -338,11 +338,11 @@ MORE = [
     Fault(
         "gradients not cleared", "ddp", {"Checkpoint", "Gradients"},  # they begin where they should not
         "not the gradient of the whole batch's mean loss",
-        ("train.py", "        optimizer.zero_grad()\n", ""),
+        ("src/optim.py", "        optimizer.zero_grad()\n", ""),
     ),
     Fault(
         "gradients reduced after each micro-batch", "ddp", {"Cost"}, "gradients reduced after each micro-batch",
-        ("train.py", "is_reduced = i == len(micro_batches) or accelerator.is_fsdp2", "is_reduced = True"),
+        ("train.py", "is_reduced = i == len(micro_batches) or", "is_reduced = True or"),
         arguments=("--micro_batch_size=8",),
     ),
 ]  # fmt: skip
