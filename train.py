@@ -44,6 +44,7 @@ from src.performance import Performance
 from src.preemption import StopSignal
 from src.progress import StepCounts, StepResult
 from src.run import Evaluation, Run, new_model
+from src.tasks.returned import Examined, returned
 from src.tracking import Tracker, dry_run, stop_at_start
 
 
@@ -58,7 +59,7 @@ def train_or_check(argv: list[str]) -> None:
     run = build(config := load_config(argv))
     if run is None:  # it has already finished
         return
-    is_good = run_checks(run, train_step, evaluate) if config.check else fit(run)
+    is_good = run_checks(run, train_step, evaluate, restore) if config.check else fit(run)
     SIGNALS.release()
     run.accelerator.wait_for_everyone()  # gloo sometimes aborts where one process leaves before the others are done
     if is_good and config.push_to_hub and run.is_main and not config.check:
@@ -88,7 +89,7 @@ def build(config: Config) -> Run | None:
     elif accelerator.is_main_process:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
     with local_main_process_first(accelerator):  # it downloads and tokenizes
-        datasets = task.build_datasets()
+        datasets = returned(task, "build_datasets")
     fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_local_main_process else []
     MACHINES.require_same_data(fingerprints)
     train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
@@ -104,9 +105,14 @@ def build(config: Config) -> Run | None:
     set_seed((config.seed + accelerator.process_index) % 2**32)  # each process draws dropout masks of its own
     data: dict[str, Any] = {"train_set": train_set, "eval_set": eval_set, "metadata": metadata, "facts": facts}
     run = Run(config, accelerator, launch, resume, command, model, optimizers, resume.progress, **data)
-    if resume.state:
-        load_checkpoint(run)
+    restore(run)
     return run
+
+
+def restore(run: Run) -> None:
+    """Restore what the run continues from, if there is a checkpoint."""
+    if run.resume.state:
+        load_checkpoint(run)
 
 
 def fit(run: Run) -> bool:
@@ -174,7 +180,8 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) ->
     by their number in all micro-batches of all processes, which is exchanged first. The host doesn't wait for the
     device, unless an optimizer cannot leave out a step by itself.
     """
-    accelerator, config, progress, task = run.accelerator, run.config, run.progress, run.task
+    accelerator, config, progress = run.accelerator, run.config, run.progress
+    task = run.task if progress.step else Examined(run.task)
     # DDP and FSDP average the gradients over the processes: multiplying by their number gives the sum
     divisor = counts.targets or config.global_batch_size
     loss_factor = accelerator.num_processes / divisor * progress.loss_scale
@@ -217,7 +224,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
         if stop.poll():
             run.model.train()
             return None
-        loss_sum, num_targets, batch_outputs = task.evaluate(run.model, batch.data)
+        loss_sum, num_targets, batch_outputs = returned(task, "evaluate", run.model, batch.data)
         totals[0] += loss_sum * batch.weight
         totals[1] += num_targets * batch.weight
         totals[2] += batch.num_examples
@@ -227,7 +234,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     run.model.train()
     loss_sum, num_targets, num_examples = accelerator.reduce(totals, "sum").tolist()
     gathered = {name: gather_in_order(accelerator, torch.cat(o), len(run.eval_set)) for name, o in outputs.items()}
-    metrics = [task.metrics(gathered) if run.is_main else {}]
+    metrics = [returned(task, "metrics", gathered) if run.is_main else {}]
     broadcast_object_list(metrics)  # all processes must decide alike on early stopping
     found = {"loss": loss_sum / num_targets, "examples": int(num_examples), **metrics[0]}
     return Evaluation({f"eval/{name}": value for name, value in found.items()}, report, gathered)

@@ -10,20 +10,17 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
-import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from pyarrow import parquet
-from torch import Tensor, nn
 
 from src.checkpoint.model import config_of, find_model, load_model
 from src.config import RENAMED, Config
-from src.data.loading import fetch
+from src.data.loading import evaluate_alone
 from src.data.mnist import read_pictures
 from src.export import unfinished_place
 from src.process import UserError, exit_codes
 from src.settings import flatten, read_arguments, validate
-from src.tasks.base import Examples, Task
+from src.tasks.returned import returned
 
 MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer", "pad_token")
 """Settings of tasks, and groups of them, that would make another model."""
@@ -43,16 +40,17 @@ def main(argv: list[str]) -> None:
     output = options.output or (None if pictures else path.with_name("predictions.parquet"))
     if output and output.exists():
         raise UserError(f"{output}: exists already; name another file by --output=")
-    model = load_model(path, config)
+    accelerator = Accelerator()
+    model = accelerator.prepare_model(load_model(path, config), evaluation_mode=True).eval()
     dataset = read_pictures(pictures) if pictures else task.build_datasets()[1]
-    loss, outputs = evaluate(task, model, dataset, config.micro_batch(1))
+    loss, outputs = evaluate_alone(task, model, dataset, config.micro_batch(1), accelerator.device)
     columns = task.predictions(outputs, dataset)
     if pictures:
         del columns["label"]  # nobody has said
         for row, name in enumerate(pictures):
             print(name, json.dumps({column: values[row] for column, values in columns.items()}))
     else:
-        metrics = {"loss": loss, "examples": len(dataset), **task.metrics(outputs)}
+        metrics = {"loss": loss, "examples": len(dataset), **returned(task, "metrics", outputs)}
         print(json.dumps({f"eval/{name}": value for name, value in metrics.items()}, indent=2))
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -79,20 +77,6 @@ def _with_settings(config: Config, arguments: list[str]) -> Config:
     if mistakes:
         raise UserError("\n".join(mistakes))
     return new
-
-
-@torch.no_grad()
-def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss over the targets, and what Task.evaluate returned of each example by name, on the CPU."""
-    accelerator = Accelerator()
-    model = accelerator.prepare_model(model, evaluation_mode=True).eval()
-    total, num_targets, found = 0.0, 0, []
-    for start in range(0, len(dataset), batch_size):
-        batch = fetch(task, dataset, list(range(start, min(start + batch_size, len(dataset)))))
-        loss, targets, outputs = task.evaluate(model, send_to_device(batch, accelerator.device))
-        total, num_targets = total + float(loss), num_targets + int(targets)
-        found.append({name: output.cpu() for name, output in outputs.items()})
-    return total / max(num_targets, 1), {name: torch.cat([batch[name] for batch in found]) for name in found[0]}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
 from src.config import Config, load_config
-from src.data.loading import fetch
+from src.data.loading import evaluate_alone, fetch
 from src.distributed import float64_zeros
 from src.optim import build_optimizers, lr_at, set_lr
 from src.process import exit_codes
@@ -77,21 +77,13 @@ def all_reduce(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@torch.no_grad()
 def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> dict[str, float]:
     """Return loss and, on process 0, metrics over the whole dataset, computed by this process alone."""
-    device, is_training = next(model.parameters()).device, model.training
-    model.eval()
-    loss, targets, outputs = 0.0, 0.0, []
-    for indices in np.split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size)):
-        batch = send_to_device(fetch(task, dataset, indices.tolist()), device)
-        loss_sum, num_targets, batch_outputs = task.evaluate(model, batch)
-        loss, targets = loss + float(loss_sum), targets + float(num_targets)
-        outputs.append({name: output.cpu() for name, output in batch_outputs.items()})
+    is_training = model.training
+    loss, outputs = evaluate_alone(task, model.eval(), dataset, batch_size, next(model.parameters()).device)
     model.train(is_training)
-    gathered = {name: torch.cat([batch[name] for batch in outputs]) for name in outputs[0]}
     is_main = not dist.is_initialized() or dist.get_rank() == 0
-    return {"loss": loss / targets, "examples": len(dataset), **(task.metrics(gathered) if is_main else {})}
+    return {"loss": loss, "examples": len(dataset), **(task.metrics(outputs) if is_main else {})}
 
 
 def main(argv: list[str]) -> None:

@@ -2,11 +2,20 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import IterableDataset, TensorDataset
 
+from src.process import UserError
+from src.tasks.mnist import Mnist
+from src.tasks.returned import returned
 from tests.launching import PROJECT, Launch, needs
 
 TASK = '''
@@ -131,3 +140,82 @@ def test_it_is_evaluated_outside_of_its_run_without_a_line_more(launch: Launch, 
 def test_its_settings_are_checked_and_documented_like_any(launch: Launch, project: Path) -> None:
     run = launch("cpu", "--task.name=sign", "--task.widht=3", project=project)
     assert run.messages == ["train.py: --task.widht=3: unknown setting, did you mean task.width?"]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+
+    def __len__(self) -> int:
+        return 4
+
+
+LOSS = torch.tensor(3.0)
+ROWS = torch.zeros(4)
+DATASET = TensorDataset(ROWS)
+SUM = "the loss summed over its targets, not their mean, as a tensor of shape (), and their number"
+WRONG: dict[str, list[Any]] = {
+    "build_datasets": [DATASET, (DATASET, Stream()), (iter(DATASET), DATASET), (DATASET,) * 3, None],
+    "loss": [3.0, LOSS, (LOSS,), (3.0, 4), (ROWS, 4), (LOSS, None), (LOSS, ROWS), (LOSS, 4, {}), None],
+    "evaluate": [(LOSS, 4), (LOSS, {}), (LOSS, 4, ROWS), (LOSS, 4, {"a": LOSS}), (LOSS, 4, {"a": [1]}), (3.0, 4, {})],
+    "metrics": [{"accuracy": "good"}, {"accuracy": LOSS}, {"accuracy": None}, {"accuracy": np.float32(1)}, 0.5, None],
+}
+RIGHT: dict[str, list[Any]] = {
+    "build_datasets": [(DATASET, DATASET), [[1], [2, 3]]],
+    "loss": [(LOSS, 4), [LOSS, 4.0], (LOSS, torch.tensor(4)), (LOSS, np.int64(4))],
+    "evaluate": [(LOSS, 4, {}), (LOSS, torch.tensor(4), {"a": ROWS, "b": torch.zeros(4, 2)})],
+    "metrics": [{}, {"accuracy": 1}, {"accuracy": 0.5, "other": np.float64(0.5)}],
+}
+MUST_RETURN = {
+    "build_datasets": "two map-style datasets, to train and to evaluate on, each with a length and an index",
+    "loss": f"two values: {SUM}",
+    "evaluate": f"three values: {SUM}, and tensors of shape (examples, ...) by name",
+    "metrics": "numbers by name, which float() makes of a tensor",
+}
+
+
+def returning(monkeypatch: pytest.MonkeyPatch, method: str, value: object) -> object:
+    monkeypatch.setattr(Mnist, method, lambda *_: value)
+    return returned(Mnist(), method)
+
+
+@pytest.mark.parametrize("method", list(MUST_RETURN))
+def test_a_method_that_returns_something_else_is_named(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    for value in WRONG[method]:
+        with pytest.raises(UserError) as error:
+            returning(monkeypatch, method, value)
+        assert str(error.value) == f"Mnist.{method} must return {MUST_RETURN[method]}"
+    for value in RIGHT[method]:
+        assert returning(monkeypatch, method, value) is value
+
+
+def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing that may be a sum: a mean of one target, times their number, or beside something else."""
+    logits, labels = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
+    mean = cross_entropy(logits, labels)
+    for loss, number in ((mean, 4), (mean, torch.tensor(2.0)), (mse_loss(logits, logits.detach() + 1), 12)):
+        with pytest.raises(UserError, match=r"^Mnist.loss must return two values: the loss summed"):
+            returning(monkeypatch, "loss", (loss, number))
+    sums = cross_entropy(logits, labels, reduction="sum"), mean * 4, mean + logits.square().sum(), logits.exp().sum()
+    for loss, number in ((mean, 1), *((loss, 4) for loss in sums)):
+        returning(monkeypatch, "loss", (loss, number))
+
+
+@pytest.mark.parametrize(
+    ("yaml", "method", "returns", "arguments"),
+    [
+        ("ddp", "loss", "nn.functional.cross_entropy(model(batch[0]), batch[1]), len(batch[1])", ()),
+        ("fsdp", "metrics", "{'accuracy': 'good'}", ()),
+        pytest.param("cpu", "loss", "0.5, 1", ("--check",), marks=needs("src/check")),
+    ],
+)
+def test_it_takes_a_run_one_line_to_say_so(
+    launch: Launch, project: Path, yaml: str, method: str, returns: str, arguments: tuple[str, ...]
+) -> None:
+    """In its first step, its first evaluation, and its examination."""
+    head = "from torch import nn\nfrom src.tasks.sign import Sign\n"
+    before = f"{head}def method(self, model, batch=None):\n    return {returns}\nSign.{method} = method"
+    run = launch(yaml, *ARGUMENTS, "--epochs=1", *arguments, project=project, before=before)
+    assert run.exit_code == 2
+    assert run.messages == [f"train.py: Sign.{method} must return {MUST_RETURN[method]}"]
+    assert "Traceback" not in run.stderr

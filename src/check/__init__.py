@@ -20,9 +20,10 @@ from src.check.cost import check_cost
 from src.check.findings import Row, finding, gather, table
 from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_accumulation, check_steps
-from src.check.subject import Evaluate, Subject, TrainStep
+from src.check.subject import Evaluate, Restore, Subject
 from src.checkpoint.format import write_json
-from src.process import lost_peers
+from src.cuda_graph import TrainStep
+from src.process import UserError, lost_peers
 from src.report import report_line
 from src.run import Run
 from src.terminal import say
@@ -40,7 +41,7 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
 }
 
 
-def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
+def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Restore) -> bool:
     """Examine the run before its first step, with train.py's own functions; print the table, and write check.json and a
     W&B run. Return whether all is well. Collective."""
     started = time.perf_counter()
@@ -49,7 +50,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
         say(f"{run.config.run_name}: examining {run.launch.strategy} x {run.world_size}")
     convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     chosen, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"  # TF32's 10 bits hide small faults
-    subject = Subject(run, train_step, evaluate)
+    subject = Subject(run, train_step, evaluate, restore)
     rows: list[Row] = []
     for name, check in CHECKS.items():
         if rows and rows[0]["result"] == "fail":
@@ -58,6 +59,8 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
             convolutions.fp32_precision = chosen
         try:
             everywhere = gather(list(check(subject)))
+        except UserError:  # of the task
+            raise
         except Exception as error:  # also of the parts of the run that are examined
             if not lost_peers(error):
                 traceback.print_exc()

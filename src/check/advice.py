@@ -21,7 +21,7 @@ ADVICE = {
         "must begin where the checkpoint's step says",
         "as drawn": "an augmentation depends on the process, not on the epoch, or on random numbers of its own: draw "
         "it from the seed that Task.augmented is given and from the example's index",
-        "shuffled": "set_epoch was forgotten: the order doesn't depend on the epoch, so that each is the first again",
+        "shuffled": "set_epoch was forgotten: the order doesn't depend on the epoch, and an earlier one comes again",
         "packed": "packed documents see each other, or have another place in the sequence than by themselves: "
         "positions must start anew, and attention stop, where a document ends",
     },
@@ -42,11 +42,10 @@ ADVICE = {
         "norm": "the norm is one process's, or was taken before the gradients were scaled: clipping goes by it",
     },
     "Updates": {
-        "in the": "these parameters never change, or change twice: a parameter group is missing or overlaps another",
-        "decay": "a parameter is in the wrong group: biases, norms and other vectors must not decay, and Muon is for "
-        "matrices except those of embeddings and the last layer",
-        "rate": "the schedule is ahead of the steps, or of another length: a prepared scheduler steps once per "
-        "process; set the rate from the step, over as many steps as the optimizer takes",
+        "settings": "a setting of optim is ignored, or a parameter is in no group, two or a wrong one: biases, norms "
+        "and other vectors must not decay, and Muon is for matrices except those of embeddings and the last layer",
+        "rate": "the schedule is ahead of the steps, of another form or length, or a step is left out: a prepared "
+        "scheduler steps once per process; set the rate from the step, over as many steps as the optimizer takes",
         "parameters": "the optimizer did something else with the gradients than its copy on one process: parameters "
         "that it doesn't have, another learning rate or weight decay, gradients changed after they were clipped",
         "replicas": "the processes train different models by now: they started apart, or a gradient is not reduced",
@@ -54,13 +53,17 @@ ADVICE = {
         "have one process's. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks at one example",
     },
     "Accumulation": {
-        "": "micro-batches change the result: a mean of each in place of one sum, or a short one counts as a full one",
+        "": "micro-batches change the result: Task.loss returns a mean in place of the sum over its targets, or "
+        "another number than theirs, or an example's loss depends on those beside it",
     },
     "Evaluation": {
         "batches": "a process has fewer batches than others, which wait for it: without an example left, it has to "
         "compute on a dummy batch of weight 0",
+        "in training mode": "dropout and the like are on: evaluate() must begin with model.eval()",
+        "other weights": "the metrics are those of other weights, such as an average of them (EMA)",
+        "afterwards": "training goes on from something else: evaluate() must end with model.train(), put weights back "
+        "that it swaps (EMA), leave the optimizer's state alone, and draw random numbers from a generator of its own",
         "examples": "examples are counted twice, as padding, or left out",
-        "mode": "dropout and the like stay off for the rest of the run: evaluate() must end with model.train()",
         "": "a mean of each process's or each batch's mean, or counted padding: sum and count over all examples, or "
         "compute it from all of them, gathered in order",
     },

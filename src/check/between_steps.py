@@ -7,18 +7,22 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.data import Subset
 
-from src.check.findings import EXACT, Row, finding, finding_alike, gather
+from src.check.advice import ADVICE
+from src.check.findings import EXACT, Row, finding, finding_alike, gather, norm
 from src.check.start import reading_indices
-from src.check.subject import Autocast, Subject, checksum
-from src.checkpoint.resume import find_checkpoint, load_checkpoint
+from src.check.subject import Subject, autocast, checksum
+from src.checkpoint.resume import find_checkpoint
+from src.checkpoint.rng import random_state
 from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config import Checkpoint
 from src.data.loading import EVALUATION_FACTOR, evaluation_batches
+from src.optim import to_local
 from src.progress import mean_loss
 from src.reference import evaluate
 from src.run import Run
@@ -47,21 +51,49 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     if batches["result"] == "fail":
         return
     subject.copy_to_reference()
+    states: list[dict[str, Any]] = []  # before; meanwhile, unless the task calls a part of the model only; afterwards
+
+    def look(*_: Any) -> None:
+        if len(states) == 1:
+            states.append(_state(subject))
+
     with subject.perturbed():
         run.model.train()
+        states.append(_state(subject))
+        hook = subject.unwrapped.register_forward_pre_hook(look, prepend=True)  # before FSDP gathers the weights
         evaluation = subject.evaluate(shortened, subject.stop)
-        is_training = run.model.training
-        by_hand = evaluate(run.task, Autocast(subject.reference, subject.autocast_dtype), dataset, size)
+        hook.remove()
+        states.append(_state(subject))
+        with autocast(subject.reference, subject.autocast_dtype) as model:
+            by_hand = evaluate(run.task, model, dataset, size)
     assert evaluation  # as no one asks it to stop
     found, expected = evaluation.metrics, gather(by_hand)[0]
     examples = found["eval/examples"]
     yield row(f"examples, of {count:,}", f"{examples:,}", f"{length:,}", examples == length)
-    yield row("mode afterwards", "training" if is_training else "evaluation", "training", is_training)
+    before, *meanwhile, after = states
+    changed = ", ".join(name for name in before if after[name] != before[name])
+    yield row("afterwards", f"changed: {changed}" if changed else ", ".join(before), "as before", not changed)
+    cause, causes = "", ADVICE["Evaluation"]
+    for state in meanwhile:
+        is_swapped = state["weights"] != before["weights"]
+        cause = causes["in training mode"] if state["mode"][0] else causes["other weights"] if is_swapped else ""
     for name in sorted(expected.keys() - {"examples"}):
         bound = max(METRIC_IN_HALF, 0 if name == "loss" else FEW / length) if subject.is_half else EXACT
         here, there = found.get(f"eval/{name}", math.nan), expected[name]
         is_close = math.isclose(here, there, rel_tol=bound, abs_tol=bound) or (math.isnan(here) and math.isnan(there))
-        yield row(name, f"{here:.6g}, by hand {there:.6g}", f"within {bound:g}", is_close)
+        yield row(name, f"{here:.6g}, by hand {there:.6g}", f"within {bound:g}", is_close, cause)
+
+
+def _state(subject: Subject) -> dict[str, Any]:
+    """Return what an evaluation must leave as it was, by name: the mode of each module, and as norms, for which nothing
+    is copied, this process's part of the weights and of the optimizers' state."""
+    states = [value for of in subject.run.optimizers for state in of.state.values() for value in state.values()]
+    return {
+        "mode": [module.training for module in subject.unwrapped.modules()],
+        "weights": norm(map(to_local, subject.run.parameters)),
+        "optimizer": norm(map(to_local, states)),
+        "random numbers": {**random_state(subject.run.device), "python": None, "numpy": None},  # imports draw from them
+    }
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Row]:
@@ -97,7 +129,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
         for optimizer in run.optimizers:
             optimizer.state.clear()  # as in a new process
         restored = replace(saved, resume=resume, progress=resume.progress)
-        load_checkpoint(restored)
+        subject.restore(restored)
         losses_again, left_again = _continue(subject, restored)
         run.accelerator.wait_for_everyone()
     finally:

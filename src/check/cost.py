@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.check.findings import Row, finding, gather
 from src.check.start import blocks_to_wrap, largest_shard
-from src.check.subject import Autocast, Subject
+from src.check.subject import Subject, autocast
 from src.data.loading import MicroBatch
 from src.distributed import num_replicas, peak_memory
 from src.reference import backward
@@ -85,11 +85,12 @@ def check_cost(subject: Subject) -> Iterator[Row]:
     is_within = least * (1 - SHARE) - SLACK <= sent <= most * (1 + SHARE) + SLACK
     expected = f"{least / 1e6:,.3f}" + (f" to {most / 1e6:,.3f}" if most > least else "")
     yield row("sent per step and process", f"{sent / 1e6:,.3f} MB", f"{expected} MB, {formula}", is_within)
-    steps, copy = subject.micro_batches(0), Autocast(subject.reference, subject.autocast_dtype)
+    steps = subject.micro_batches(0)
     next(steps)  # the first one augments the epoch, which is no part of a step's cost
 
     def compute() -> None:
-        backward(run.task, copy, [batch.data for batch in micro_batches])
+        with autocast(subject.reference, subject.autocast_dtype) as copy:
+            backward(run.task, copy, [batch.data for batch in micro_batches])
         for optimizer in subject.reference_optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -101,7 +102,7 @@ def check_cost(subject: Subject) -> Iterator[Row]:
     yield row("time per step", f"{measured}communication, waiting, the rest {max(0.0, step - alone):,.1f}")
     copies = ", the examination's copies included"
     if run.device.type != "cpu":  # the peak of a process's resident memory can't be reset
-        del copy, subject.reference, subject.reference_optimizers
+        del subject.reference, subject.reference_optimizers
         copies = ""
         gc.collect()  # a model may be in a reference cycle
         torch.accelerator.reset_peak_memory_stats()

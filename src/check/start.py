@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count, islice
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from src.check.advice import ADVICE
 from src.check.findings import Row, WorstError, finding, finding_alike, gather, relative_error
 from src.check.subject import Subject, checksum, named_tensors, shard_like
-from src.data.loading import MicroBatch, evaluation_batches, fetch, samples, training_steps
+from src.data.loading import MicroBatch, evaluate_alone, evaluation_batches, fetch, samples, training_steps
 from src.distributed import num_replicas, sharded_units
 from src.launch_guard import is_set
 from src.optim import to_local
@@ -102,8 +103,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
     if datasets["result"] == "fail":
         return
     indexed = reading_indices(run)
-    found = _indices(training_steps(indexed, 0, 2 * steps))
-    expected = [share.tolist() for epoch in (0, 1) for share in _shares(run, epoch)]
+    found, expected = _indices(training_steps(indexed, 0, 2 * steps)), _by_hand(run, 0, 2 * steps)
     for epoch in (1, 2):
         own = slice((epoch - 1) * steps, epoch * steps)
         yield _each_once(f"epoch {epoch}: examples read", found[own], len(run.train_set))
@@ -111,16 +111,17 @@ def check_data(subject: Subject) -> Iterator[Row]:
         measured = f"{steps - len(wrong):,} of {steps:,} steps as on one process"
         measured += f", not step {wrong[0]}" if wrong else ""
         yield row(f"epoch {epoch}: order", measured, "all of them", not wrong)
-    spans = [(done, min(done + 2, 2 * steps)) for done in (1, steps - 1)]
-    wrong = [done for done, last in spans if _indices(training_steps(indexed, done, last)) != expected[done:last]]
-    measured = f"other examples after step {wrong[0]}" if wrong else "the next two steps as on one process"
-    yield row("resumed in the epoch", measured, "as without a stop", not wrong)
-    wrong = [epoch + 1 for epoch in (0, 1) if not _are_as_drawn(run, epoch * steps, epoch)]
-    measured = f"others in the first step of epoch {wrong[0]}" if wrong else "both epochs' first step as drawn by hand"
-    yield row("examples, as drawn", measured, "the same", not wrong)
-    is_new = found[:steps] != found[steps:]
-    measured = "another order than in epoch 1" if is_new else "the order of epoch 1"
-    yield row("epoch 2: shuffled anew", measured, "another" if expected[:steps] != expected[steps:] else "", is_new)
+    later = sorted({1, 2, 3, max(2, run.total_steps // steps - 1)})
+    resumed, begun = (1, steps - 1), [epoch * steps for epoch in later]
+    seen = {n: _indices(training_steps(indexed, n, n + 2)) == _by_hand(run, n, n + 2) for n in (*resumed, *begun)}
+    drawn = {epoch * steps: _are_as_drawn(run, epoch, steps) for epoch in (0, *later)}
+    for what, steps_done, is_same in (
+        ("resumed in the epoch", resumed, seen),
+        (f"epochs {', '.join(str(epoch + 1) for epoch in later)}: shuffled anew", begun, seen),
+        ("examples, as drawn", list(drawn), drawn),
+    ):
+        wrong = [n for n in steps_done if not is_same[n]]
+        yield row(what, f"others after step {wrong[0]:,}" if wrong else "as on one process", "the same", not wrong)
     evaluated = _indices([batch] for batch in evaluation_batches(indexed))
     yield _each_once("evaluation: examples read", evaluated, len(run.eval_set))
     yield from _packing(subject)
@@ -131,9 +132,11 @@ def _indices(steps: Iterable[list[MicroBatch]]) -> list[list[int]]:
     return [[index for batch in step if batch.weight for index in batch.data] for step in steps]
 
 
-def _shares(run: Run, epoch: int) -> Iterator[np.ndarray]:
-    """Yield by hand the indices that this process should read in each step of an epoch."""
-    return own_share(run.config, run.train_set, epoch, run.rank, run.world_size)
+def _by_hand(run: Run, first: int, last: int) -> list[list[int]]:
+    """Return by hand the indices that this process should read in each step after `first` steps, up to `last`."""
+    epoch, done = divmod(first, -(-len(run.train_set) // run.config.global_batch_size))
+    shares = (own_share(run.config, run.train_set, of, run.rank, run.world_size) for of in count(epoch))
+    return [share.tolist() for share in islice(chain.from_iterable(shares), done, done + last - first)]
 
 
 def _each_once(what: str, read: list[list[int]], num_examples: int) -> Row:
@@ -150,13 +153,13 @@ def _each_once(what: str, read: list[list[int]], num_examples: int) -> Row:
     return finding("Data", what, measured, "each once", not causes, "; ".join(causes))
 
 
-def _are_as_drawn(run: Run, step: int, epoch: int) -> bool:
+def _are_as_drawn(run: Run, epoch: int, steps_per_epoch: int) -> bool:
     """Return whether the augmented examples of an epoch's first step are what any other process would make of them."""
-    size = run.config.micro_batch(run.world_size)
+    size, step = run.config.micro_batch(run.world_size), epoch * steps_per_epoch
     (micro_batches,) = training_steps(run, step, step + 1)
     set_seed(run.config.seed)
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
-    own = next(_shares(run, epoch)).tolist()
+    (own,) = _by_hand(run, step, step + 1)
     expected = [fetch(run.task, augmented, own[i : i + size]) for i in range(0, len(own), size)]
     return _checksum([batch.data for batch in micro_batches if batch.weight]) == _checksum(expected)
 
@@ -188,19 +191,12 @@ def _packing(subject: Subject) -> Iterator[Row]:
     subject.reference.eval()
     with subject.perturbed():
         for number, (sample, alone) in enumerate(packed, start=1):
-            expected = _mean_loss(subject, [alone[i : i + size] for i in range(0, len(alone), size)])
-            error = relative_error(_mean_loss(subject, [[sample]]), expected)
-            errors.add({f"example {number}, {len(alone)} documents": error})
+            found, expected = (
+                evaluate_alone(task, subject.reference, examples, size, run.device)[0] for examples in ([sample], alone)
+            )
+            errors.add({f"example {number}, {len(alone)} documents": relative_error(found, expected)})
     subject.reference.train()
     yield errors.finding("Data", "packed: loss, relative error")
-
-
-@torch.no_grad()
-def _mean_loss(subject: Subject, batches: list[list[Any]]) -> float:
-    """Return the reference's loss, a mean over the targets in these samples."""
-    task, device = subject.run.task, subject.run.device
-    sums = [task.loss(subject.reference, send_to_device(task.collate(batch), device)) for batch in batches]
-    return float(sum(loss for loss, _ in sums)) / max(1.0, float(sum(count for _, count in sums)))
 
 
 def check_start(subject: Subject) -> Iterator[Row]:

@@ -1,18 +1,22 @@
 """Checks 4 to 6, Gradients, Updates and Accumulation: steps of the run, each compared with one by hand."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from src.check.findings import EXACT, Row, WorstError, finding, gather, norm, relative_error, relative_errors
-from src.check.subject import Autocast, Subject, capture_update, whole
+from src.check.subject import Subject, autocast, capture_update, whole
+from src.checkpoint.rng import random_state
 from src.data.loading import MicroBatch
-from src.optim import Schedule, lr_at, set_lr
+from src.optim import lr_at
 from src.progress import mean_loss
 from src.reference import all_reduce, average_gradients, backward
+from src.tasks.returned import returned
 
 REORDERED = 1e-3
 """Largest relative error in fp32 if the forward pass rounds differently too, in a batch of another size or compiled: a
@@ -25,29 +29,32 @@ NOISE_FACTORS = {"same": 2.0, "other": 4.0, "FSDP": 16.0}
 """How many times the error that autocast to bf16 makes in one unwrapped model an error in half precision may be: under
 the same autocast; under another, or in other micro-batches; under FSDP, which computes all in half precision."""
 UPDATE = 1e-3
-"""Largest error of an update, as a share of it: a small one is 1e-4 of its weight, whose rounding is 1e-7."""
+"""Largest error of an update, as a share of it and of 1e-4 of its weight, whose rounding is 1e-7."""
 MUON_UPDATE = 0.5
 """Muon iterates in bf16: the order of a sum, which sharding changes, changes a matrix's update by up to 0.16."""
 LEARNING_RATE = 1e-9
-"""Largest relative error of a learning rate: early in a warm-up, that of the next step is hardly different."""
+"""Largest error of a learning rate, as a share of the peak: in a long schedule, that of the next step is close."""
+TINY = 2.0**-100
+"""A factor that makes learning rates so small that no weight moves, and scales them exactly."""
+IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
+"""What may differ in a parameter group without another result; the learning rate is looked at by itself."""
 
 
 def check_steps(subject: Subject) -> Iterator[Row]:
     """Take the first two steps of an epoch and its last, ragged one. Before each, the reference takes over the run's
     weights; it computes its own gradients, but then updates with the run's: each fault shows in one of the two."""
     run, config, reference = subject.run, subject.run.config, subject.reference
-    schedule = Schedule(config.steps(subject.steps_per_epoch)[1], subject.steps_per_epoch)  # as the run's should be
-    first = subject.micro_batches(0)
-    examined = [next(first), next(first), next(subject.micro_batches(subject.steps_per_epoch - 1))]
-    steps = [min(step, schedule.steps - 1) for step in (0, 1, schedule.steps // 2)]  # whose learning rate they have
+    sizes = {0: None, 1: _other_size(subject), subject.steps_per_epoch - 1: None}  # None: the run's own
+    examined = {step: next(subject.micro_batches(step, size)) for step, size in sizes.items()}
     randomness = _randomness(subject, examined[0][0])
     factor = NOISE_FACTORS["same" if subject.autocasts_to_bf16 else "FSDP" if subject.is_fsdp else "other"]
     exact = REORDERED if config.compile else EXACT
     bound = COMPRESSED if run.launch.comm_hook else exact
     gradients, norms, losses = WorstError(bound), WorstError(bound), WorstError(HALF_LOSS if subject.is_half else exact)
     is_muon_sharded = config.optim.name == "muon" and subject.is_fsdp
-    updates, rates = WorstError(MUON_UPDATE if is_muon_sharded else UPDATE), WorstError(LEARNING_RATE)
-    for number, (step, micro_batches) in enumerate(zip(steps, examined, strict=True), start=1):
+    updates = WorstError(MUON_UPDATE if is_muon_sharded else UPDATE)
+    at_the_peak = {"schedule": "constant", "warmup_steps": 0}  # where an update stands out from the weights' rounding
+    for step, micro_batches in examined.items():
         for model in (run.model, reference):
             model.train(not randomness.startswith("switched off"))
         subject.copy_to_reference()
@@ -55,10 +62,10 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         expected_norm = norm(expected.values())
         max_norm = None
         if config.optim.max_grad_norm is not None:  # one step's norm is below the limit, which must leave it as it is
-            max_norm = expected_norm * (2.0 if number == 1 else 0.5)
+            max_norm = expected_norm * (2.0 if step == 0 else 0.5)
             for gradient in expected.values():
                 gradient *= min(1.0, max_norm / (expected_norm + 1e-6))
-        optim = config.optim.model_copy(update={"max_grad_norm": max_norm})
+        optim = config.optim.model_copy(update={"max_grad_norm": max_norm, **at_the_peak})
         clipped_run = subject.at(step, config=config.model_copy(update={"optim": optim}))
         subject.seed()
         with capture_update(clipped_run) as found:
@@ -67,19 +74,17 @@ def check_steps(subject: Subject) -> Iterator[Row]:
             yield finding("Gradients", "finite", "not finite", "finite", False)
             return
         gradients.add(relative_errors(found, expected), noise, factor)
-        losses.add({f"step {number}": relative_error(mean_loss(run.accelerator, result), expected_loss)})
-        norms.add({f"step {number}": relative_error(result.grad_norm, expected_norm)}, noise, factor)
-        lr = lr_at(step, config.optim, *schedule)
-        used = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
-        rates.add({f"step {number}": max(relative_error(rate, lr) for rate in used)})
-        updates.add(_update_errors(subject, found, lr))
+        losses.add({f"step {step + 1}": relative_error(mean_loss(run.accelerator, result), expected_loss)})
+        norms.add({f"step {step + 1}": relative_error(result.grad_norm, expected_norm)}, noise, factor)
+        updates.add(_update_errors(subject, found))
+    rates = _rates(subject)
     run.model.train()
     yield finding("Gradients", "randomness (dropout, …)", randomness)
     yield gradients.finding("Gradients", "largest relative error")
     yield losses.finding("Gradients", "loss, relative error")
     clipping = "not clipped" if config.optim.max_grad_norm is None else "clipped at 2 x, 0.5 x it"
     yield norms.finding("Gradients", f"norm, {clipping}")
-    yield from _membership(subject)
+    yield from _settings(subject)
     yield rates.finding("Updates", "learning rate")
     yield updates.finding("Updates", "parameters after each step")
     yield from _replicas(subject)
@@ -99,12 +104,13 @@ def _by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[dict[st
 def _gradients_by_hand(
     subject: Subject, micro_batches: list[MicroBatch], dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor], float]:
-    task, model = subject.run.task, Autocast(subject.reference, dtype)
     subject.seed()
-    loss_sum, num_targets = backward(task, model, [batch.data for batch in micro_batches if batch.weight])
-    for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): all need as many forward passes
-        if not batch.weight:
-            (task.loss(model, batch.data)[0] * 0).backward()
+    with autocast(subject.reference, dtype) as model:
+        own = [batch.data for batch in micro_batches if batch.weight]
+        loss_sum, num_targets = backward(subject.run.task, model, own)
+        for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): all need as many forward passes
+            if not batch.weight:
+                (subject.run.task.loss(model, batch.data)[0] * 0).backward()
     loss_sum, num_targets = all_reduce(loss_sum), all_reduce(num_targets)
     average_gradients(model, num_targets)
     gradients = {name: p.grad for name, p in subject.reference.named_parameters() if p.grad is not None}
@@ -114,12 +120,11 @@ def _gradients_by_hand(
 
 def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
     """Return, as text, how the random numbers that the model draws are dealt with."""
-    losses = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            losses.append(float(subject.run.task.loss(subject.reference, micro_batch.data)[0]))
-    if not any(gather(losses[0] != losses[1])):
+    device = subject.run.device
+    before = random_state(device)
+    with torch.no_grad():
+        returned(subject.run.task, "loss", subject.reference, micro_batch.data)
+    if not any(gather(random_state(device) != before)):
         return "the model draws none"
     if subject.run.config.compile:
         return "switched off (eval mode): compiled code draws other numbers"
@@ -128,47 +133,68 @@ def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
     return "on, seeded alike in the run and by hand"
 
 
-def _update_errors(subject: Subject, gradients: Mapping[str, Tensor], lr: float) -> dict[str, float]:
+def _update_errors(subject: Subject, gradients: Mapping[str, Tensor]) -> dict[str, float]:
     """Update the reference with the run's gradients. Return by name how far the run's weights are from the reference's,
     as a share of how far those have moved."""
     reference, errors = dict(subject.reference.named_parameters()), {}
     before = {name: parameter.detach().clone() for name, parameter in reference.items()}
     for name, parameter in reference.items():
         parameter.grad = gradients.get(name)
-    set_lr(subject.reference_optimizers, lr)
     for optimizer in subject.reference_optimizers:
         optimizer.step()
     subject.reference.zero_grad()
     for name, parameter in subject.unwrapped.named_parameters():
         found, expected = whole(parameter, subject.run.device), reference[name].detach()
         moved = norm([expected - before[name]])
-        errors[name] = norm([found - expected]) / (moved + 1e-6 * norm([expected]) + 1e-30)
+        errors[name] = norm([found - expected]) / (moved + 1e-4 * norm([expected]) + 1e-30)
     return errors
 
 
-def _membership(subject: Subject) -> Iterator[Row]:
-    """Compare the parameter groups with the rule of src/optim.py, written a second time."""
+def _rates(subject: Subject) -> WorstError:
+    """Return the errors of the learning rate, as shares of the peak, in steps of one example: at the edges of the run
+    and of its first epochs, and halfway. An error is infinite where the optimizers don't step."""
+    run, per_epoch, errors, used = subject.run, subject.steps_per_epoch, WorstError(LEARNING_RATE), list[float]()
+    optim = run.config.optim.model_copy(update={"lr": TINY * run.config.optim.lr})
+    config, (total, length) = run.config.model_copy(update={"optim": optim}), run.config.steps(per_epoch)
+
+    def note(*_: Any) -> None:
+        used[:] = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+
+    hook, one_example = run.optimizers[-1].register_step_pre_hook(note), next(subject.micro_batches(0, 1))[:1]
+    run.model.eval()  # BatchNorm needs several
+    edges = {0, 1, per_epoch - 1, per_epoch, 2 * per_epoch - 1, 2 * per_epoch, 3 * per_epoch - 1, total // 2, total - 1}
+    for step in sorted(edges & {*range(total)}):
+        used[:] = [math.inf]
+        subject.step(subject.at(step, config=config), one_example)
+        expected = lr_at(step, optim, length, per_epoch)
+        errors.add({f"step {step + 1}": max(abs(rate - expected) for rate in used) / optim.lr})
+    hook.remove()
+    return errors
+
+
+def _settings(subject: Subject) -> Iterator[Row]:
+    """Compare what the optimizers have with the rule of src/optim.py, written a second time: what has a name in optim
+    is as it says, and all else as torch has it."""
     optim, layers = subject.run.config.optim, list(subject.unwrapped.modules())
-    groups = defaultdict(list)  # by parameter
-    for optimizer in subject.run.optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                groups[p].append((type(optimizer).__name__.lower(), group["weight_decay"]))
     ends = {layer.weight for layer in layers if isinstance(layer, nn.Embedding)}
     ends |= {layer.weight for layer in [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]}
-    trained = {name: p for name, p in subject.unwrapped.named_parameters() if p.requires_grad}
-    absent = [name for name, p in trained.items() if not groups[p]]
-    again = [name for name, p in trained.items() if len(groups[p]) > 1]
-    wrong = []
-    for name, p in trained.items():
-        is_muons = p.ndim == 2 and min(p.shape) > 1 and p not in ends
-        kind = "adamw" if optim.name == "muon" and not is_muons else optim.name
-        wrong += [name] if (kind, optim.weight_decay if p.ndim > 1 else 0.0) not in groups[p] else []
-    measured = f"{len(trained) - len(absent)} of {len(trained)} trained parameters"
-    measured += (f", not {absent[0]}" if absent else "") + (f", {again[0]} twice" if again else "")
-    yield finding("Updates", "in the optimizer", measured, "each once", not absent and not again)
-    measured = f"{len(trained) - len(wrong)} of {len(trained)} as they should" + (f", not {wrong[0]}" if wrong else "")
-    yield finding("Updates", "optimizer and weight decay", measured, "matrices decay, vectors not", not wrong)
+    differing = defaultdict(list)  # for each parameter, what is wrong with each optimizer that has it
+    for optimizer in subject.run.optimizers:
+        for group in optimizer.param_groups:
+            kind: Any = type(optimizer)
+            given = {"optimizer": kind.__name__.lower(), **group}
+            rule = {**kind(group["params"]).defaults, "adjust_lr_fn": "match_rms_adamw"}
+            rule = {name: getattr(optim, name, rule[name]) for name in given.keys() & rule.keys() - IMPLEMENTATION}
+            for p in group["params"]:
+                is_muons = p.ndim == 2 and min(p.shape) > 1 and p not in ends
+                rule["optimizer"] = "adamw" if optim.name == "muon" and not is_muons else optim.name
+                rule["weight_decay"] = optim.weight_decay if p.ndim > 1 else 0.0
+                wrong = (f"{name} {given[name]}, not {value}" for name, value in rule.items() if given[name] != value)
+                differing[p].append(", ".join(wrong))
+    trained = [(name, differing[p]) for name, p in subject.unwrapped.named_parameters() if p.requires_grad]
+    bad = [f"{name}: " + (of[0] if len(of) == 1 else f"in {len(of)} groups") for name, of in trained if of != [""]]
+    measured = f"{len(trained) - len(bad)} of {len(trained)} as they should" + (f", not {bad[0]}" if bad else "")
+    yield finding("Updates", "optimizer and its settings", measured, "as in optim, vectors don't decay", not bad)
 
 
 def _replicas(subject: Subject) -> Iterator[Row]:
@@ -186,36 +212,28 @@ def _replicas(subject: Subject) -> Iterator[Row]:
 
 
 def check_accumulation(subject: Subject) -> Iterator[Row]:
-    """Take the first step of the epoch and its last, ragged one in micro-batches of other sizes: with a learning rate
-    of 0, which train_step takes from optim.lr, and in eval mode, as dropout would draw other numbers."""
-    run = subject.run
-    share, own = run.config.global_batch_size // run.world_size, run.config.micro_batch(run.world_size)
-    divisors = [size for size in range(1, share + 1) if share % size == 0]
-    at = divisors.index(own)  # the next two smaller ones, else the next larger one, which may not fit into memory
-    sizes = divisors[:at][::-1][:2] or divisors[at + 1 : at + 2]
-    if not sizes:
+    """Take the first step of the epoch and its last, ragged one in micro-batches of another size: by hand, as the run's
+    steps were compared with those by hand; in eval mode, as dropout would draw other numbers."""
+    own, other = subject.run.config.micro_batch(subject.run.world_size), _other_size(subject)
+    if other is None:
         yield finding("Accumulation", "other micro-batches", f"none: a process has {own} example per batch")
         return
-    for model in (run.model, subject.reference):
-        model.eval()
     subject.copy_to_reference()
-    gradients = WorstError(COMPRESSED if run.launch.comm_hook else REORDERED)
-    losses = WorstError(HALF_LOSS if subject.is_half else REORDERED)
-    factor = NOISE_FACTORS["FSDP" if subject.is_fsdp else "other"]
-    at_zero_lr = run.config.model_copy(update={"optim": run.config.optim.model_copy(update={"lr": 0.0})})
-    for step, others in ((0, sizes[:1]), (subject.steps_per_epoch - 1, sizes)):
-        noise = _by_hand(subject, next(subject.micro_batches(step)))[2] if subject.is_half else {}
-        for size in (own, *others):
-            again = subject.at(0, config=at_zero_lr)
-            with capture_update(again) as found:
-                loss = mean_loss(run.accelerator, subject.step(again, next(subject.micro_batches(step, size))))
-            if size == own:
-                expected, expected_loss = found, loss
-                continue
-            gradients.add(relative_errors(found, expected), noise, factor)
-            losses.add({f"micro-batches of {size}": relative_error(loss, expected_loss)})
-    run.model.train()
-    yield finding("Accumulation", "randomness (dropout, …)", "switched off (eval mode)")
-    split = f"{' and '.join(map(str, sizes))} in place of {own}"
-    yield gradients.finding("Accumulation", f"gradient: {split}")
-    yield losses.finding("Accumulation", f"loss: {split}")
+    subject.reference.eval()
+    gradients, losses = WorstError(REORDERED), WorstError(REORDERED)
+    for step in (0, subject.steps_per_epoch - 1):
+        expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step)), None)
+        found, loss = _gradients_by_hand(subject, next(subject.micro_batches(step, other)), None)
+        gradients.add(relative_errors(found, expected))
+        losses.add({f"step {step + 1}": relative_error(loss, expected_loss)})
+    subject.reference.train()
+    yield gradients.finding("Accumulation", f"gradient: {other} in place of {own}")
+    yield losses.finding("Accumulation", f"loss: {other} in place of {own}")
+
+
+def _other_size(subject: Subject) -> int | None:
+    """Return the next smaller size of micro-batches, else the next larger one; None: there is no other."""
+    config, world_size = subject.run.config, subject.run.world_size
+    share, own = config.global_batch_size // world_size, config.micro_batch(world_size)
+    sizes = [size for size in range(1, share + 1) if share % size == 0 and size != own]
+    return max((size for size in sizes if size < own), default=min(sizes, default=None))

@@ -13,22 +13,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from src.check.findings import gather
+from src.cuda_graph import TrainStep
 from src.data.loading import CountedSteps, MicroBatch, training_steps
 from src.optim import build_optimizers, to_local
 from src.preemption import StopSignal
-from src.progress import Progress, StepCounts, StepResult
+from src.progress import Progress, StepResult
 from src.run import Evaluation, Run, new_model
 
-TrainStep = Callable[[Run, list[MicroBatch], StepCounts], StepResult]
 Evaluate = Callable[[Run, StopSignal], Evaluation | None]
+Restore = Callable[[Run], None]
 
 
 class Subject:
     """The run before its first step, and the reference: on each process an unwrapped copy of its model with optimizers
     of its own."""
 
-    def __init__(self, run: Run, train_step: TrainStep, evaluate: Evaluate) -> None:
-        self.run, self.train_step, self.evaluate = run, train_step, evaluate
+    def __init__(self, run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Restore) -> None:
+        self.run, self.train_step, self.evaluate, self.restore = run, train_step, evaluate, restore
         self.rng_checksum = checksum([torch.get_rng_state()])
         """Checksum of the generator as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
@@ -115,17 +116,13 @@ class Subject:
                 p.copy_(value)
 
 
-class Autocast(nn.Module):
-    """A model whose forward pass alone is under autocast, as Accelerate has it; without if `dtype` is None."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.model, self.training = model, model.training
-        self.autocast = torch.autocast(next(model.parameters()).device.type, dtype, enabled=dtype is not None)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.autocast:
-            return self.model(*args, **kwargs)
+@contextlib.contextmanager
+def autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Module]:
+    """Yield the model, its forward pass alone under autocast, as Accelerate has it; without if `dtype` is None."""
+    cast = torch.autocast(next(model.parameters()).device.type, dtype, enabled=dtype is not None)
+    plain, model.forward = model.forward, cast(model.forward)
+    yield model
+    model.forward = plain
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply, send_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from src.preemption import StopSignal
@@ -24,6 +24,7 @@ from src.process import ignore_signals_in_worker
 from src.progress import StepCounts
 from src.run import Run
 from src.tasks.base import Examples, Task
+from src.tasks.returned import returned
 from src.terminal import bar
 
 T = TypeVar("T")
@@ -143,6 +144,21 @@ def examples_seen(run: Run, step: int) -> int:
     """Return the training examples in the first `step` optimizer steps, over all processes."""
     epochs, steps = divmod(step, run.steps_per_epoch)
     return epochs * len(run.train_set) + steps * run.config.global_batch_size
+
+
+@torch.no_grad()
+def evaluate_alone(
+    task: Task, model: nn.Module, dataset: Examples, batch_size: int, device: torch.device
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss over the targets of the dataset, all of it in this process, and what Task.evaluate returned
+    of each example by name, on the CPU."""
+    total, num_targets, found = 0.0, 0.0, []
+    for start in range(0, len(dataset), batch_size):
+        batch = fetch(task, dataset, list(range(start, min(start + batch_size, len(dataset)))))
+        loss, targets, outputs = returned(task, "evaluate", model, send_to_device(batch, device))
+        total, num_targets = total + float(loss), num_targets + float(targets)
+        found.append({name: output.cpu() for name, output in outputs.items()})
+    return total / max(num_targets, 1), {name: torch.cat([batch[name] for batch in found]) for name in found[0]}
 
 
 def fetch(task: Task, dataset: Any, indices: list[int]) -> Any:

@@ -129,9 +129,10 @@ class Task(Settings, ABC):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Return the loss summed over its targets (examples, tokens), shape (), fp32, and their number.
 
-        The loop divides by the number over all processes and micro-batches: never average here. Take the loss of
-        `logits.float()`: FSDP returns them in the dtype it computes in. Prefer a norm that looks at one example:
-        BatchNorm would see those of one process, or a dummy batch.
+        The loop divides by the number over all processes and micro-batches: never average here. (A run's first step
+        refuses a mean where autograd tells, --check any.) Take the loss of `logits.float()`: FSDP returns them in the
+        dtype it computes in. Prefer a norm that looks at one example: BatchNorm would see those of one process, or a
+        dummy batch.
         """
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:

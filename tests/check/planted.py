@@ -50,6 +50,13 @@ SMALLER: tuple[Edit, ...] = (
     ("src/models/mnist_cnn.py", "nn.Linear(9216, 128)", "nn.Linear(2304, 32)"),
     ("src/models/mnist_cnn.py", "nn.Linear(128, 10)", "nn.Linear(32, 10)"),
 )
+
+
+def at_the_end_of_evaluation(statement: str) -> Edit:
+    line = "    report = task.report(run.model, run.device)\n"
+    return "train.py", line, f"{line}    {statement}\n"
+
+
 CLIPPED = ("--optim.max_grad_norm=1",)
 FAULTS = [
     Fault(
@@ -71,7 +78,7 @@ FAULTS = [
         ("src/data/loading.py", "np.arange(len(run.eval_set))", "np.append(np.arange(len(run.eval_set)), 0)"),
     ),
     Fault(
-        "the loss averaged per micro-batch, with ragged counts", "ddp", {"Accumulation", "Gradients"},
+        "the loss averaged per micro-batch, with ragged counts", "ddp", {"Gradients"},
         "a mean of means",
         ("train.py", "accelerator.backward(loss_sum * (batch.weight * loss_factor))",
          "accelerator.backward(loss_sum / n / len(micro_batches))"),
@@ -94,7 +101,7 @@ FAULTS = [
          'new_model(config.model_copy(update={"seed": config.seed + accelerator.process_index}), launch.device'),
     ),
     Fault(
-        "a parameter group left out of the optimizer", "fsdp", {"Updates"}, "4 of 8 trained parameters, not conv1.bias",
+        "a parameter group left out of the optimizer", "fsdp", {"Updates"}, "4 of 8 as they should, not conv1.bias",
         ("src/optim.py", 'groups = [group for group in (matrices, vectors) if group["params"]]', "groups = [matrices]"),
     ),
     Fault(
@@ -171,13 +178,124 @@ FAULTS = [
          "for optimizer in ():\n        for parameter, states"),
     ),
 ]  # fmt: skip
+ALONE = [
+    Fault(
+        "another rate at the last step of each epoch", "cpu", {"Updates"}, "the schedule is ahead of the steps",
+        ("train.py", "lr = lr_at(progress.step, config.optim, *run.schedule)",
+         "lr = lr_at(progress.step, config.optim, *run.schedule) * (1 + (progress.step % run.steps_per_epoch == 89))"),
+    ),
+    Fault(
+        "another rate at the first step of epoch 3", "cpu", {"Updates"}, "step 181",
+        ("train.py", "lr = lr_at(progress.step, config.optim, *run.schedule)",
+         "lr = lr_at(progress.step, config.optim, *run.schedule) * (1 + (progress.step == 180))"),
+    ),
+    Fault(
+        "a schedule that is a step ahead", "cpu", {"Updates"}, "the schedule is ahead of the steps",
+        ("train.py", "lr_at(progress.step,", "lr_at(progress.step + 1,"),
+    ),
+    Fault(
+        "an epoch's last update left out", "cpu", {"Gradients", "Updates"}, "inf (step 90)",
+        ("train.py", "    step_if_finite(run.optimizers, norm)",
+         "    is_last = (progress.step + 1) % run.steps_per_epoch == 0\n"
+         "    run.model.zero_grad() if is_last else step_if_finite(run.optimizers, norm)"),
+    ),
+    Fault(
+        "an epoch's last gradient forgotten", "cpu", {"Gradients"}, "step 90",
+        ("train.py", "    gradients = local_gradients(run.parameters)",
+         "    gradients = local_gradients(run.parameters)\n    if (progress.step + 1) % run.steps_per_epoch == 0:\n"
+         "        torch._foreach_zero_(gradients)"),
+    ),
+    Fault(
+        "betas ignored", "cpu", {"Updates"}, "betas (0.9, 0.999), not (0.8, 0.9)",
+        ("src/optim.py", "betas=config.betas, ", ""),
+        arguments=("--optim.betas=[0.8,0.9]",),
+    ),
+    Fault(
+        "another eps", "cpu", {"Updates"}, "eps 0.0001, not 1e-08",
+        ("src/optim.py", "betas=config.betas, ", "betas=config.betas, eps=1e-4, "),
+    ),
+    Fault(
+        "weight decay ignored", "cpu", {"Updates"}, "conv1.weight: weight_decay 0.0, not 0.01",
+        ("src/optim.py", 'p.ndim >= 2], "weight_decay": config.weight_decay}', 'p.ndim >= 2], "weight_decay": 0.0}'),
+    ),
+    Fault(
+        "momentum ignored", "cpu", {"Updates"}, "momentum 0, not 0.9",
+        ("src/optim.py", "lr=config.lr, momentum=config.momentum, fused", "lr=config.lr, fused"),
+        arguments=("--optim.name=sgd",),
+    ),
+    Fault(
+        "Nesterov's momentum", "cpu", {"Updates"}, "nesterov True, not False",
+        ("src/optim.py", "momentum=config.momentum, fused", "momentum=config.momentum, nesterov=True, fused"),
+        arguments=("--optim.name=sgd",),
+    ),
+    Fault(
+        "Muon at a rate of its own", "cpu", {"Updates"}, "adjust_lr_fn None, not match_rms_adamw",
+        ("src/optim.py", 'adjust_lr_fn="match_rms_adamw"', "adjust_lr_fn=None"),
+        arguments=("--optim.name=muon",),
+    ),
+    Fault(
+        "an order that repeats from epoch 3 on", "cpu", {"Data"}, "an earlier one comes again",
+        ("src/data/loading.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, epoch % 2])"),
+    ),
+    Fault(
+        "an augmentation that is the same from epoch 3 on", "cpu", {"Data"}, "an augmentation depends on",
+        ("src/data/loading.py", "[config.seed, epoch, 1])", "[config.seed, min(epoch, 1), 1])"),
+        arguments=("--task.rotation=5",),
+    ),
+    Fault(
+        "an augmentation without the seed", "cpu", {"Data"}, "an augmentation depends on",
+        ("src/data/loading.py", "[config.seed, epoch, 1])", "[0, epoch, 1])"),
+        arguments=("--task.rotation=5", "--seed=1"),
+    ),
+    Fault(
+        "an evaluation that leaves weights changed", "cpu", {"Evaluation"}, "changed: weights",
+        at_the_end_of_evaluation("torch._foreach_mul_(run.parameters, 0.999)"),
+    ),
+    Fault(
+        "an evaluation that clears the optimizer's state", "cpu", {"Evaluation"}, "changed: optimizer",
+        at_the_end_of_evaluation("run.optimizers[0].state.clear()"),
+    ),
+    Fault(
+        "an evaluation that draws the training's random numbers", "cpu", {"Evaluation"}, "changed: random numbers",
+        at_the_end_of_evaluation("torch.rand(())"),
+    ),
+    Fault(
+        "an evaluation that leaves a layer's dropout off", "cpu", {"Evaluation"}, "changed: mode",
+        ("train.py", "    run.model.train()\n    loss_sum, num_targets",
+         "    run.model.train()\n    run.model.dropout1.eval()\n    loss_sum, num_targets"),
+    ),
+    Fault(
+        "dropout in the evaluation", "cpu", {"Evaluation"}, "dropout and the like are on",
+        ("train.py", "    run.model.eval()\n", ""),
+    ),
+    Fault(
+        "other weights in the evaluation", "cpu", {"Evaluation"}, "other weights, such as an average",
+        ("train.py", "    run.model.eval()\n", "    run.model.eval()\n    kept = [p.clone() for p in run.parameters]\n"
+         "    torch._foreach_mul_(run.parameters, 0.9)\n"),
+        at_the_end_of_evaluation("torch._foreach_copy_(run.parameters, kept)"),
+    ),
+    Fault(
+        "an evaluation without the last batch", "cpu", {"Evaluation"}, "left out",
+        ("train.py", "in evaluation_batches(run):", "in list(evaluation_batches(run))[:-1]:"),
+    ),
+    Fault(
+        "a step added to a checkpoint's", "cpu", {"Checkpoint"}, "the position in the data",
+        ("train.py", "        load_checkpoint(run)", "        load_checkpoint(run)\n        run.progress.step += 1"),
+    ),
+    Fault(
+        "a mean loss", "cpu", {"Accumulation"}, "Task.loss returns a mean in place of the sum",
+        ("src/tasks/mnist.py", "return smoothed, len(labels)", "return smoothed / len(labels), len(labels)"),
+    ),
+]  # fmt: skip
+"""Faults that a single process shows: tests/check/examine.py plants them one after the other in one run of 90 steps an
+epoch."""
 MORE = [
     Fault(
         "an epoch that begins anew where a run goes on", "ddp", {"Data"}, "goes on with examples that it has seen",
         ("src/data/loading.py", "        order = order[done_in_epoch * config.global_batch_size :]\n", ""),
     ),
     Fault(
-        "a schedule that is longer by the number of processes", "ddp", {"Updates"}, "or of another length",
+        "a schedule that is longer by the number of processes", "ddp", {"Updates"}, "of another form or length",
         ("src/run.py", "Schedule(self.config.steps(self.steps_per_epoch)[1],",
          "Schedule(self.config.steps(self.steps_per_epoch)[1] * self.world_size,"),
     ),
@@ -218,13 +336,13 @@ MORE = [
         ("train.py", "set_seed((config.seed + accelerator.process_index) % 2**32)", "set_seed(config.seed)"),
     ),
     Fault(
-        "gradients not cleared", "ddp", {"Accumulation", "Checkpoint", "Gradients"},  # they begin where they should not
+        "gradients not cleared", "ddp", {"Checkpoint", "Gradients"},  # they begin where they should not
         "not the gradient of the whole batch's mean loss",
-        ("train.py", "        optimizer.zero_grad()\n", ""),
+        ("src/optim.py", "        optimizer.zero_grad()\n", ""),
     ),
     Fault(
         "gradients reduced after each micro-batch", "ddp", {"Cost"}, "gradients reduced after each micro-batch",
-        ("train.py", "is_reduced = i == len(micro_batches) or accelerator.is_fsdp2", "is_reduced = True"),
+        ("train.py", "is_reduced = i == len(micro_batches) or", "is_reduced = True or"),
         arguments=("--micro_batch_size=8",),
     ),
 ]  # fmt: skip

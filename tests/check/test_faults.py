@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.check.planted import FAULTS, MORE, Fault, plant
-from tests.launching import Launch
+from tests.check.planted import ALONE, FAULTS, MORE, Fault, plant
+from tests.launching import QUIET, Launch
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,19 @@ from tests.launching import Launch
 )
 def test_fault(launch: Launch, tmp_path: Path, fault: Fault) -> None:
     require_found(launch, fault, plant(fault, tmp_path))
+
+
+def test_faults_that_one_process_shows(launch: Launch, tmp_path: Path) -> None:
+    """All of them in one process, and nothing in the project without them."""
+    output, sizes = tmp_path / "found.json", ("--global_batch_size=16", "--epochs=4")
+    settings = ("--task.source=digits", *sizes, f"--output_dir={tmp_path}/run", *QUIET)
+    launch("cpu", str(output), *settings, script="tests/check/examine.py").succeeded()
+    failed = json.loads(output.read_text())
+    assert failed.pop("") == []
+    checks = {name: {row["check"] for row in rows} for name, rows in failed.items()}
+    assert checks == {fault.name: fault.fails for fault in ALONE}, failed
+    said = {name: " ".join(row["measured"] + row["means"] for row in rows) for name, rows in failed.items()}
+    assert [fault.name for fault in ALONE if fault.says not in said[fault.name]] == [], failed
 
 
 def require_found(launch: Launch, fault: Fault, project: Path) -> None:
