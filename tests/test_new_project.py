@@ -43,7 +43,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with the words in the recipe: another folder, or an error of the shell's."""
     task, without, config = request.param
     folder = tmp_path_factory.mktemp("new")
-    project = folder / 'a "deep" one, it\'s $DEST $(DEST) `pwd` #1 & more/my-project'
+    project = folder / 'a "deep" one, it\'s $DEST $(HOME) `pwd` #1 & more/my-project'
     words = ("NAME=my-project", f"DEST={project}", f"TASK={task}", f"WITHOUT={without}")
     done = make_new(folder, *words).succeeded()
     assert f"  task      {task}: src/tasks/{task}.py, {config}\n" in done.stdout
