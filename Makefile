@@ -44,8 +44,13 @@ format: setup  ## let the linter and the formatter change what they can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+# make new: the words as they were written, by the environment: make and the shell would take a $ or a quote for theirs.
+new: export NEW_NAME := $(value NAME)
+new: export NEW_DEST := $(value DEST)
+new: export NEW_TASK := $(value TASK)
+new: export NEW_WITHOUT := $(value WITHOUT)
 new:  ## make a project of your own from this one: NAME=my-project DEST=../my-project TASK=mnist WITHOUT="wandb check"
-	@$(PYTHON) scripts/new_project.py '$(NAME)' '$(DEST)' '$(TASK)' '$(WITHOUT)'
+	@$(PYTHON) scripts/new_project.py
 
 -include benchmarks/bench.mk  # make bench, make bench-check
 -include tests/gpu.mk  # make test-gpu

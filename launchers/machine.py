@@ -12,6 +12,7 @@ from accelerate.utils.other import is_port_in_use
 
 sys.path.insert(0, ".")  # the project's root, where the command is run
 from src.process import RunError, UserError, cause, exit_codes, explained
+from src.settings import read_yaml
 
 KEYS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
 MESH = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
@@ -39,7 +40,7 @@ def main(words: list[str]) -> None:
     given = vars(launch_command_parser().parse_args(words))
     file = given["config_file"] or (default_config_file if os.path.isfile(default_config_file) else os.devnull)
     with explained(f"{file}: ", (OSError, yaml.YAMLError)), open(file) as text:
-        config = yaml.safe_load(text.read() or "{}")
+        config, _ = read_yaml(text.read() or "{}")
     mesh = (config.get("parallelism_config") or {}) | {key: given[key] for key in MESH if given[key] != 1}
     machines, processes, rank, ip, port = (config.get(key) if given[key] is None else given[key] for key in KEYS)
     if errors := "\n".join(mistakes(machines or 1, processes, rank, ip, port, *[mesh.get(k, 1) for k in MESH if mesh])):

@@ -3,6 +3,7 @@
 Nothing needs to be installed. docs/make-it-yours.md says what goes and what stays, and has the commands that are run.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -54,8 +55,13 @@ def mistakes(name: str, dest: Path, task: str, without: list[str]) -> Iterator[s
     """Yield what is wrong, one line each."""
     if not re.fullmatch(r"[a-zA-Z0-9]([\w-]{0,28}[a-zA-Z0-9])?", name, re.ASCII):  # 31 make a line of src too long
         yield f"NAME={name}: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends"
-    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+    folder = next(path for path in (dest, *dest.parents) if os.path.lexists(path))
+    if folder == dest and (not dest.is_dir() or any(dest.iterdir())):
         yield f"DEST={dest}: is there already; name a folder that doesn't exist or is empty, such as DEST=../my-project"
+    elif dest.is_relative_to(TEMPLATE):
+        yield f"DEST={dest}: is inside this project; name a folder outside of it, such as DEST=../my-project"
+    elif not folder.is_dir() or not os.access(folder, os.W_OK):
+        yield f"DEST={dest}: cannot be made in {folder}; name another folder, such as DEST=../my-project"
     for variable, word, known in [("TASK", task, TASKS), *(("WITHOUT", room, ROOMS) for room in without)]:
         if word not in known:
             guess = "".join(f", did you mean {match}?" for match in get_close_matches(word, known, 1))
@@ -140,4 +146,4 @@ def write_docs(project: Path, rooms: list[str], **names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*(os.environ[f"NEW_{word}"] for word in ("NAME", "DEST", "TASK", "WITHOUT")))

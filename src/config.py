@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from bisect import bisect
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -212,6 +213,8 @@ def load_config(argv: list[str]) -> Config:
     steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.profile_steps or "1:1")
     if not steps or int(steps[1]) > int(steps[2]):
         mistakes.append(f"profile_steps={config.profile_steps}: write the first step and the last, such as 10:15")
+    if (warmup := config.optim.warmup_steps) > 1 and warmup % 1:
+        mistakes.append(f"optim.warmup_steps={warmup}: must be a whole number of steps, or below 1, a share of all")
     if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():
         mistakes.append(
             "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
@@ -255,13 +258,13 @@ def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
     if size % unit == 0:
         return
     product = f"{micro} (micro_batch_size) x {world_size} processes = {unit}" if micro else f"{unit} processes"
-    nearest_sizes = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit if size > unit else unit})
+    nearest_sizes = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
     line = f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size="
     line += " or ".join(map(str, nearest_sizes))
     if micro and size % world_size == 0:
         divisors = [d for d in range(1, size // world_size + 1) if size // world_size % d == 0]
-        below, above = [d for d in divisors if d < micro][-1:], [d for d in divisors if d > micro][:1]
-        line += ", micro_batch_size=" + " or ".join(map(str, below + above))
+        above = bisect(divisors, micro)
+        line += ", micro_batch_size=" + " or ".join(map(str, divisors[above - 1 : above + 1]))
     yield line
 
 

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m src.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", help="a run's output folder, its model, or a checkpoint")
     parser.add_argument("pictures", nargs="*", help="of digits, to predict instead of evaluating")
-    parser.add_argument("--output", type=Path, help="file for the predictions; predictions.parquet beside the model")
+    parser.add_argument("--output", type=Path, help="FILE.parquet to write; predictions.parquet beside the model")
     options, settings = parser.parse_known_args(argv)
     path = find_model(options.source)
     config = _with_settings(config_of(path), settings)
@@ -38,8 +38,9 @@ def main(argv: list[str]) -> None:
     if pictures and task.name != "mnist":
         raise UserError(f"{pictures[0]}: only the task mnist predicts pictures, not {task.name}")
     output = options.output or (None if pictures else path.with_name("predictions.parquet"))
-    if output and output.exists():
-        raise UserError(f"{output}: exists already; name another file by --output=")
+    if output and (output.exists() or output.suffix != ".parquet"):
+        wrong = "exists already" if output.exists() else "predictions are written as .parquet"
+        raise UserError(f"{output}: {wrong}; name another file by --output=")
     accelerator = Accelerator()
     model = accelerator.prepare_model(load_model(path, config), evaluation_mode=True).eval()
     dataset = read_pictures(pictures) if pictures else task.build_datasets()[1]

@@ -20,7 +20,8 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 
 from src.config import Config
-from src.settings import nearest, repeated_keys
+from src.process import explained
+from src.settings import nearest, read_yaml
 
 OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
 """Environment variables that Accelerate puts above the script's arguments and the yaml, and its launcher never sets."""
@@ -59,8 +60,9 @@ def find_launcher() -> Launcher | None:
             continue
         arguments = launch_command_parser().parse_args(words)
         file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
-        text = (folder / file).read_text() if file else "{}"
-        return Launcher(words, arguments, file, yaml.safe_load(text), list(repeated_keys(text)), environment)
+        with explained(f"{file}: ", yaml.YAMLError):
+            config, repeated = read_yaml((folder / file).read_text() if file else "{}")
+        return Launcher(words, arguments, file, config, repeated, environment)
     return None
 
 

@@ -1,5 +1,6 @@
 """Typed settings from yaml files and `--key.sub=value` arguments: merged, validated, every mistake on its own line."""
 
+import contextlib
 import difflib
 import os
 import re
@@ -9,6 +10,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+
+from src.process import cause, explained
 
 
 class Settings(BaseModel):
@@ -62,15 +65,14 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
         if argument == "--config" or (name == "config" and equals):
-            file = value if equals else next(arguments, "")
-            files += [file] if file else []
-            if not file:
+            if file := value if equals else next(arguments, ""):
+                files.append(file)
+            else:
                 mistakes.append(f"{argument}: name a yaml file, --config=FILE.yaml")
-        elif argument in ("--check", "--dry-run"):
-            options[argument.removeprefix("--").replace("-", "_")] = "true"
-        elif argument.startswith("--") and equals:
-            options[name] = value
+        elif argument.startswith("--") and (equals or name in ("check", "dry_run")):
+            options[name] = value if equals else "true"
         else:
             mistakes.append(f"{argument}: not understood; settings are written --name=value")
 
@@ -80,9 +82,9 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
         for name, value in flatten(_read_yaml(file, mistakes)):
             values[name], written[name] = value, f"{file}: {name}: {value}"
     for name, text in options.items():
-        values[name], written[name] = _parse(text), f"--{name}={text}"
-        if isinstance(values[name], dict):
-            mistakes.extend(f"--{name}={text}: {repeated}" for repeated in repeated_keys(text))
+        written[name] = f"--{name}={text}"
+        values[name], repeated = _parse(text)
+        mistakes += [f"{written[name]}: {line}" for line in repeated]
     return values, written
 
 
@@ -111,7 +113,7 @@ def validate(
             example = next(setting for setting in known if setting.startswith(f"{name}."))
             if values[name] is not None or written[name].startswith("--"):  # a yaml's group may just be empty
                 mistakes.append(f"{written[name]}: {name} is a group; write, for example, --{example}=…")
-        elif not any(name == setting or name.startswith(f"{setting}.") for setting in known):
+        elif not any(f"{name}.".startswith(f"{setting}.") for setting in known):
             hint = f", it is now {renamed[name]}" if name in renamed else nearest(name, list(known))
             mistakes.append(f"{written[name]}: unknown setting{hint}")
         else:
@@ -126,15 +128,22 @@ def validate(
     except ValidationError as error:
         for problem in error.errors():
             where = ".".join(map(str, problem["loc"]))
-            name = next(setting for setting in known if where == setting or where.startswith(f"{setting}."))
-            says = problem["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
-            says = {"string_type": "must be text: write it in quotes", "string_too_short": "is empty"}.get(
-                problem["type"], says
-            )
-            mistakes.append(f"{written.get(where, written.get(name, name))}: {says}")
+            name = next(setting for setting in known if f"{where}.".startswith(f"{setting}."))
+            mistakes.append(f"{written.get(where, written.get(name, name))}: {complaint(problem)}")
             bad.add(name)
-    good = {name: value for name, value in good.items() if not any((name + ".").startswith(f"{b}.") for b in bad)}
+    good = {name: value for name, value in good.items() if not any(f"{name}.".startswith(f"{b}.") for b in bad)}
     return model.model_validate(_unflatten(good)), bad
+
+
+def complaint(problem: Any) -> str:
+    """Return what is wrong with a value, from pydantic's error."""
+    message = problem["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
+    better = {
+        "string_type": "must be text: write it in quotes",
+        "string_too_short": "is empty",
+        "list_type": f"must be a list: write [{problem['input']}]",
+    }
+    return str(better.get(problem["type"], message))
 
 
 def fields(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -169,9 +178,9 @@ def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
     path = Path(file)
     try:
         text = path.read_text(encoding="utf-8")
-        content = yaml.load(text, Loader=Yaml)  # a SafeLoader
+        content, repeated = read_yaml(text, Yaml)
         content = {} if content is None else content
-        mistakes.extend(f"--config={file}: {repeated}" for repeated in repeated_keys(text))
+        mistakes += [f"--config={file}: {line}" for line in repeated]
     except FileNotFoundError:
         there = [str(p) for p in sorted(path.parent.glob("*.yaml"))]
         mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
@@ -179,7 +188,7 @@ def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
         mistakes.append(f"--config={file}: cannot be read, {getattr(error, 'strerror', None) or 'it is not text'}")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        mistakes.append(f"--config={file}: not yaml" + (f", see line {mark.line + 1}" if mark else ""))
+        mistakes.append(f"--config={file}: not yaml, " + (f"see line {mark.line + 1}" if mark else cause(error)))
     else:
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
             return content
@@ -187,11 +196,11 @@ def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
     return {}
 
 
-def repeated_keys(text: str) -> Iterator[str]:
-    """Yield a line for each key that YAML text repeats: a loader silently keeps only the last value.
+def read_yaml(text: str | bytes, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> tuple[Any, list[str]]:
+    """Return what YAML text holds, and a line for each key that it repeats, of which the last value counts.
 
     Raises:
-        yaml.YAMLError: the text is not YAML.
+        yaml.YAMLError: the text is not YAML, a value is not of its type, or the nesting has no end.
     """
     lines: dict[str, list[int]] = {}
 
@@ -200,21 +209,30 @@ def repeated_keys(text: str) -> Iterator[str]:
             if isinstance(key, yaml.ScalarNode):
                 lines.setdefault(f"{prefix}{key.value}", []).append(key.start_mark.line + 1)
                 collect(value, f"{prefix}{key.value}.")
+        for number, item in enumerate(node.value if isinstance(node, yaml.SequenceNode) else ()):
+            collect(item, f"{prefix}{number}.")
 
-    collect(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    with (
+        explained("", (ValueError, LookupError, AttributeError), yaml.YAMLError),  # 2024-02-30, !!bool x
+        explained("nested too deeply, or in itself, ", RecursionError, yaml.YAMLError),
+    ):
+        collect(yaml.compose(text, Loader=loader), "")
+        content = yaml.load(text, Loader=loader)
     repeated = {name: numbers for name, numbers in lines.items() if len(numbers) > 1}
-    for name, numbers in repeated.items():
-        if not any(name.startswith(f"{group}.") for group in repeated):
-            yield f"{name} appears {len(numbers)} times, in lines {' and '.join(map(str, numbers))}: keep one"
+    return content, [
+        f"{name} appears {len(numbers)} times, in lines {' and '.join(map(str, numbers))}: keep one"
+        for name, numbers in repeated.items()
+        if not any(name.startswith(f"{group}.") for group in repeated)
+    ]
 
 
-def _parse(text: str) -> Any:
-    """Parse `null`, lists and mappings as YAML; return all other text as it is, for the field's type to read."""
-    try:
-        value = yaml.load(text, Loader=Yaml)  # a SafeLoader
-    except yaml.YAMLError:
-        return text
-    return value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text
+def _parse(text: str) -> tuple[Any, list[str]]:
+    """Parse `null`, lists and mappings as read_yaml does; return all other text as it is, for the field's type."""
+    with contextlib.suppress(yaml.YAMLError):
+        value, repeated = read_yaml(text, Yaml)
+        if isinstance(value, list | dict) or text.lower() in ("null", "~"):
+            return value, repeated
+    return text, []
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -29,7 +29,7 @@ from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationE
 from src.checkpoint.output_folder import changed_settings, read_lines, saved_settings
 from src.config import Config, load_config
 from src.process import PR_SET_PDEATHSIG, SIGNALS, RunError, UserError, exit_codes, explained
-from src.settings import repeated_keys
+from src.settings import complaint, read_yaml
 
 MACROS = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"]}
 """What W&B's agent puts in their place, besides ${program} and ${args}."""
@@ -119,14 +119,12 @@ class Trial:
 def read_sweep(file: str) -> Sweep:
     """Read a sweep file; raise a UserError with all its mistakes, one per line."""
     with explained(f"{file}: cannot be read: ", (OSError, UnicodeDecodeError, yaml.YAMLError)):
-        text = Path(file).read_text()
-        mistakes, content = list(repeated_keys(text)), yaml.safe_load(text)
+        content, mistakes = read_yaml(Path(file).read_text())
     try:
         sweep = Sweep.model_validate(content)
     except ValidationError as error:
         for problem in error.errors():
-            says = problem["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
-            mistakes.append(f"{'.'.join(map(str, problem['loc']))}: {says}")
+            mistakes.append(f"{'.'.join(map(str, problem['loc']))}: {complaint(problem)}")
     else:
         mistakes += [f"command: lacks {word}" for word in ("${program}", "${args}") if word not in sweep.command]
     if mistakes:
@@ -158,7 +156,11 @@ def build_trials(sweep: Sweep, drawn: list[dict[str, Any]], folder: Path, others
     metric = [f"--checkpoint.metric={sweep.metric.name}", f"--checkpoint.mode={sweep.metric.goal[:3]}"]
     for i, settings in enumerate(drawn):
         own = folder / f"trial-{i:02}"
-        arguments = [*(f"--{name}={value}" for name, value in settings.items()), *others]
+        written = {
+            name: value if isinstance(value, str) else json.dumps(value, default=str)
+            for name, value in settings.items()
+        }
+        arguments = [*(f"--{name}={text}" for name, text in written.items()), *others]
         arguments += [f"--run_name={folder.name}-{own.name}", f"--output_dir={own}"]
         macros = MACROS | {"${program}": [sweep.program], "${args}": arguments}
         command = [text for word in sweep.command for text in macros.get(word, [word])]
@@ -169,7 +171,7 @@ def build_trials(sweep: Sweep, drawn: list[dict[str, Any]], folder: Path, others
             continue
         if changed := changed_settings(config, saved_settings(own)).keys() - {"max_steps"}:
             mistakes.append(f"{folder}: holds trials with other {', '.join(sorted(changed))}; choose another --folder")
-        label = "  ".join(f"{name}={value!s:<8}" for name, value in settings.items())
+        label = "  ".join(f"{name}={text:<8}" for name, text in written.items())
         trials.append(Trial(own, label, command, config))
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
@@ -198,8 +200,15 @@ def train(trial: Trial, steps: int | None, log: Path) -> int:
     bound = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM) if sys.platform == "linux" else None
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        to: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        process = psutil.Popen(command, env=environment, start_new_session=True, preexec_fn=bound, **to)
+        process = psutil.Popen(
+            command,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=bound,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
 
     def stop(_: str) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from src.tasks.metrics import Accuracy
+from src.tasks import load_metric
 from src.tasks.base import Task
 
 
@@ -69,7 +69,7 @@ class Sign(Task):
         return (losses * counts).sum(), counts.sum(), {"predictions": logits.argmax(1), "references": labels}
 
     def metrics(self, outputs):
-        return Accuracy().compute(**outputs)
+        return load_metric("Accuracy").compute(**outputs)
 '''
 ARGUMENTS = (
     "--task.name=sign", "--task.width=32", "--epochs=4", "--optim.lr=0.02", "--global_batch_size=32",

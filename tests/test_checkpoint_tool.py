@@ -96,6 +96,7 @@ def test_spoilt_files_are_one_line(tool: Tool, run: Run, tmp_path: Path) -> None
         (["list"], "list: name a checkpoint or a run's output folder"),
         (["list", "nowhere"], "nowhere: neither a checkpoint nor a folder with any"),
         (["diff", "nowhere"], "diff: takes two checkpoints"),
+        (["export", "nowhere", "a", "b"], "export: takes one checkpoint, and one folder to write"),
     ],
 )
 def test_mistakes_are_one_line(tool: Tool, arguments: list[str], says: str) -> None:

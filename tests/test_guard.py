@@ -2,13 +2,16 @@
 
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from src.data.mnist import IDX_FILES
-from src.launch_guard import choose_precision
+from src.launch_guard import choose_precision, find_launcher
+from src.process import UserError
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command
 
 FSDP, HSDP = (
@@ -115,6 +118,16 @@ def test_a_yaml_that_asks_for_what_cannot_be_is_refused(
     is_real = "fsdp_config has no key" in says
     found = refused(launch(file, "--max_steps=1", real=is_real), is_real)
     assert fnmatchcase(found, says.format(file=file)), found
+
+
+def test_a_yaml_without_an_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher itself reads it. Tried without: RecursionError, in the search for keys that are repeated."""
+    (tmp_path / "mine.yaml").write_text("fsdp_config: &a {fsdp_version: 2, more: *a}")
+    command = ["python", "accelerate", "launch", "--config_file", "mine.yaml", "train.py"]
+    parent = SimpleNamespace(cmdline=lambda: command, environ=dict, cwd=lambda: str(tmp_path))
+    monkeypatch.setattr(psutil, "Process", lambda _: parent)
+    with pytest.raises(UserError, match=r"^mine\.yaml: nested too deeply, or in itself, [^\n]*$"):
+        find_launcher()
 
 
 def test_data_that_cannot_be_read_is_one_message_too(launch: Launch, tmp_path: Path) -> None:

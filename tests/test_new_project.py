@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -38,13 +39,17 @@ def make(project: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module", params=PROJECTS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A new project, its task and its config."""
+    """A new project, its task and its config; in a folder whose name says something else to make and to a shell. Tried
+    with the words in the recipe: another folder, or an error of the shell's."""
     task, without, config = request.param
     folder = tmp_path_factory.mktemp("new")
-    words = ("NAME=my-project", f"DEST={folder / 'deep/my-project'}", f"TASK={task}", f"WITHOUT={without}")
+    project = folder / 'a "deep" one, it\'s $DEST $(HOME) `pwd` #1 & more/my-project'
+    words = ("NAME=my-project", f"DEST={project}", f"TASK={task}", f"WITHOUT={without}")
     done = make_new(folder, *words).succeeded()
     assert f"  task      {task}: src/tasks/{task}.py, {config}\n" in done.stdout
-    return folder / "deep/my-project", task, config
+    assert f"cd {shlex.quote(str(project))}\n" in done.stdout
+    assert sorted(file.name for file in folder.iterdir()) == [project.parent.name, "gitconfig"]
+    return project, task, config
 
 
 def test_make_train_trains_its_task_and_make_test_finds_its_tests(launch: Launch, made: tuple[Path, str, str]) -> None:
@@ -99,6 +104,27 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_overwritten(tmp_path: Path
         "make new: WITHOUT=transformer: not known, did you mean transformers?",
     ]
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["file"]
+
+
+def test_what_cannot_be_a_name_or_a_folder_is_one_line(tmp_path: Path) -> None:
+    """Tried without the checks: a project inside this one; a traceback at the end, when all is made. And with the words
+    in the recipe: the shell looks for the end of its quotes."""
+    (tmp_path / "file").touch()
+    inside = PROJECT / "runs/my-project"
+    for words, line in {
+        (
+            "NAME=it's",
+            f"DEST={tmp_path}/x",
+        ): "NAME=it's: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends",
+        ("NAME=x", f"DEST={inside}"): f"DEST={inside}: is inside this project; name a folder outside of it, such as "
+        "DEST=../my-project",
+        ("NAME=x", f"DEST={tmp_path}/file/x"): f"DEST={tmp_path}/file/x: cannot be made in {tmp_path}/file; name "
+        "another folder, such as DEST=../my-project",
+    }.items():
+        done = make_new(tmp_path, *words)
+        assert (done.exit_code, done.stderr.splitlines()[:-1]) == (2, [f"make new: {line}"])
+    assert not inside.exists()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "gitconfig"]
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "text_classification", "dpo", "token_classification"])

@@ -16,6 +16,7 @@ from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
 
 needs_wandb, needs_text = needs("src/wandb_settings.py"), needs("src/tasks/causal_lm.py")
+needs_trackers = needs("src/trackers.py")
 TEXT = ("--task.name=causal_lm", "--task.dataset=a.txt")
 
 
@@ -97,7 +98,8 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         ("--config=a.yaml|--config=b.yaml|--config=c.yaml|--config=d.yaml|--config=.",
          {"a": "a: [1", "b": "\x00", "c": "- 1", "d": "1: 2"}, [
             "--config=a.yaml: not yaml, see line 1",
-            "--config=b.yaml: not yaml",
+            "--config=b.yaml: not yaml, unacceptable character #x0000: special characters are not allowed in "
+            '"<unicode string>", position 0',
             "--config=c.yaml: must hold settings, one `name: value` per line",
             "--config=d.yaml: must hold settings, one `name: value` per line",
             "--config=.: cannot be read, Is a directory",
@@ -140,6 +142,13 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "--optim.lr=inf: must be a finite number",
         ]),
         ("--output_dir=|--epochs=1", {}, ["--output_dir=: is empty"]),
+        # tried without: the rate goes beyond its peak, to 4/3 of it
+        ("--optim.warmup_steps=1.5", {}, [
+            "optim.warmup_steps=1.5: must be a whole number of steps, or below 1, a share of all"]),
+        pytest.param("--trackers=wandb|--config=a.yaml", {"a": "wandb:\n  tags: mine"}, [
+            "--trackers=wandb: must be a list: write [wandb]",
+            "a.yaml: wandb.tags: mine: must be a list: write [mine]",
+        ], marks=[needs_wandb, needs_trackers]),
     ],
 )  # fmt: skip
 def test_every_mistake_is_one_line(arguments: str, files: dict[str, str], lines: list[str]) -> None:
@@ -164,6 +173,45 @@ def test_what_is_no_text_or_said_twice_is_refused_wherever_yaml_is_read() -> Non
     assert mistakes("--config=c.yaml") == ["--config=c.yaml: cannot be read, it is not text"]
     Path("d.yaml").write_text("seed: 3\noptim:\n  # lr: 1")  # a group of which all lines are commented out
     assert load_config(["--config=d.yaml"]).seed == 3
+
+
+ENDLESS = {
+    "itself": "task: &a {name: *a}",
+    "a list in itself": "trackers: &a [*a]",
+    "3,000 brackets": "seed: " + "[" * 3000 + "]" * 3000,
+    "3,000 braces": "{a: " * 3000 + "1" + "}" * 3000,
+}
+
+
+@pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS)
+def test_yaml_without_an_end_is_one_line(text: str) -> None:
+    """Tried without: RecursionError, from yaml or from what walks through it."""
+    Path("a.yaml").write_text(text)
+    (line,) = mistakes("--config=a.yaml")
+    assert line.startswith("--config=a.yaml: not yaml, nested too deeply, or in itself, ")
+    assert load_config([f"--run_name={text[:200]}"]).run_name == text[:200]
+
+
+def test_yaml_with_a_value_that_is_none_of_its_type_is_one_line() -> None:
+    """Tried without: ValueError, KeyError and AttributeError, from yaml."""
+    for text, says in {"2024-02-30": "day is out of range for month", "!!bool x": "'x'", "!!timestamp x": ""}.items():
+        Path("a.yaml").write_text(f"run_name: {text}")
+        (line,) = mistakes("--config=a.yaml")
+        assert line.startswith(f"--config=a.yaml: not yaml, {says}")
+        assert load_config([f"--run_name={text}"]).run_name == text
+
+
+@pytest.mark.parametrize("written", ["--dry-run", "--dry_run", "--dry-run=true", "--dry_run=true"])
+def test_a_switch_is_on_by_itself_and_may_have_a_hyphen(written: str) -> None:
+    config = load_config([written])
+    assert (config.dry_run, config.check) == (True, False)
+    assert load_config([written, "--dry-run=false", "--check"]).check
+    assert mistakes("--dry-run=") == ["--dry_run=: must be a valid boolean, unable to interpret input"]
+
+
+def test_a_warm_up_is_a_share_or_whole_steps() -> None:
+    for steps in ("0", "0.99", "1", "1.0", "20", "1e2"):
+        assert load_config([f"--optim.warmup_steps={steps}"]).optim.warmup_steps == float(steps)
 
 
 def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +289,7 @@ def test_a_spoilt_status_or_config_yaml_is_no_traceback() -> None:
         Path("runs/mnist/status.json").write_text(content)
         load_config([])
     Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
-    for data in (b"\xff\xfe", b"resume: [a]", b"- a", b"resume: null"):
+    for data in (b"\xff\xfe", b"resume: [a]", b"- a", b"resume: null", b"a: &a {b: *a}", b"[" * 3000):
         Path("runs/mnist/config.yaml").write_bytes(data)
         assert parent_checkpoint(load_config([])) in (None, Path("['a']"))
 

@@ -11,7 +11,7 @@ import pytest
 
 from src import sweep as sweep_module
 from src.process import UserError
-from src.sweep import Trial, draw, main, read_sweep
+from src.sweep import Trial, build_trials, draw, main, read_sweep
 from tests.faults.runs import without_times
 from tests.launching import PROJECT, QUIET, Launch, Run, Started
 
@@ -133,6 +133,20 @@ def test_every_mistake_in_a_file_gets_a_line(tmp_path: Path) -> None:
     assert line == "method: grid needs values, or integers min and max, for optim.lr"
     (line,) = mistakes(write(tmp_path))
     assert line == "method: random has no end: add --trials=8"
+    Path(file).write_text("parameters: &a {seed: *a}")
+    (line,) = mistakes(file)
+    assert line.startswith(f"{file}: cannot be read: nested too deeply, or in itself, ")
+
+
+def test_each_value_reaches_train_py_as_yaml_reads_it(tmp_path: Path) -> None:
+    """Tried as Python writes it: None is refused."""
+    values: dict[str, Any] = {"max_steps": None, "compile": True, "run_name": "None", "optim.betas": [0.5, 0.9]}
+    file = write(tmp_path, method="grid", parameters={name: {"value": value} for name, value in values.items()})
+    sweep = read_sweep(file)
+    (trial,) = build_trials(sweep, draw(sweep, None), tmp_path, [])
+    assert trial.command[-6:-2] == ["--compile=true", "--max_steps=null", "--optim.betas=[0.5, 0.9]", "--run_name=None"]
+    assert (trial.config.max_steps, trial.config.compile, trial.config.optim.betas) == (None, True, (0.5, 0.9))
+    assert "max_steps=null " in trial.label
 
 
 def test_settings_are_checked_before_anything_starts(tmp_path: Path) -> None:

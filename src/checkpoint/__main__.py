@@ -58,8 +58,11 @@ def verify(paths: list[str]) -> int:
 
 def export(paths: list[str]) -> int:
     """Check the checkpoint and write its model."""
-    path = _whole(paths[0], contents=True)
-    folder = Path(paths[1]) if paths[1:] else path.parent.parent / f"model_{path.name}"
+    source, *named = paths
+    if len(named) > 1:
+        raise UserError("export: takes one checkpoint, and one folder to write")
+    path = _whole(source, contents=True)
+    folder = Path(*named) if named else path.parent.parent / f"model_{path.name}"
     if folder.exists():
         raise UserError(f"{folder}: exists already; name another folder")
     config = config_of(path)

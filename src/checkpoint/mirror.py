@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from fsspec.core import url_to_fs
@@ -34,6 +33,7 @@ from src.checkpoint.output_folder import LENGTH_SETTINGS, changed_settings, list
 from src.checkpoint.tensors import StorageReader
 from src.config import Config
 from src.process import RunError, UserError, cause, explained
+from src.settings import read_yaml
 from src.terminal import say
 
 SLICES = "slices.json"
@@ -95,7 +95,7 @@ class Mirror:
         self._tidy()
         there = list(self._manifests())
         if there and self._config.resume != "never" and there[0] == self.candidates()[0]:
-            saved = yaml.safe_load(self._fs.cat_file(self._path(there[0], RECORD[1])))
+            saved, _ = read_yaml(self._fs.cat_file(self._path(there[0], RECORD[1])))
             changed = changed_settings(self._config, saved).keys() - LENGTH_SETTINGS
             is_here = there[0] in list_checkpoints(self._own)  # what it may accept is then said later
             if changed and not is_here and not self._config.checkpoint.accept_changes:

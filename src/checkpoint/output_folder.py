@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import yaml
 
-from src.settings import fields, nearest
+from src.settings import fields, nearest, read_yaml
 
 if TYPE_CHECKING:  # not at run time: src.config imports this file
     from src.config import Config
@@ -71,7 +71,7 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 def saved_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the run in an output folder; empty if there are none."""
     try:
-        saved = yaml.safe_load((folder / "config.yaml").read_text())
+        saved, _ = read_yaml((folder / "config.yaml").read_text())
         return parse(json.dumps(saved, default=str))  # which refuses one that contains itself
     except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         return {}

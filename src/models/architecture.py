@@ -8,14 +8,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from src.process import UserError, explained
-from src.settings import Yaml, nearest
+from src.settings import Yaml, nearest, read_yaml
 
 
 def typed(value: Any) -> Any:
     """Return values from the command line, which are text, as YAML reads them; and 1e-5, text to YAML, as a number."""
     if isinstance(value, str):
         with contextlib.suppress(yaml.YAMLError):
-            value = yaml.load(value, Loader=Yaml)  # a SafeLoader
+            value, _ = read_yaml(value, Yaml)
     if isinstance(value, dict):
         return {name: typed(inner) for name, inner in value.items()}
     with contextlib.suppress(ValueError):

@@ -355,7 +355,9 @@ class CausalLM(TextSource, ModelSource, Task):
             save_merged(self._build_lm(), self._tokenizer, weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
-        return LanguageModel(load_exported(folder), self._small_model, self._attention)
+        lm = load_exported(folder)
+        check_fit(self.sequence_length, lm.config, self._tokenizer)
+        return LanguageModel(lm, self._small_model, self._attention)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         has_adapters = self.lora.r is not None

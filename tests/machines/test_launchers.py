@@ -81,6 +81,14 @@ def test_a_mistake_in_the_words_is_one_line(starts: Starts, port: int, others: d
     assert run.stderr.count("\n") == 1
 
 
+def test_a_yaml_without_an_end_is_one_line(starts: Starts, port: int, tmp_path: Path) -> None:
+    """Tried without: RecursionError."""
+    (tmp_path / "a.yaml").write_text("[" * 3000 + "]" * 3000)
+    run = starts(*two(port, rank=1, config_file=tmp_path / "a.yaml"))
+    assert run.exit_code == 2
+    assert run.stderr.startswith(f"machine.py: {tmp_path}/a.yaml: nested too deeply, or in itself, ")
+
+
 def test_all_mistakes_are_named_at_once(starts: Starts) -> None:
     run = starts("--num_machines=2", "--num_processes=3")
     assert run.exit_code == 2

@@ -9,6 +9,7 @@ import pytest
 from src.checkpoint.output_folder import saved_settings
 from src.evaluate import main
 from src.process import UserError
+from src.tasks.causal_lm import CausalLM
 from tests.launching import Launch, Run
 from tests.text import tiny
 
@@ -91,7 +92,18 @@ def test_all_rows_of_another_file_count(
         main([str(classifier.folder), "of the and"])
     other.write_text("text\tlabel\nof the and\trising\nof\tflat\n")
     with pytest.raises(UserError, match="flat is in the data to evaluate on, but not in the data to train on"):
-        main([str(classifier.folder / part), f"--output={tmp_path}/x", f"--task.dataset={other}"])
+        main([str(classifier.folder / part), f"--output={tmp_path}/x.parquet", f"--task.dataset={other}"])
+
+
+def test_longer_sequences_than_the_model_has_positions_for_are_refused(tmp_path: Path) -> None:
+    """Of a model from scratch, whose settings name no positions. Tried without: IndexError, at the first batch."""
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
+    task = CausalLM(architecture=gpt2, sequence_length=64)
+    model = task.build_model()
+    task.export(model, model.state_dict(), tmp_path)
+    assert CausalLM(architecture=gpt2, sequence_length=32).load_export(tmp_path).lm.config.n_positions == 64
+    with pytest.raises(UserError, match="^task.sequence_length=100000: the model sees at most 64 tokens$"):
+        CausalLM(architecture=gpt2, sequence_length=100_000).load_export(tmp_path)
 
 
 def test_what_would_be_another_model_is_refused(classifier: Run, language_model: Run, models: Path) -> None:
