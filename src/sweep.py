@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import ctypes
 import itertools
+import json
 import math
 import os
 import random

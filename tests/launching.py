@@ -90,6 +90,8 @@ Launch = Callable[..., Run]
 """Of the fixture `launch`."""
 Whole = Callable[..., Run]
 """Of the fixture `whole`."""
+Rounding = Callable[..., float]
+"""Of the fixture `rounding`."""
 
 
 class Tool:

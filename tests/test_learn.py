@@ -1,4 +1,7 @@
-"""The course in docs/learn: its files print and break as the pages say, and what the pages point at is there."""
+"""The course in docs/learn: its files print and break as the pages say, and what the pages point at is there.
+
+On every processor: in most runs here all weights start a little larger or smaller (see NUDGE), and print the same.
+"""
 
 import re
 import subprocess
@@ -18,6 +21,19 @@ ROOMS = (
     "alerts.py", "check", "cpu", "machines.py", "performance.py", "report.py", "trackers.py",
     "wandb_logger.py",
 )  # fmt: skip
+NUDGE = """
+import torch
+for layer in (torch.nn.Linear, torch.nn.modules.conv._ConvNd):
+    def drawn_and_nudged(self, draw=layer.reset_parameters):
+        draw(self)
+        with torch.no_grad():
+            for parameter in self.parameters(recurse=False):
+                parameter.mul_(1 {sign} 10 * torch.finfo(torch.float32).eps)
+    layer.reset_parameters = drawn_and_nudged
+"""
+"""Before a script of the course: makes each weight at the start 10 to 20 units in its last place larger or smaller, which
+moves a printed number by 30 times what another order of sums does, and by a third of what would change its digits."""
+LARGER, SMALLER = (NUDGE.format(sign=sign) for sign in "+-")
 is_whole = all((PROJECT / "src" / room).exists() for room in ROOMS)
 needs_all_rooms = pytest.mark.skipif(not is_whole, reason="without some of src, some links lead nowhere")
 
@@ -57,10 +73,11 @@ def check_output(lesson: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_the_file_prints_what_its_page_says(launch: Launch, lesson: str) -> None:
-    """And its own assertions hold. Tried with another digit on the page. Timings may differ."""
+@pytest.mark.parametrize("nudge", [LARGER, SMALLER], ids=["larger", "smaller"])
+def test_the_file_prints_what_its_page_says(launch: Launch, lesson: str, nudge: str) -> None:
+    """And its own assertions hold. Tried with another digit on the page, and with five digits. Timings may differ."""
     script, processes = command(lesson)
-    check_output(lesson, launch("ddp", processes=processes, script=script))
+    check_output(lesson, launch("ddp", processes=processes, script=script, before=nudge))
 
 
 @pytest.mark.parametrize("lesson", [slow(lesson) if lesson[0] != "1" else lesson for lesson in LESSONS])
@@ -78,7 +95,7 @@ def test_it_breaks_as_its_page_says(launch: Launch, tmp_path: Path, lesson: str,
     code = (PROJECT / script).read_text()
     assert code.count(old) == 1, f"{script} has this {code.count(old)} times:\n{old}"
     (tmp_path / "broken.py").write_text(code.replace(old, new))
-    run = launch("ddp", processes=processes, script=str(tmp_path / "broken.py"))
+    run = launch("ddp", processes=processes, script=str(tmp_path / "broken.py"), before=LARGER)
     assert run.exit_code != 0, run.stdout
     assert blocks(lesson, "Break it", "text")[number].strip() in run.stderr
 
@@ -108,7 +125,7 @@ def test_links_point_at_what_is_there(page: str) -> None:
 def test_the_last_file_prints_what_its_page_says_under_fsdp_too(launch: Launch) -> None:
     """Tried: another figure on the page."""
     (text,) = blocks("6-train.md", "The same under FSDP", "text")
-    run = launch("fsdp", processes=2, script="docs/learn/from_here.py")
+    run = launch("fsdp", processes=2, script="docs/learn/from_here.py", before=LARGER)
     assert run.succeeded().stdout.strip() == text.strip()
 
 

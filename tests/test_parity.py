@@ -1,36 +1,52 @@
 """The same curve on 1, 2 or 4 processes, DDP or FSDP: every training loss within 1e-5, relative.
 
-The learning rate is small here, as it is in the first steps of a real run. At its peak, training is chaotic: what
-rounding makes of the order of a sum doubles every few steps, in plain PyTorch too (docs/promises.md).
+The learning rate is small here, as it is in the first steps of a real run, and rounding doesn't grow: of 15 changes of
+the weights by an ulp, none moved a loss by more than 2.3e-7 (at 1e-4, one in seven did, by up to 3e-6). At its peak,
+training is chaotic: what rounding makes of the order of a sum doubles every few steps, in plain PyTorch too
+(docs/promises.md). So the bounds are measured where the tests run: see the fixture `rounding`.
 """
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tests.launching import MNIST, Launch, Run, Whole, needs_mnist, slow
+from tests.launching import MNIST, Launch, Rounding, Run, Whole, needs_mnist, slow
 
 # 1,438 digits make 22 windows of 64 and one of 30, of which four processes with micro-batches of 4 get 4, 4 and at
 # last an empty one: 50 steps pass two such ends of an epoch. (The shift stays on: it must not depend on processes.)
 CURVE = ("--max_steps=50", "--log_every=1", "--task.dropout=0")
-DIGITS = (*CURVE, "--optim.lr=1e-4", "--optim.max_grad_norm=1")
+DIGITS = (*CURVE, "--optim.lr=3e-5", "--optim.max_grad_norm=1")
 REAL = (*CURVE, f"--task.data_dir={MNIST}", "--task.source=mnist")
 
 
+NORM = "train/grad_norm"
+"""A ReLU that rounding flips changes it at once, a loss later: it drifts by 6e-6 here."""
+
+
 def norms(run: Run) -> list[float]:
-    return [record["train/grad_norm"] for record in run.records if "train/grad_norm" in record]
+    return [record[NORM] for record in run.records if NORM in record]
 
 
-def assert_same_curve(run: Run, alone: Run, examples: int) -> None:
-    assert len(run.losses) == len(alone.losses) == 50
-    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
-    weights, expected = (load_file(r.folder / "model" / "model.safetensors") for r in (run, alone))
-    assert weights.keys() == expected.keys()
-    for name, weight in weights.items():  # in norm: AdamW turns the rounding of a gradient near 0 into a whole step
-        assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
-    assert norms(run)[:10] == pytest.approx(norms(alone)[:10], rel=1e-5)
-    assert run.summary["eval/examples"] == alone.summary["eval/examples"] == examples
-    assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
-    assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=1e-5)
+@pytest.fixture
+def assert_same_curve(whole: Whole, rounding: Rounding) -> Callable[..., None]:
+    """assert_same_curve(run, examples, "--max_steps=50"): as on one process. So many examples are evaluated."""
+
+    def compare(run: Run, examples: int, *arguments: str) -> None:
+        alone, within = whole("cpu", *arguments), rounding("cpu", *arguments)
+        assert len(run.losses) == len(alone.losses) == 50
+        assert run.losses == pytest.approx(alone.losses, rel=within)
+        weights, expected = (load_file(r.folder / "model" / "model.safetensors") for r in (run, alone))
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():  # in norm: AdamW turns the rounding of a gradient near 0 into a whole step
+            assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
+        assert norms(run)[:10] == pytest.approx(norms(alone)[:10], rel=rounding("cpu", *arguments, name=NORM))
+        assert run.summary["eval/examples"] == alone.summary["eval/examples"] == examples
+        assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
+        assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=within)
+
+    return compare
 
 
 @pytest.mark.parametrize(
@@ -41,25 +57,27 @@ def assert_same_curve(run: Run, alone: Run, examples: int) -> None:
     ],
 )  # fmt: skip
 def test_digits_with_accumulation_clipping_and_ragged_windows(
-    launch: Launch, whole: Whole, yaml: str, processes: int, micro_batch_size: int
+    launch: Launch, assert_same_curve: Callable[..., None], yaml: str, processes: int, micro_batch_size: int
 ) -> None:
     run = launch(yaml, *DIGITS, f"--micro_batch_size={micro_batch_size}", processes=processes).succeeded()
     strategy = yaml.replace("cpu", "single")
     assert (run.summary["strategy"], run.summary["num_processes"]) == (strategy, processes)
-    assert_same_curve(run, whole("cpu", *DIGITS), 359)
+    assert_same_curve(run, 359, *DIGITS)
 
 
-def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(launch: Launch, whole: Whole) -> None:
-    alone = whole("cpu", *DIGITS)
-    losses = launch("ddp_bf16_hook", "--ddp_comm_hook=bf16", *DIGITS).succeeded().losses
-    assert losses != pytest.approx(alone.losses, rel=1e-5)
-    assert losses == pytest.approx(alone.losses, rel=2e-2)
+def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(
+    launch: Launch, whole: Whole, rounding: Rounding
+) -> None:
+    """Above what fp32's own makes of the norms, and below the eight bits of bf16. Tried without the hook: no more."""
+    alone, run = whole("cpu", *DIGITS), launch("ddp_bf16_hook", "--ddp_comm_hook=bf16", *DIGITS).succeeded()
+    assert norms(run) != pytest.approx(norms(alone), rel=rounding("cpu", *DIGITS, name=NORM))
+    assert run.losses == pytest.approx(alone.losses, rel=torch.finfo(torch.bfloat16).eps)
 
 
 @pytest.mark.slow
-def test_three_processes_agree_too(launch: Launch) -> None:
-    arguments = [*DIGITS, "--global_batch_size=60"]
-    assert_same_curve(launch("fsdp", *arguments, processes=3).succeeded(), launch("cpu", *arguments).succeeded(), 359)
+def test_three_processes_agree_too(launch: Launch, assert_same_curve: Callable[..., None]) -> None:
+    arguments = (*DIGITS, "--global_batch_size=60")
+    assert_same_curve(launch("fsdp", *arguments, processes=3).succeeded(), 359, *arguments)
 
 
 @needs_mnist
@@ -68,5 +86,5 @@ def test_three_processes_agree_too(launch: Launch) -> None:
     ("yaml", "processes"),
     [("fsdp", 2), ("ddp", 2), ("ddp", 4), ("fsdp", 4), ("fsdp_grad_op", 2), ("fsdp_offload", 2)],
 )
-def test_mnist(launch: Launch, whole: Whole, yaml: str, processes: int) -> None:
-    assert_same_curve(launch(yaml, *REAL, processes=processes).succeeded(), whole("cpu", *REAL), 10_000)
+def test_mnist(launch: Launch, assert_same_curve: Callable[..., None], yaml: str, processes: int) -> None:
+    assert_same_curve(launch(yaml, *REAL, processes=processes).succeeded(), 10_000, *REAL)

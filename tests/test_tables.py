@@ -15,7 +15,8 @@ from src.tasks.mnist import Mnist
 from src.tasks.tables import label_tables
 from tests.launching import Launch, Whole
 
-SHORT = ("--max_steps=12", "--log_every=4", "--eval_every=6", "--task.dropout=0", "--task.rotation=0")
+SHORT = ("--max_steps=12", "--log_every=4", "--eval_every=6", "--task.dropout=0", "--task.rotation=0",
+         "--optim.lr=1e-4")  # fmt: skip  # small, as in test_parity.py
 
 
 def outputs(references: list[int], probabilities: list[list[float]]) -> dict[str, Any]:

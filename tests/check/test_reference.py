@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, MNIST, Launch, needs_mnist, run_command
+from tests.launching import BIN, MNIST, Launch, Rounding, Whole, needs_mnist, run_command
 
 SETTINGS = ("--config=configs/mnist.yaml", "--max_steps=50", "--log_every=1", "--wandb.mode=disabled")
 
@@ -27,15 +27,18 @@ def shortened_mnist(folder: Path) -> Path:
         "digits",  # two ends of an epoch among them
     ],
 )
-def test_by_hand_and_ddp_have_the_same_curve(launch: Launch, tmp_path: Path, source: str) -> None:
-    """With dropout, as both draw the same numbers. Tried without `set_epoch`: the second epoch is another one."""
+def test_by_hand_and_ddp_have_the_same_curve(
+    launch: Launch, whole: Whole, rounding: Rounding, tmp_path: Path, source: str
+) -> None:
+    """With dropout, as both draw the same numbers. The rate is small, as in test_parity.py. Tried without `set_epoch`:
+    the second epoch is another one."""
     data = [f"--task.source={source}"]
-    data += ["--optim.lr=1e-4"] if source == "digits" else [f"--task.data_dir={shortened_mnist(tmp_path)}"]
-    ddp = launch("ddp", *SETTINGS, *data).succeeded()
+    data += ["--optim.lr=3e-5"] if source == "digits" else [f"--task.data_dir={shortened_mnist(tmp_path)}"]
+    ddp, within = whole("ddp", *SETTINGS, *data), rounding("ddp", *SETTINGS, *data)
     run = launch("ddp", *SETTINGS, *data, f"--output_dir={tmp_path}/run", script="src/reference.py").succeeded()
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 50
-    assert losses == pytest.approx(ddp.losses, rel=1e-5)
+    assert losses == pytest.approx(ddp.losses, rel=within)
     accuracy = float(run.stdout.split()[-1])
     assert accuracy == pytest.approx(ddp.summary["eval/accuracy"], abs=1e-4)
 

@@ -22,7 +22,7 @@ from tests.faults.runs import (
     refusal,
     weights,
 )
-from tests.launching import WANDB, Launch, Started, Whole, mistakes, slow
+from tests.launching import WANDB, Launch, Rounding, Started, Whole, mistakes, slow
 
 
 def test_a_killed_cnn_goes_on_to_the_last_bit(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ WITH_HSDP = [(("fsdp", 2), ("hsdp", 4)), (("hsdp", 4), ("cpu", 1)), (("hsdp", 4)
 @pytest.mark.xdist_group("strategies")
 @pytest.mark.parametrize(("origin", "to"), list(itertools.permutations(EVERY_STRATEGY, 2)) + WITH_HSDP)
 def test_saved_under_any_strategy_and_resumed_under_any_other(
-    launch: Launch, whole: Whole, origin: tuple[str, int], to: tuple[str, int]
+    launch: Launch, whole: Whole, rounding: Rounding, origin: tuple[str, int], to: tuple[str, int]
 ) -> None:
     """Tried without taking shards apart anew: reading fails. Tried with a checkpoint of another seed: losses differ."""
     saved = whole(origin[0], *SMOOTH, processes=origin[1])
@@ -51,8 +51,9 @@ def test_saved_under_any_strategy_and_resumed_under_any_other(
     run = launch(to[0], *SMOOTH, f"--resume={source}", processes=to[1]).succeeded()
     alone = whole("cpu", *SMOOTH, processes=1)
     assert run.records[0]["step"] == 17
-    assert run.losses == pytest.approx(alone.losses[16:], rel=1e-6)
-    assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=1e-6)
+    within = rounding("cpu", *SMOOTH, processes=1)
+    assert run.losses == pytest.approx(alone.losses[16:], rel=within)
+    assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=within)
     assert f"saved under {saved.summary['strategy']} x {origin[1]}" in run.stdout
     norms, expected = (
         [weight.double().norm().item() for _, weight in sorted(weights(each).items())] for each in (run, alone)
