@@ -170,7 +170,7 @@ def exit_with_others() -> None:
                 if any(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in alike):
                     time.sleep(GRACE_SECONDS)
                     if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-                        print("train.py: another process of this run died", file=sys.stderr, flush=True)
+                        sys.stderr.write("train.py: another process of this run died\n")
                         os._exit(1)
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)

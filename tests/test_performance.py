@@ -90,7 +90,7 @@ def test_the_figures_are_those_of_the_steps_and_the_host_does_not_wait_between_r
     def steps() -> Any:
         while True:
             Event.handed_over += 1
-            yield [SimpleNamespace(weight=weight, data=989, counts=(5, 989, 1024)) for weight in (1.0, 0.0)]
+            yield [SimpleNamespace(weight=weight, data=989, counts=(5, 989, 1024)) for weight in (1.0, 0.0)], None
 
     measured, batches = Performance(run), steps()
     for _ in range(2):
