@@ -32,7 +32,8 @@ for layer in (torch.nn.Linear, torch.nn.modules.conv._ConvNd):
     layer.reset_parameters = drawn_and_nudged
 """
 """Before a script of the course: makes each weight at the start 10 to 20 units in its last place larger or smaller.
-That moves a printed number by 30 times what another order of sums does, and by a third of what would change its digits."""
+That moves a printed number by 30 times what another order of sums does, and by a third of what would
+change its digits."""
 LARGER, SMALLER = (NUDGE.format(sign=sign) for sign in "+-")
 is_whole = all((PROJECT / "src" / room).exists() for room in ROOMS)
 needs_all_rooms = pytest.mark.skipif(not is_whole, reason="without some of src, some links lead nowhere")

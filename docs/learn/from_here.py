@@ -53,7 +53,8 @@ stop = StopSignal(run.accelerator, config)
 steps = CountedSteps(training_steps(run, 0), stop)
 for step in range(STEPS):
     with Collectives() as collectives:
-        micro_batches, counts = next(steps)  # 4. Count, forward, backward, reduce. 5. Update.
+        # 4. Count, forward, backward, reduce. 5. Update.
+        micro_batches, counts = next(steps)
         result = train_step(run, micro_batches, counts)
     losses.append(mean_loss(run.accelerator, result))
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # the loss and its targets
