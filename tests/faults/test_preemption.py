@@ -92,7 +92,8 @@ def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch
     with Started("ddp", *SHORT, folder=tmp_path / "run", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1", **fault) as started:
         stopped = started.wait_for("step     16/").send(signal.SIGTERM).ended()
     assert checkpoints(stopped.folder) == [8]
-    assert not (stopped.folder / "status.json").exists()
+    newest = str(stopped.folder / "checkpoints/step_00000008")
+    assert stopped.status == {"status": "unfinished", "checkpoint": newest}  # should its checkpoints go away
     assert_same_run(launch("ddp", *SHORT, folder=stopped.folder).succeeded(), whole("ddp", *EACH_STEP))
 
 
@@ -110,7 +111,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         assert not alive
         run = started.ended()
     assert run.exit_code != 0
-    assert not (run.folder / "status.json").exists()
+    assert run.status == {"status": "unfinished", "checkpoint": None}
 
 
 def test_max_hours_ends_the_same_way(launch: Launch, tmp_path: Path) -> None:

@@ -74,6 +74,19 @@ def test_a_full_disk_at_the_export_is_one_line(launch: Launch, whole: Whole, tmp
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
 
 
+def test_a_run_that_never_could_save_starts_over_by_the_same_command(
+    launch: Launch, whole: Whole, tmp_path: Path
+) -> None:
+    """Its record goes past three saves. Tried with judging by the record: "its run saved checkpoints, but none are"."""
+    run = launched_with_small_files(launch, "cpu", *SHORT, folder=tmp_path / "run", kilobytes=4000)
+    assert run.exit_code == 1
+    assert run.records[-1]["step"] == 30
+    assert run.status == {"status": "unfinished", "checkpoint": None}
+    again = launch("cpu", *SHORT, folder=run.folder).succeeded()
+    assert f"starting over: {run.folder} has no checkpoint yet" in again.stdout
+    assert_same_run(again, whole("cpu", *EACH_STEP))
+
+
 def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch, tmp_path: Path) -> None:
     """It would go on unrecorded. Tried without: a traceback."""
     run = launched_with_small_files(launch, "cpu", *SHORT, folder=tmp_path / "run", kilobytes=4)
