@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
 from src.checkpoint.format import read_state
-from src.checkpoint.mirror import Mirror
+from src.checkpoint.mirror import Mirror, copier
 from src.checkpoint.resume import find_checkpoint
 from src.config import load_config
 from src.process import RunError, UserError
@@ -251,6 +251,10 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
         mirror.patiently(mirror.put, checkpoint, [])
     assert mirrored(tmp_path / "mirror") == []
     answers.set()
+    copier().close()
+    copier().join()
+    copier.cache_clear()  # this process begins another one when it needs it
+    assert mirrored(tmp_path / "mirror") == [14]
 
 
 def test_killed_at_any_moment_of_a_copy_the_newest_whole_one_is_found(
