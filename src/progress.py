@@ -52,13 +52,11 @@ class StepResult(NamedTuple):
         return norm if math.isfinite(norm) else None
 
 
-def summed(accelerator: Accelerator, results: list[StepResult]) -> list[tuple[float, float]]:
-    """Return each step's loss sum and number of targets over all processes, for which this waits for the device. One
-    exchange for all of them, as each one would hold the step up. Collective."""
-    if not results:
-        return []
+def summed(accelerator: Accelerator, results: list[StepResult]) -> list[list[float]]:
+    """Return the loss sum and the number of targets of each step, at least one, over all processes, for which this
+    waits for the device. One exchange for all of them, as each one would hold the step up. Collective."""
     sums = torch.stack([result.sums for result in results])
-    return [(loss_sum, num_targets) for loss_sum, num_targets in accelerator.reduce(sums, "sum").tolist()]
+    return accelerator.reduce(sums, "sum").tolist()
 
 
 def mean_loss(accelerator: Accelerator, result: StepResult) -> float:
@@ -146,9 +144,11 @@ class Progress:
         Raises:
             UserError: the task's `loss` and `count_targets` disagree.
         """
+        if not self._unread:
+            return False
         results, self._unread = self._unread, []
         sums = summed(accelerator, results)
-        norms = torch.stack([result.norm for result in results]).tolist() if results else []
+        norms = torch.stack([result.norm for result in results]).tolist()
         for result, (loss_sum, num_targets), grad_norm in zip(results, sums, norms, strict=True):
             counts = result.counts
             if counts.targets not in (0, num_targets):

@@ -82,8 +82,8 @@ class Recorded:
                 self.results = {n: v for n, v in numbers.items() if n.startswith("eval/") and n != "eval/examples"}
                 self.tables = _tables(record)
                 self.samples[self.step] = self.tables.get("eval/samples", [])
-        final = {name: value for name, value in self.summary.items() if name in self.results and is_number(value)}
-        self.results |= final
+        at_the_end = {name: value for name, value in self.summary.items() if name in self.results and is_number(value)}
+        self.results |= at_the_end
 
     def score(self, metric: str, value: float | None) -> float:
         """Return how good a metric's value is: higher is better."""
@@ -143,10 +143,8 @@ def cards(run: Recorded) -> Iterator[tuple[str, str, str]]:
 def commands(run: Recorded) -> Iterator[tuple[str, str]]:
     """Yield when, and by which command, the run was started; last the one that repeats it."""
     for event in run.starts:
-        yield (
-            f"{event.get('time')}, from step {event['step']:,}, commit {event.get('commit')}",
-            event.get("command", ""),
-        )
+        when = f"{event.get('time')}, from step {event['step']:,}, commit {event.get('commit')}"
+        yield when, event.get("command", "")
     if (run.folder / "config.yaml").exists():  # not a check alone
         command = run.starts[0].get("command") if run.starts else "accelerate launch train.py"
         launch = f"{command} ".partition(".py ")[0] + ".py"

@@ -27,8 +27,6 @@ from src.tasks.base import Table
 from src.terminal import bar, fit, say
 from src.trackers import start_trackers
 
-"""In a record."""
-
 
 def start_loggers(
     config: Config, launch: Launch, say: Callable[[str], None], origin: dict[str, Any], **arguments: Any
@@ -76,9 +74,8 @@ class Tracker:
             del settings["output_dir"]  # reused under another name, it would lead to this run's folder
         write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         newest = str(resume.checkpoint) if is_continued else None
-        write_json(
-            self.folder / "status.json", {"status": "unfinished", "checkpoint": newest}
-        )  # and so if it is killed
+        # so it stays if the run is killed
+        write_json(self.folder / "status.json", {"status": "unfinished", "checkpoint": newest})
         (self.folder / "summary.json").unlink(missing_ok=True)  # of an earlier end
         identity: dict[str, Any] = {"id": wandb_id, "resume": "allow" if wandb_id else None}
         origin: dict[str, Any] = {"data": run.metadata["data"]}
