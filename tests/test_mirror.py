@@ -234,7 +234,7 @@ def test_nor_does_one_that_alone_has_whole_checkpoints(launch: Launch, tmp_path:
 
 
 def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
-    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """After half of timeout_minutes. Tried without: it waits for ever."""
     answers, put_file = threading.Event(), LocalFileSystem.put_file
@@ -246,7 +246,7 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
     mirror.start(checkpoint, read_state(checkpoint))
     mirror.wait()
     says = f"{tmp_path}/mirror/mnist takes more than half of timeout_minutes=0.0001"
-    assert capsys.readouterr().out == f"WARNING: the mirror lacks the newest checkpoint: {says}\n"
+    assert capfd.readouterr().out == f"WARNING: the mirror lacks the newest checkpoint: {says}\n"
     with pytest.raises(RunError, match=says):  # as where it alone has whole checkpoints
         mirror.patiently(mirror.put, checkpoint, [])
     assert mirrored(tmp_path / "mirror") == []

@@ -6,8 +6,6 @@ training is chaotic: what rounding makes of the order of a sum doubles every few
 (docs/promises.md). So the bounds are measured where the tests run: see the fixture `rounding`.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,24 +27,19 @@ def norms(run: Run) -> list[float]:
     return [record[NORM] for record in run.records if NORM in record]
 
 
-@pytest.fixture
-def assert_same_curve(whole: Whole, rounding: Rounding) -> Callable[..., None]:
-    """assert_same_curve(run, examples, "--max_steps=50"): as on one process. So many examples are evaluated."""
-
-    def compare(run: Run, examples: int, *arguments: str) -> None:
-        alone, within = whole("cpu", *arguments), rounding("cpu", *arguments)
-        assert len(run.losses) == len(alone.losses) == 50
-        assert run.losses == pytest.approx(alone.losses, rel=within)
-        weights, expected = (load_file(r.folder / "model" / "model.safetensors") for r in (run, alone))
-        assert weights.keys() == expected.keys()
-        for name, weight in weights.items():  # in norm: AdamW turns the rounding of a gradient near 0 into a whole step
-            assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
-        assert norms(run)[:10] == pytest.approx(norms(alone)[:10], rel=rounding("cpu", *arguments, name=NORM))
-        assert run.summary["eval/examples"] == alone.summary["eval/examples"] == examples
-        assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
-        assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=within)
-
-    return compare
+def assert_same_curve(run: Run, examples: int, whole: Whole, rounding: Rounding, *arguments: str) -> None:
+    """As that of one process with these arguments. So many examples are evaluated."""
+    alone, within = whole("cpu", *arguments), rounding("cpu", *arguments)
+    assert len(run.losses) == len(alone.losses) == 50
+    assert run.losses == pytest.approx(alone.losses, rel=within)
+    weights, expected = (load_file(r.folder / "model" / "model.safetensors") for r in (run, alone))
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():  # in norm: AdamW turns the rounding of a gradient near 0 into a whole step
+        assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
+    assert norms(run)[:10] == pytest.approx(norms(alone)[:10], rel=rounding("cpu", *arguments, name=NORM))
+    assert run.summary["eval/examples"] == alone.summary["eval/examples"] == examples
+    assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
+    assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=within)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +50,12 @@ def assert_same_curve(whole: Whole, rounding: Rounding) -> Callable[..., None]:
     ],
 )  # fmt: skip
 def test_digits_with_accumulation_clipping_and_ragged_windows(
-    launch: Launch, assert_same_curve: Callable[..., None], yaml: str, processes: int, micro_batch_size: int
+    launch: Launch, whole: Whole, rounding: Rounding, yaml: str, processes: int, micro_batch_size: int
 ) -> None:
     run = launch(yaml, *DIGITS, f"--micro_batch_size={micro_batch_size}", processes=processes).succeeded()
     strategy = yaml.replace("cpu", "single")
     assert (run.summary["strategy"], run.summary["num_processes"]) == (strategy, processes)
-    assert_same_curve(run, 359, *DIGITS)
+    assert_same_curve(run, 359, whole, rounding, *DIGITS)
 
 
 def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(
@@ -75,9 +68,9 @@ def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(
 
 
 @pytest.mark.slow
-def test_three_processes_agree_too(launch: Launch, assert_same_curve: Callable[..., None]) -> None:
+def test_three_processes_agree_too(launch: Launch, whole: Whole, rounding: Rounding) -> None:
     arguments = (*DIGITS, "--global_batch_size=60")
-    assert_same_curve(launch("fsdp", *arguments, processes=3).succeeded(), 359, *arguments)
+    assert_same_curve(launch("fsdp", *arguments, processes=3).succeeded(), 359, whole, rounding, *arguments)
 
 
 @needs_mnist
@@ -86,5 +79,5 @@ def test_three_processes_agree_too(launch: Launch, assert_same_curve: Callable[.
     ("yaml", "processes"),
     [("fsdp", 2), ("ddp", 2), ("ddp", 4), ("fsdp", 4), ("fsdp_grad_op", 2), ("fsdp_offload", 2)],
 )
-def test_mnist(launch: Launch, assert_same_curve: Callable[..., None], yaml: str, processes: int) -> None:
-    assert_same_curve(launch(yaml, *REAL, processes=processes).succeeded(), 10_000, *REAL)
+def test_mnist(launch: Launch, whole: Whole, rounding: Rounding, yaml: str, processes: int) -> None:
+    assert_same_curve(launch(yaml, *REAL, processes=processes).succeeded(), 10_000, whole, rounding, *REAL)

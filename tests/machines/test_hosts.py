@@ -21,7 +21,7 @@ from src.launch_guard import Launcher, launch_errors
 from src.machines import Machines, differences
 from src.process import UserError
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
-from tests.launching import Launch, Run, Whole, slow
+from tests.launching import Launch, Rounding, Run, Whole, slow
 from tests.machines.hosts import Hosts, Running, missing, words
 from tests.test_parity import DIGITS, assert_same_curve
 from tests.warm_ranks import free_port
@@ -55,12 +55,14 @@ def finished(runs: list[Running], folder: Path) -> Run:
 
 @needs_hosts
 @pytest.mark.parametrize(("yaml", "processes"), [("multi_node_ddp", 2), slow("multi_node_fsdp", 2), slow("hsdp", 4)])
-def test_two_hosts_give_the_curve_of_one_process(whole: Whole, tmp_path: Path, yaml: str, processes: int) -> None:
+def test_two_hosts_give_the_curve_of_one_process(
+    whole: Whole, rounding: Rounding, tmp_path: Path, yaml: str, processes: int
+) -> None:
     """Gloo's interface is chosen: without, it takes the loopback, and each waits for the other until the timeout."""
     with Hosts(2) as hosts:
         run = finished(started(hosts, yaml, tmp_path / "run", *DIGITS, num_processes=processes), tmp_path / "run")
     assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.removeprefix("multi_node_"), processes)
-    assert_same_curve(run, whole("cpu", *DIGITS), 359)
+    assert_same_curve(run, 359, whole, rounding, *DIGITS)
     trips = [record["perf/round_trip_ms/host2"] for record in run.records if "perf/round_trip_ms/host2" in record]
     assert trips
     assert "slow" not in run.stdout
@@ -228,7 +230,7 @@ class Network:
     [([60, 60, 4, 60, 60, 60], False), ([0, 60, 61, 59, 62, 63], True), ([60], True), ([90, 0, 90], False)],
 )
 def test_a_way_is_slow_if_no_message_was_fast(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trips: list[int], is_slow: bool
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], trips: list[int], is_slow: bool
 ) -> None:
     """Of the last five. A busy processor holds up some of them. Tried with their median: it is called slow."""
     machines, network = Machines(), Network(trips)
@@ -240,7 +242,7 @@ def test_a_way_is_slow_if_no_message_was_fast(
     with pytest.raises(IndexError):  # after the last message
         machines._watch(1, math.inf)
     assert machines.metrics() == {"perf/round_trip_ms/host2": pytest.approx(min(trips[-5:]))}
-    assert ("WARNING: slow: machine 1 (host2)" in capsys.readouterr().out) == is_slow
+    assert ("WARNING: slow: machine 1 (host2)" in capfd.readouterr().out) == is_slow
 
 
 def test_what_differs_is_named_on_one_line_per_machine() -> None:
