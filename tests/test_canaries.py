@@ -188,7 +188,8 @@ build_accelerator(config_from({'task': {'name': 'mnist'}}))
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
-    """Nor anything that only an evaluation, a checkpoint or a download needs."""
+    """Nor anything that only an evaluation, a checkpoint or a download needs. Tried with torchvision's readers of MNIST's
+    files."""
     code = f"""
 import sys, train, src.data.loading
 def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)
@@ -199,5 +200,5 @@ train.main()
     run = run_command([sys.executable, "-c", code], tmp_path)
     assert run.exit_code == 7, run.stderr
     heavy = {"evaluate", "datasets", "sklearn", "transformers.modeling_utils", "peft", "pandas", "scipy", "wandb"}
-    heavy |= {"trackio", "tensorboard", "matplotlib"}
+    heavy |= {"trackio", "tensorboard", "matplotlib", "torchvision"}
     assert not heavy & set(run.stdout.splitlines())

@@ -1,7 +1,7 @@
 """Each example once, in the same order, on any number of processes."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +10,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from src.data.loading import ShardedBatchSampler, gather_in_order, in_background, training_steps
+from src.data.loading import (
+    CountedSteps,
+    MicroBatch,
+    ShardedBatchSampler,
+    gather_in_order,
+    in_background,
+    training_steps,
+)
+from src.preemption import StopSignal
+from src.progress import StepCounts
 
 EXAMPLES = 103
 
@@ -95,3 +104,44 @@ def test_an_error_in_the_data_is_raised_where_the_batch_is_asked_for() -> None:
     assert next(items) == 1
     with pytest.raises(ZeroDivisionError):
         next(items)
+
+
+class Exchange:
+    """A StopSignal on two processes that have the same data. What it does is noted."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+        self.requested = False
+
+    def begin_sum(self, values: list[float]) -> Callable[[], list[float]]:
+        self.did.append("begun")
+
+        def wait() -> list[float]:
+            self.did.append("waited")
+            return [2 * value for value in values]
+
+        return wait
+
+
+def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
+    """A dummy's don't count. Tried with the exchange begun where its sums are needed."""
+    exchange, counts = Exchange(), (8, 20, 30)
+    windows = [[MicroBatch(None, 4, counts)] * 2, [MicroBatch(None, 0, counts)]]
+    steps = CountedSteps(iter(windows), cast("StopSignal", exchange))
+    assert next(steps) == (windows[0], StepCounts(32, 80, 120, 0))
+    assert exchange.did == ["begun", "waited", "begun"]
+    assert next(steps) == (windows[1], StepCounts(0, 0, 0, 0))
+    assert exchange.did == ["begun", "waited", "begun", "waited", "begun"]
+
+
+def test_a_stop_is_noticed_after_the_step_that_follows_the_request() -> None:
+    """As early as when each step's counts were exchanged at its beginning. Tried with the request of the exchange
+    before: one step later."""
+    exchange = Exchange()
+    steps = CountedSteps(iter([[MicroBatch(None, 4, (8, 0, 0))]] * 3), cast("StopSignal", exchange))
+    next(steps)
+    assert not steps.is_stop_requested()
+    exchange.requested = True  # while the first step is computed: its counts are known, those of the second too
+    assert not steps.is_stop_requested()
+    next(steps)
+    assert steps.is_stop_requested()
