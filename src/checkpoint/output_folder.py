@@ -39,13 +39,13 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and abs(value) < 1e308
 
 
-def parse(content: str | bytes, *numbers: str) -> dict[str, Any]:
-    """Return the JSON object that is written there, if it has numbers of these names; else an empty one."""
+def parse(content: str | bytes) -> dict[str, Any]:
+    """Return the JSON object that is written there; an empty one if there is none."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and all(is_number(found.get(name)) for name in numbers) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_lines(file: Path, start: int = 0, end: float = math.inf) -> Iterator[dict[str, Any]]:
@@ -57,9 +57,11 @@ def read_lines(file: Path, start: int = 0, end: float = math.inf) -> Iterator[di
             stream.seek(start)
             stream.readline()  # the rest of one
         while (line := stream.readline()) and stream.tell() <= end:
-            record = parse(line, "step")
-            if record or line.endswith(b"\n"):
+            record = parse(line)
+            if is_number(record.get("step")):
                 yield record
+            elif line.endswith(b"\n"):
+                yield {}
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
