@@ -21,8 +21,9 @@ if TYPE_CHECKING:  # not at run time: src.config imports this file
 
 USUAL, FEW = 30, 10
 """How many records of the loss say what is usual, at most and at least."""
-TAIL = 2**20
-"""Bytes at the end of metrics.jsonl in which a resumed run finds these records."""
+TAILS = (2**20, 2**26)
+"""Bytes at the end of metrics.jsonl in which a resumed run looks for these records, in the second if tables, which may
+be long, leave too few of them in the first; all of it would take the longer, the longer it is."""
 COMMIT = "git describe --always --abbrev=40 --exclude=* --dirty"
 
 
@@ -47,7 +48,10 @@ class Events:
         self._losses: deque[float] = deque(maxlen=USUAL)
         self._skipped = 0
         record = run.config.folder / "metrics.jsonl"
-        earlier = list(read_lines(record, start=record.stat().st_size - TAIL))  # all would take the longer, the more
+        for tail in TAILS:
+            earlier = list(read_lines(record, start=record.stat().st_size - tail))
+            if sum(is_number(line.get("train/loss")) for line in earlier) >= USUAL:
+                break
         for line in earlier:
             list(self._judge(line))
         if damaged := earlier.count({}):

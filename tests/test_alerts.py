@@ -83,11 +83,14 @@ def test_a_constant_loss_spikes_only_by_more_than_rounding(tmp_path: Path) -> No
     assert stage.file[1]["kind"] == "spike"
 
 
-def test_what_a_resumed_run_finds_is_what_it_would_have_found(tmp_path: Path) -> None:
-    """Tried without reading metrics.jsonl: too few records are known to find the spike."""
+@pytest.mark.parametrize("tables", [0, 3 * 2**20], ids=["no tables", "large tables"])
+def test_what_a_resumed_run_finds_is_what_it_would_have_found(tmp_path: Path, tables: int) -> None:
+    """Tried without reading metrics.jsonl, and with its last 2**20 bytes alone: too few records are known to find the
+    spike, and steps skipped long ago are told again."""
     stage = Stage(tmp_path)
     stage.record(*CALM, **{"train/skipped_steps": 3})
     records = [{"step": 10 * i, "train/loss": loss, "train/skipped_steps": 3} for i, loss in enumerate(CALM, start=1)]
+    records.append({"step": 110, "eval/loss": 1.0, "eval/mistakes": [{"text": "x" * tables}]})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     resumed = Stage(tmp_path)
     before = len(resumed.file)
