@@ -67,8 +67,8 @@ class Events:
     def summarize(self, summary: dict[str, Any]) -> None:
         self._add("end", ", ".join(f"{name} {summary[name]:.4g}" for name in summary if name.startswith("eval/")))
 
-    def mark_stopped(self) -> None:
-        self._add("stopped", json.loads((self._run.config.folder / "status.json").read_text())["reason"])
+    def mark_stopped(self, reason: str) -> None:
+        self._add("stopped", reason)
 
     def closing_line(self) -> None: ...
 

@@ -77,7 +77,8 @@ class Recorded:
             if "eval/loss" in record:
                 self.results = {n: v for n, v in numbers.items() if n.startswith("eval/") and n != "eval/examples"}
                 self.tables = {name: rows for name, rows in record.items() if isinstance(rows, list) and rows}
-                self.samples[self.step] = self.tables.get("eval/samples", [])
+                if "eval/samples" in self.tables:
+                    self.samples[self.step] = self.tables["eval/samples"]
         self.results |= {name: self.summary[name] for name in self.results if name in self.summary}
 
     def score(self, metric: str, value: float | None) -> float:
@@ -86,9 +87,10 @@ class Recorded:
         return -math.inf if value is None else score({metric: value}, metric, mode)
 
     def _json(self, name: str) -> dict[str, Any]:
-        file = self.folder / name
-        found = parse(file.read_bytes()) if file.exists() else {}
-        self.damaged[name] += file.exists() and not found
+        if not (file := self.folder / name).exists():
+            return {}
+        found = parse(file.read_bytes())
+        self.damaged[name] = not found
         return found
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
@@ -118,9 +120,11 @@ def cards(run: Recorded) -> Iterator[tuple[str, str, str]]:
     """Yield title, value and a note of each figure that matters."""
     for name, value in run.results.items():
         steps, values = run.curves[name]
-        scores = [run.score(name, value) for value in values]
-        best = scores.index(max(scores)) if scores else None
-        note = "" if best is None else f"best {number(values[best])} at step {steps[best]:,.0f}"
+        note = ""
+        if values:
+            scores = [run.score(name, value) for value in values]
+            best = scores.index(max(scores))
+            note = f"best {number(values[best])} at step {steps[best]:,.0f}"
         yield short(name), number(value), note
     if summary := run.summary:
         unit = "tokens" if "tokens_per_second" in summary else "samples"
@@ -147,7 +151,7 @@ def commands(run: Recorded) -> Iterator[tuple[str, str]]:
 def tables(run: Recorded) -> Iterator[tuple[str, Table, int]]:
     """Yield each table of the last evaluation: name, the rows that fit, number of all rows. Samples are of several
     evaluations, side by side."""
-    steps = [step for step, rows in run.samples.items() if rows]
+    steps = list(run.samples)
     samples: dict[str, dict[str, Any]] = {}  # by prompt
     for step in sorted({steps[i * (len(steps) - 1) // 3] for i in range(4) if steps}):
         for row in run.samples[step]:
@@ -210,9 +214,9 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
     """Draw the curves of the runs, best first, into PNGs in the folder; yield each as SVG."""
     figures, is_alone = import_module("src.report_figures"), len(runs) == 1  # matplotlib: nothing else needs it
     folder.mkdir(parents=True, exist_ok=True)
-    own = [name for name in dict.fromkeys(n for run in runs for n in run.results) if name != "eval/loss"]
+    evaluated = list(dict.fromkeys(name for run in runs for name in run.results))
     pictures = defaultdict(list)
-    for name in dict.fromkeys(["train/loss", "eval/loss", *own[:6], *PICTURES]):
+    for name in dict.fromkeys(["train/loss", "eval/loss", *evaluated[:7], *PICTURES]):
         title, label, factor = PICTURES.get(name, (short(name).capitalize(), "", 1))
         title = title if is_alone or not label else f"{title}, {label}"  # of several runs, each metric on its own
         kind = "dotted" if name.startswith("eval/") else "smooth" if name in SMOOTH else "noisy"

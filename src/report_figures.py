@@ -42,7 +42,7 @@ class Curve(NamedTuple):
 
 
 def draw(
-    title: str, curves: list[Curve], png: Path, marks: Mapping[str, list[int]] = {}, ticks: Sequence[str] = ()
+    title: str, curves: list[Curve], png: Path, marks: Mapping[str, list[int]], ticks: Sequence[str]
 ) -> str:
     """Draw curves, the most important first; from the seventh on they are grey. Write `png`; return the SVG.
 

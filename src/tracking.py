@@ -62,7 +62,7 @@ class Tracker:
         recorded, wandb_id = (saved.metrics_bytes, saved.wandb_id) if saved else (0, None)
         self._first = run.progress.step
         self._metrics = (self.folder / "metrics.jsonl").open("ab+")
-        self._recorded = self._metrics.seek(min(recorded, self._recorded_bytes()))
+        self._recorded = self._metrics.seek(min(recorded, self._metrics.seek(0, os.SEEK_END)))
         # an evaluation that came too late for its step's checkpoint is kept, or replaced by a new one
         line = self._metrics.readline()
         if not (line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")):
@@ -94,7 +94,7 @@ class Tracker:
             self._bar.set_description_str("evaluating" if is_due else self._facts, refresh=is_due)
             self._bar.update()
 
-    def log_training(self, result: StepResult, measured: dict[str, float] | None = None) -> None:
+    def log_training(self, result: StepResult, measured: dict[str, float]) -> None:
         """Record the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
@@ -107,7 +107,7 @@ class Tracker:
             progress.end_interval()
         if not run.is_main:
             return
-        self._record(metrics | (measured or {}), {})
+        self._record(metrics | measured, {})
         unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
         speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
         loss = "not finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
@@ -140,7 +140,7 @@ class Tracker:
         with naming(self.folder / "metrics.jsonl"):
             os.fsync(self._metrics.fileno())
         wandb_id = next((logger.id for logger in self._loggers if logger.id), None)
-        return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
+        return {"metrics_bytes": self._metrics.seek(0, os.SEEK_END), "wandb_id": wandb_id}
 
     def write_stopped(self, reason: str, checkpoint: Path | None) -> None:
         """Write status.json: that the run was told to stop, and how to continue it."""
@@ -149,7 +149,7 @@ class Tracker:
         self._bar.close()
         _write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume_command)
         for logger in self._loggers:
-            logger.mark_stopped()
+            logger.mark_stopped(reason)
 
     def write_summary(self, evaluation: dict[str, float], saving: dict[str, float]) -> None:
         """Write summary.json, with figures about `saving`, and print the closing block. Collective."""
@@ -206,9 +206,6 @@ class Tracker:
             self._metrics.flush()
         for logger in self._loggers:
             logger.log(record, tables)
-
-    def _recorded_bytes(self) -> int:
-        return os.fstat(self._metrics.fileno()).st_size
 
     def __enter__(self) -> "Tracker":
         return self
