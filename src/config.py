@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.alerts import Alerts
 from src.checkpoint.output_folder import folder_errors
 from src.process import UserError, cause
 from src.settings import Settings, describe, nearest, read_arguments, validate
@@ -158,7 +157,6 @@ class Config(Settings):
     checkpoint: Checkpoint = Checkpoint()
     early_stopping: EarlyStopping = EarlyStopping()
     wandb: Wandb = Wandb()
-    alerts: Alerts = Alerts()
 
     def model_post_init(self, _: Any) -> None:
         self.run_name = self.run_name or self.task.name

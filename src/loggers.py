@@ -71,7 +71,7 @@ class Logger:
         """Notify those who watch the run."""
         self.tell(lambda: self.alerted(title, text))
 
-    def mark_stopped(self, reason: str) -> None:
+    def mark_stopped(self) -> None:
         """Record that the run was stopped and will be continued."""
         self.tell(self.stopped)
 

@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import accumulate
@@ -52,21 +52,22 @@ class Recorded:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, folder.resolve().name
-        self.damaged = Counter[str]()
-        """By file: how many lines of it can't be read, and are left out."""
+        self.damaged: list[str] = []
+        """What can't be read, and is left out."""
         self.summary, self.status, self.check = (self._json(f"{n}.json") for n in ("summary", "status", "check"))
         self.settings = dict(flatten(saved_settings(folder) or parse(json.dumps(self.check.get("config")))))
         """By dotted name. Where it isn't a run's folder, task.name is absent."""
         self.task = self.settings.get("task.name")
-        events = list(self._lines("events.jsonl"))
-        self.starts = [event for event in events if event.get("kind") == "start"]
-        self.events = [event for event in events if event.get("kind") not in ("start", "end")]
         self.curves: dict[str, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
         """Steps and finite values by metric."""
         self.step, self.results, self.tables = 0, dict[str, float](), dict[str, Table]()
         """The last step, and what the last evaluation gave."""
         self.samples: dict[int, Table] = {}
-        for record in self._lines("metrics.jsonl"):
+        damaged = 0
+        for record in read_lines(folder / "metrics.jsonl"):
+            if not record:
+                damaged += 1
+                continue
             self.step = record["step"]
             numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
             for name, value in numbers.items():
@@ -80,6 +81,8 @@ class Recorded:
                 if "eval/samples" in self.tables:
                     self.samples[self.step] = self.tables["eval/samples"]
         self.results |= {name: self.summary[name] for name in self.results if name in self.summary}
+        if damaged:
+            self.damaged.append(f"{damaged} line{'s' if damaged > 1 else ''} of metrics.jsonl")
 
     def score(self, metric: str, value: float | None) -> float:
         """Return how good a metric's value is: higher is better."""
@@ -90,14 +93,9 @@ class Recorded:
         if not (file := self.folder / name).exists():
             return {}
         found = parse(file.read_bytes())
-        self.damaged[name] = not found
+        if not found:
+            self.damaged.append(name)
         return found
-
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        for record in read_lines(self.folder / name):
-            self.damaged[name] += not record
-            if record:
-                yield record
 
 
 def sentence(run: Recorded) -> str:
@@ -137,15 +135,13 @@ def cards(run: Recorded) -> Iterator[tuple[str, str, str]]:
         yield "peak memory", f"{max(summary['peak_memory_bytes']) / 2**30:.2f} GiB", "of the process with the most"
 
 
-def commands(run: Recorded) -> Iterator[tuple[str, str]]:
-    """Yield when, and by which command, the run was started; last the one that repeats it."""
-    for event in run.starts:
-        yield f"{event['time']}, from step {event['step']:,}, commit {event['commit']}", event["command"]
-    if (run.folder / "config.yaml").exists():  # not a check alone
-        command = run.starts[0]["command"] if run.starts else "accelerate launch train.py"
-        launch = f"{command} ".partition(".py ")[0] + ".py"
-        options = [f"--config={run.folder / 'config.yaml'}", f"--run_name={run.name}-again"]
-        yield "To repeat it", f"{launch} {shlex.join(options)}"
+def command(run: Recorded) -> str | None:
+    """Return the command that repeats the run; None for a check alone."""
+    if not (config := run.folder / "config.yaml").exists():
+        return None
+    file = run.summary.get("config_file")
+    launch = ["accelerate", "launch", *(["--config_file", file] if file else []), "train.py"]
+    return shlex.join([*launch, f"--config={config}", f"--run_name={run.name}-again"])
 
 
 def tables(run: Recorded) -> Iterator[tuple[str, Table, int]]:
@@ -162,8 +158,9 @@ def tables(run: Recorded) -> Iterator[tuple[str, Table, int]]:
         yield name, fitting(rows, ROOM // len(found)), len(rows)
 
 
-def write_report(folders: list[Path], target: Path) -> None:
-    """Write the report of these runs, and its curves into a folder with the target's name.
+def write_report(folders: list[Path], target: Path) -> list[str]:
+    """Write the report of these runs, and its curves into a folder with the target's name. Return what of the runs
+    is damaged, and left out.
 
     Raises:
         UserError: some of them hold no run, a line for each; or files that no run writes.
@@ -175,6 +172,7 @@ def write_report(folders: list[Path], target: Path) -> None:
     with explained(says, (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)):
         page = render(runs, target.with_suffix(""))
     write_text(target, page.encode(errors="replace").decode())
+    return [damaged for run in runs for damaged in run.damaged]
 
 
 def render(runs: list[Recorded], pictures: Path) -> str:
@@ -191,7 +189,7 @@ def render(runs: list[Recorded], pictures: Path) -> str:
     differing = [name for name in names if len({each.get(name) for each in settings.values()}) > 1]
     chosen = [name for name in differing if name not in ("run_name", "output_dir")][:6]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "short": short, "fitting": fitting, "commands": commands}
+    environment.filters |= {"number": number, "short": short, "fitting": fitting, "command": command}
     return environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
         runs=runs,
         tasks=tasks,
@@ -225,10 +223,6 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
             if steps:
                 curve = figures.Curve(label if is_alone else run.name, steps, [factor * v for v in values], kind)
                 pictures[title].append(curve)
-    marks = defaultdict[str, list[int]](list)
-    for event in [*runs[0].starts, *runs[0].events] if is_alone else ():
-        if event["step"]:
-            marks["resumed" if event["kind"] == "start" else event["kind"]].append(event["step"])
     ticks: dict[str, list[str]] = {}
     for name, rows in runs[0].tables.items():
         if name.startswith("eval/loss_by_"):
@@ -241,17 +235,17 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
         while file in files:
             file += "_"
         files.add(file)
-        png, shown = folder / f"{file}.png", marks if title == "Loss" else {}
-        yield figures.draw(title, curves, png, shown, ticks.get(title, ()))
+        yield figures.draw(title, curves, folder / f"{file}.png", ticks.get(title, ()))
 
 
 def report_line(folder: Path) -> str:
     """Write the report of a run that ends; return its line of the closing block, which says why if there is none."""
     try:
-        write_report([folder], folder / "report.html")
+        damaged = write_report([folder], folder / "report.html")
     except Exception as error:  # no reason to fail a run that has come to its end
         return f"  report     none: {cause(error)}"
-    return f"  report     {folder}/report.html"
+    left_out = f" (left out, as damaged: {', '.join(damaged)})" if damaged else ""
+    return f"  report     {folder}/report.html{left_out}"
 
 
 def fitting(rows: Table, room: int = 50_000) -> Table:

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import yaml
 from tqdm import tqdm
 
-from src.alerts import Events
 from src.checkpoint.format import ResumePoint, write_json, write_text
 from src.checkpoint.output_folder import parent_checkpoint, saved_settings
 from src.config import Config
@@ -82,10 +81,10 @@ class Tracker:
         if resume.state and not is_continued:
             origin["parent"] = {"id": resume.state.wandb_id, "step": self._first, "checkpoint": str(resume.checkpoint)}
         self._loggers = start_loggers(config, run.launch, self.say, origin, dir=self.folder, **identity)
-        self._loggers = [Events(run, self.say, self._loggers), *self._loggers]
         _print_summary(run, {logger.title: logger.where for logger in self._loggers})
         self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True)
         self._facts = ""
+        self._skipped = run.progress.skipped
 
     def advance(self) -> None:
         """Move the progress bar by one step."""
@@ -108,6 +107,9 @@ class Tracker:
         if not run.is_main:
             return
         self._record(metrics | measured, {})
+        if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 that is how the loss scale is found
+            self.say(f"WARNING: steps skipped so far, as their gradients were not finite: {progress.skipped}")
+        self._skipped = progress.skipped
         unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
         speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
         loss = "not finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
@@ -149,7 +151,7 @@ class Tracker:
         self._bar.close()
         _write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume_command)
         for logger in self._loggers:
-            logger.mark_stopped(reason)
+            logger.mark_stopped()
 
     def write_summary(self, evaluation: dict[str, float], saving: dict[str, float]) -> None:
         """Write summary.json, with figures about `saving`, and print the closing block. Collective."""
@@ -215,6 +217,10 @@ class Tracker:
             self._bar.close()
             with contextlib.suppress(OSError):  # what could not be written has been reported
                 self._metrics.close()
+        if error and self._run.is_main:
+            crash = f"{type(error).__name__}: {error}".splitlines()[-1]
+            for logger in self._loggers:
+                logger.alert(f"{self._run.config.run_name}: crash", f"step {self._run.progress.step}: {crash}")
         for logger in self._loggers:
             logger.finish(exit_code=1 if kind or (self._run.is_main and not self._summary) else 0)
         failures = {logger.title: logger.failure for logger in self._loggers if logger.failure}

@@ -18,7 +18,7 @@ PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
 LESSONS = [name for name in PAGES if name[0].isdigit()]
 ADVICE = PROJECT / "src" / "check" / "advice.py"
 ROOMS = (
-    "alerts.py", "check", "cpu", "machines.py", "performance.py", "report.py", "trackers.py",
+    "check", "cpu", "machines.py", "performance.py", "report.py", "trackers.py",
     "wandb_logger.py",
 )  # fmt: skip
 NUDGE = """

@@ -44,11 +44,6 @@ def evaluation(step: int, loss: float, **tables: Any) -> dict[str, Any]:
     return {"step": step, "epoch": step / 23, **numbers, **{f"eval/{name}": rows for name, rows in tables.items()}}
 
 
-def event(step: int, kind: str, text: str = "", command: str = "") -> dict[str, Any]:
-    start = {"command": command, "commit": "97a87cb"} if kind == "start" else {}
-    return {"time": "2026-11-23T21:00:00", "step": step, "kind": kind, "text": text, **start}
-
-
 def run_folder(folder: Path, records: list[dict[str, Any]], task: str = "mnist", **optim: Any) -> Path:
     """A run that was killed: with metrics.jsonl and config.yaml alone."""
     folder.mkdir(parents=True)
@@ -95,6 +90,11 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
 
 
 NUMBER = {"step": 20, "train/loss": 0.5}
+SUMMARY = {
+    "step": 20, "epoch": 1.0, "seconds": 9.5, "num_processes": 1, "strategy": "single", "device": "cpu",
+    "precision": "fp32", "samples_per_second": 8.0, "parameters": 7, "trained_parameters": 7,
+    "peak_memory_bytes": [2**30],
+}  # fmt: skip
 ODD = "not as a run writes its files"
 
 
@@ -151,9 +151,6 @@ def test_a_folder_whose_settings_are_not_a_runs_is_one_line(tmp_path: Path, conf
         ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[{"a": 1}])).encode(), ODD),
         ("metrics.jsonl", json.dumps(evaluation(20, 0.5, c=[{"a": {}}, {"b": []}, {}])).encode(), ""),
         ("metrics.jsonl", json.dumps(evaluation(20, 0.5, loss_by_a=[{"a": 1}])).encode(), ODD),
-        ("events.jsonl", b'{}\n{"kind": "start"}\n5\n', "3 lines of events.jsonl"),
-        ("events.jsonl", b'{"step": 9}\n', ODD),
-        ("events.jsonl", b'{"step": 9, "kind": "start"}\n', ODD),
         ("summary.json", b"{", "summary.json"),
         ("summary.json", b"[[1, 2]]", "summary.json"),
         ("summary.json", b"\xff", "summary.json"),
@@ -179,6 +176,7 @@ def test_what_is_damaged_in_a_folder_is_left_out_and_said_and_what_no_run_writes
         text = readable(page(folder))
         assert "mnist: " in text
         assert re.findall(r"Left out, as damaged: (.*?\.jsonl?)", text) == ([says] if says else [])
+        assert report_line(folder).endswith(f"report.html (left out, as damaged: {says})" if says else "report.html")
 
 
 def test_the_folder_of_a_check_may_be_damaged_too(tmp_path: Path) -> None:
@@ -217,7 +215,6 @@ def test_whatever_a_run_recorded_is_text_and_no_markup(tmp_path: Path) -> None:
     mistakes = [{HOSTILE: PIXEL, "label": HOSTILE, "image": PIXEL + '"><script>'}]
     records = [training(1), evaluation(1, 0.5, samples=rows, loss_by_position=by, mistakes=mistakes)]
     folder = run_folder(tmp_path / "run", records, name=HOSTILE)
-    (folder / "events.jsonl").write_text(json.dumps(event(0, "start", HOSTILE, HOSTILE)))
     html = page(folder)
     assert not re.search(r"<script|<img src=x", html)
     assert "早上好" in html
@@ -298,21 +295,13 @@ def test_runs_of_different_tasks_do_not_compete(tmp_path: Path) -> None:
     assert "losses don't compare" in text.replace("&#39;", "'")
 
 
-def test_events_are_marks_and_say_how_to_repeat_the_run(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", [training(10), training(20), training(30)])
-    started = "/root/.pyenv/bin/accelerate launch --num_processes 2 train.py --config configs/digits.yaml --seed=3"
-    events = [event(0, "start", command=started), event(10, "start", command=started)]
-    events += [event(20, "spike", "a loss of 9"), event(20, "skipped", "2 steps"), event(30, "end", "that is all")]
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    text = readable(page(folder))
-    assert "Loss training resumed spike skipped" in " ".join(re.findall(r"[A-Za-z]+", text))
-    assert text.count(started) == 2
-    assert "a loss of 9" in text
-    assert "that is all" not in text
-    assert (
-        f".pyenv/bin/accelerate launch --num_processes 2 train.py --config={folder}/config.yaml --run_name=run-again"
-        in text
-    )
+@pytest.mark.parametrize("file", [None, "accelerate_configs/ddp.yaml"])
+def test_it_says_how_to_repeat_the_run(tmp_path: Path, file: str | None) -> None:
+    """By the same accelerate yaml, if the run was started by one. Tried without: with none."""
+    folder = run_folder(tmp_path / "run", [training(10)])
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"config_file": file}))
+    launch = "accelerate launch " + (f"--config_file {file} " if file else "")
+    assert f"{launch}train.py --config={folder}/config.yaml --run_name=run-again" in readable(page(folder))
 
 
 def test_the_last_evaluations_tables_are_shown_and_samples_over_time(tmp_path: Path) -> None:

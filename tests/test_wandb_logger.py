@@ -207,15 +207,6 @@ def test_it_has_the_model_and_the_checkpoints_as_artifacts(launch: Launch, tmp_p
     assert names == {"config.yaml", "cpu.yaml", "chat_template.jinja"}
 
 
-def test_it_has_the_alerts(launch: Launch) -> None:
-    """Tried without `alerted`: it has none."""
-    run = launch("cpu", "--max_steps=2", "--alerts.kinds=[end]", wandb="offline").succeeded()
-    (rows,) = inspected(run.folder)
-    (alert,) = [row["alert"] for row in rows if "alert" in row]
-    assert alert["title"] == "mnist: end"
-    assert alert["text"].startswith("step 2: eval/loss ")
-
-
 def test_a_start_that_hangs(launch: Launch, tmp_path: Path) -> None:
     """It is waited for as long as a start may take, and the run then goes on."""
     before = "import time; from src import loggers; loggers.START_SECONDS = loggers.HANG_SECONDS = 1.0\n"

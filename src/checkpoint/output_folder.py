@@ -26,7 +26,7 @@ RESUME_SAFE_SETTINGS = (
     "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
     "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
     "ddp_comm_hook", "fsdp_reduce_each_micro_batch", "push_to_hub", "trackers", "wandb", "checkpoint", "early_stopping",
-    "profile_steps", "alerts", "dry_run", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
+    "profile_steps", "dry_run", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
     "task.sample_temperature", "task.attention", "task.lora.base_dtype", "task.lora.merge",
 )  # fmt: skip
 """Settings, and groups of them, that do not change the weights a run arrives at, except for rounding."""
@@ -48,14 +48,10 @@ def parse(content: str | bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_lines(file: Path, start: int = 0, end: float = math.inf) -> Iterator[dict[str, Any]]:
-    """Yield each record of a file of JSON lines, metrics.jsonl or events.jsonl, if it is there: an empty one for a line
-    that is damaged, and none for a last one that a kill cut short. `start` and `end`: only what is between two bytes of
-    it."""
+def read_lines(file: Path, end: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Yield each record of metrics.jsonl up to the byte `end`, if it is there: an empty one for a line that is damaged,
+    and none for a last one that a kill cut short."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
-        if start > 0:
-            stream.seek(start)
-            stream.readline()  # the rest of one
         while (line := stream.readline()) and stream.tell() <= end:
             record = parse(line)
             if is_number(record.get("step")):

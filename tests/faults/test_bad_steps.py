@@ -16,6 +16,8 @@ def test_one_process_with_nan_makes_all_skip_the_step_and_count_it(launch: Launc
     gradients of zero. Tried without `accepts`: the weights become NaN."""
     run = launch(yaml, *EACH_STEP, FAULT="nan", FAULT_RANK="1", FAULT_STEP="25").succeeded()
     assert run.summary["skipped_steps"] == 1
+    said = [line for line in run.stdout.splitlines() if line.startswith("WARNING: ")]
+    assert said == ["WARNING: steps skipped so far, as their gradients were not finite: 1"]
     (skipped,) = (record for record in run.records if record.get("train/loss", 0) is None)
     assert (skipped["step"], skipped["train/grad_norm"], skipped["train/skipped_steps"]) == (25, None, 1)
     assert len(run.losses) == 30
