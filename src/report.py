@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import accumulate
@@ -43,8 +43,6 @@ PICTURES: dict[str, tuple[str, str, float]] = {
 """By metric: the picture that it is drawn in, its label there, and what its values are multiplied by."""
 SMOOTH = ("train/lr", "perf/peak_memory_bytes")
 """Metrics of training without noise."""
-NUMBERS = ("epoch", "seconds", "num_processes", "samples_per_second", "parameters", "trained_parameters")
-"""Those that a report needs of summary.json."""
 ROOM, LONGEST = 400_000, 1500
 """Characters of the page that the tables of a run may take, and those of a text in a table."""
 
@@ -54,25 +52,24 @@ class Recorded:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, folder.resolve().name
-        self.damaged = Counter[str]()
-        """By file: how many lines of it can't be read, and are left out."""
-        self.summary, self.status = self._json("summary.json", *NUMBERS), self._json("status.json")
-        self.check = self._json("check.json")
-        self.checks = _tables(self.check).get("checks", [])
+        self.damaged: list[str] = []
+        """What can't be read, and is left out."""
+        self.summary, self.status, self.check = (self._json(f"{n}.json") for n in ("summary", "status", "check"))
         self.settings = dict(flatten(saved_settings(folder) or parse(json.dumps(self.check.get("config")))))
         """By dotted name. Where it isn't a run's folder, task.name is absent."""
-        self.task, self.metric = (str(self.settings.get(name)) for name in ("task.name", "checkpoint.metric"))
-        events = [event | {"kind": str(event.get("kind"))} for event in self._lines("events.jsonl")]
-        self.starts = [event for event in events if event["kind"] == "start"]
-        self.events = [event for event in events if event["kind"] not in ("start", "end")]
+        self.task = self.settings.get("task.name")
         self.curves: dict[str, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
         """Steps and finite values by metric."""
         self.step, self.results, self.tables = 0, dict[str, float](), dict[str, Table]()
         """The last step, and what the last evaluation gave."""
         self.samples: dict[int, Table] = {}
-        for record in self._lines("metrics.jsonl"):
+        damaged = 0
+        for record in read_lines(folder / "metrics.jsonl"):
+            if not record:
+                damaged += 1
+                continue
             self.step = record["step"]
-            numbers = {n: value for n, value in record.items() if isinstance(value, float) or is_number(value)}
+            numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
             for name, value in numbers.items():
                 if is_number(value):
                     steps, values = self.curves[name]
@@ -80,38 +77,36 @@ class Recorded:
                     values.append(value)
             if "eval/loss" in record:
                 self.results = {n: v for n, v in numbers.items() if n.startswith("eval/") and n != "eval/examples"}
-                self.tables = _tables(record)
-                self.samples[self.step] = self.tables.get("eval/samples", [])
-        at_the_end = {name: value for name, value in self.summary.items() if name in self.results and is_number(value)}
-        self.results |= at_the_end
+                self.tables = {name: rows for name, rows in record.items() if isinstance(rows, list) and rows}
+                if "eval/samples" in self.tables:
+                    self.samples[self.step] = self.tables["eval/samples"]
+        self.results |= {name: self.summary[name] for name in self.results if name in self.summary}
+        if damaged:
+            self.damaged.append(f"{damaged} line{'s' if damaged > 1 else ''} of metrics.jsonl")
 
     def score(self, metric: str, value: float | None) -> float:
         """Return how good a metric's value is: higher is better."""
-        mode = self.settings.get("checkpoint.mode") if metric == self.metric else None
+        mode = self.settings["checkpoint.mode"] if metric == self.settings["checkpoint.metric"] else None
         return -math.inf if value is None else score({metric: value}, metric, mode)
 
-    def _json(self, name: str, *numbers: str) -> dict[str, Any]:
-        file = self.folder / name
-        found = parse(file.read_bytes(), *numbers) if file.exists() else {}
-        self.damaged[name] += file.exists() and not found
+    def _json(self, name: str) -> dict[str, Any]:
+        if not (file := self.folder / name).exists():
+            return {}
+        found = parse(file.read_bytes())
+        if not found:
+            self.damaged.append(name)
         return found
-
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        for record in read_lines(self.folder / name):
-            self.damaged[name] += not record
-            if record:
-                yield record
 
 
 def sentence(run: Recorded) -> str:
     """Return what was run and what came out."""
     summary, results = run.summary, ", ".join(f"{short(n)} {number(v)}" for n, v in run.results.items())
     if run.check and not run.step:
-        return f"{run.task}: " + ("all checks passed." if run.check.get("passed") else "checks FAILED.")
+        return f"{run.task}: " + ("all checks passed." if run.check["passed"] else "checks FAILED.")
     if summary:
         said = f"{run.step:,} steps ({summary['epoch']:.3g} epochs) in {tqdm.format_interval(summary['seconds'])} on "
-        said += f"{processes(summary['num_processes'])} ({summary.get('strategy')}, {summary.get('device')}, "
-        said += f"{summary.get('precision')})"
+        said += f"{processes(summary['num_processes'])} ({summary['strategy']}, {summary['device']}, "
+        said += f"{summary['precision']})"
     elif "reason" in run.status:
         said = f"stopped after step {run.step:,} by {run.status['reason']}, and can be continued"
     else:
@@ -123,60 +118,67 @@ def cards(run: Recorded) -> Iterator[tuple[str, str, str]]:
     """Yield title, value and a note of each figure that matters."""
     for name, value in run.results.items():
         steps, values = run.curves[name]
-        scores = [run.score(name, value) for value in values]
-        best = scores.index(max(scores)) if scores else None
-        note = "" if best is None else f"best {number(values[best])} at step {steps[best]:,.0f}"
+        note = ""
+        if values:
+            scores = [run.score(name, value) for value in values]
+            best = scores.index(max(scores))
+            note = f"best {number(values[best])} at step {steps[best]:,.0f}"
         yield short(name), number(value), note
     if summary := run.summary:
-        unit = "tokens" if is_number(summary.get("tokens_per_second")) else "samples"
+        unit = "tokens" if "tokens_per_second" in summary else "samples"
         yield (
             "time",
             tqdm.format_interval(summary["seconds"]),
             f"{summary[f'{unit}_per_second']:,.0f} {unit} per second",
         )
         yield "parameters", number(summary["parameters"]), f"{number(summary['trained_parameters'])} trained"
-        peaks = summary.get("peak_memory_bytes")
-        if isinstance(peaks, list) and all(map(is_number, peaks)):
-            yield "peak memory", f"{max(peaks, default=0) / 2**30:.2f} GiB", "of the process with the most"
+        yield "peak memory", f"{max(summary['peak_memory_bytes']) / 2**30:.2f} GiB", "of the process with the most"
 
 
-def commands(run: Recorded) -> Iterator[tuple[str, str]]:
-    """Yield when, and by which command, the run was started; last the one that repeats it."""
-    for event in run.starts:
-        when = f"{event.get('time')}, from step {event['step']:,}, commit {event.get('commit')}"
-        yield when, event.get("command", "")
-    if (run.folder / "config.yaml").exists():  # not a check alone
-        command = run.starts[0].get("command") if run.starts else "accelerate launch train.py"
-        launch = f"{command} ".partition(".py ")[0] + ".py"
-        options = [f"--config={run.folder / 'config.yaml'}", f"--run_name={run.name}-again"]
-        yield "To repeat it", f"{launch} {shlex.join(options)}"
+def command(run: Recorded) -> str | None:
+    """Return the command that repeats the run; None for a check alone."""
+    if not (config := run.folder / "config.yaml").exists():
+        return None
+    file = run.summary.get("config_file")
+    launch = ["accelerate", "launch", *(["--config_file", file] if file else []), "train.py"]
+    return shlex.join([*launch, f"--config={config}", f"--run_name={run.name}-again"])
 
 
 def tables(run: Recorded) -> Iterator[tuple[str, Table, int]]:
     """Yield each table of the last evaluation: name, the rows that fit, number of all rows. Samples are of several
     evaluations, side by side."""
-    steps = [step for step, rows in run.samples.items() if rows]
+    steps = list(run.samples)
     samples: dict[str, dict[str, Any]] = {}  # by prompt
     for step in sorted({steps[i * (len(steps) - 1) // 3] for i in range(4) if steps}):
         for row in run.samples[step]:
-            cells = list(row.values())
-            samples.setdefault(str(cells[0]), {"prompt": cells[0]})[f"step {step:,}"] = cells[-1]
+            prompt, *_, said = row.values()
+            samples.setdefault(prompt, {"prompt": prompt})[f"step {step:,}"] = said
     found = run.tables | ({"eval/samples": [*samples.values()]} if samples else {})
     for name, rows in found.items():
         yield name, fitting(rows, ROOM // len(found)), len(rows)
 
 
-def write_report(folders: list[Path], target: Path) -> None:
-    """Write the report of these runs, and its curves into a folder with the target's name.
+def write_report(folders: list[Path], target: Path) -> list[str]:
+    """Write the report of these runs, and its curves into a folder with the target's name. Return what of the runs
+    is damaged, and left out.
 
     Raises:
-        UserError: some of them hold no run; a line for each.
+        UserError: some of them hold no run, a line for each; or files that no run writes.
     """
     runs = [Recorded(folder) for folder in folders]
     if strangers := [run.folder for run in runs if "task.name" not in run.settings]:
         raise UserError("\n".join(f"{f}: holds no run (no config.yaml of one); name a run's folder" for f in strangers))
+    says = f"{', '.join(map(str, folders))}: not as a run writes its files: "
+    with explained(says, (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)):
+        page = render(runs, target.with_suffix(""))
+    write_text(target, page.encode(errors="replace").decode())
+    return [damaged for run in runs for damaged in run.damaged]
+
+
+def render(runs: list[Recorded], pictures: Path) -> str:
+    """Return the page; write its pictures into that folder."""
     tasks = list(dict.fromkeys(run.task for run in runs))
-    metric = {run.task: run.metric for run in runs}
+    metric = {run.task: run.settings["checkpoint.metric"] for run in runs}
     runs.sort(key=lambda run: (tasks.index(run.task), -run.score(metric[run.task], run.results.get(metric[run.task]))))
     for run in runs if len({run.name for run in runs}) < len(runs) else []:
         run.name = str(run.folder)
@@ -187,8 +189,8 @@ def write_report(folders: list[Path], target: Path) -> None:
     differing = [name for name in names if len({each.get(name) for each in settings.values()}) > 1]
     chosen = [name for name in differing if name not in ("run_name", "output_dir")][:6]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "short": short, "fitting": fitting, "commands": commands}
-    page = environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
+    environment.filters |= {"number": number, "short": short, "fitting": fitting, "command": command}
+    return environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
         runs=runs,
         tasks=tasks,
         PICTURE=PICTURE,
@@ -199,21 +201,20 @@ def write_report(folders: list[Path], target: Path) -> None:
             | {name: settings[run.name].get(name) for name in chosen}
             for run in runs
         ],
-        figures=[Markup(svg) for svg in draw(runs, target.with_suffix(""))],
+        figures=[Markup(svg) for svg in draw(runs, pictures)],
         tables=list(tables(runs[0])),
         differing=[{"setting": n} | {run: each.get(n) for run, each in settings.items()} for n in differing],
         alike=[{"setting": n, "value": settings[runs[0].name][n]} for n in names if n not in differing],
     )
-    write_text(target, page.encode(errors="replace").decode())
 
 
 def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
     """Draw the curves of the runs, best first, into PNGs in the folder; yield each as SVG."""
     figures, is_alone = import_module("src.report_figures"), len(runs) == 1  # matplotlib: nothing else needs it
     folder.mkdir(parents=True, exist_ok=True)
-    own = [name for name in dict.fromkeys(n for run in runs for n in run.results) if name != "eval/loss"]
+    evaluated = list(dict.fromkeys(name for run in runs for name in run.results))
     pictures = defaultdict(list)
-    for name in dict.fromkeys(["train/loss", "eval/loss", *own[:6], *PICTURES]):
+    for name in dict.fromkeys(["train/loss", "eval/loss", *evaluated[:7], *PICTURES]):
         title, label, factor = PICTURES.get(name, (short(name).capitalize(), "", 1))
         title = title if is_alone or not label else f"{title}, {label}"  # of several runs, each metric on its own
         kind = "dotted" if name.startswith("eval/") else "smooth" if name in SMOOTH else "noisy"
@@ -222,16 +223,11 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
             if steps:
                 curve = figures.Curve(label if is_alone else run.name, steps, [factor * v for v in values], kind)
                 pictures[title].append(curve)
-    marks = defaultdict[str, list[int]](list)
-    for event in [*runs[0].starts, *runs[0].events] if is_alone else ():
-        if event["step"]:
-            marks["resumed" if event["kind"] == "start" else event["kind"]].append(event["step"])
     ticks: dict[str, list[str]] = {}
     for name, rows in runs[0].tables.items():
-        losses = [row.get("loss") for row in rows]
-        if name.startswith("eval/loss_by_") and all(map(is_number, losses)):
+        if name.startswith("eval/loss_by_"):
             title = short(name).capitalize()
-            pictures[title].append(figures.Curve("", range(len(rows)), losses, "dotted"))
+            pictures[title].append(figures.Curve("", range(len(rows)), [row["loss"] for row in rows], "dotted"))
             ticks[title] = [str(next(iter(row.values()))) for row in rows]
     files: set[str] = set()
     for title, curves in pictures.items():
@@ -239,17 +235,17 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
         while file in files:
             file += "_"
         files.add(file)
-        shown = {"marks": marks if title == "Loss" else {}, "ticks": ticks.get(title, ())}
-        yield figures.draw(title, curves, folder / f"{file}.png", **shown)
+        yield figures.draw(title, curves, folder / f"{file}.png", ticks.get(title, ()))
 
 
 def report_line(folder: Path) -> str:
     """Write the report of a run that ends; return its line of the closing block, which says why if there is none."""
     try:
-        write_report([folder], folder / "report.html")
+        damaged = write_report([folder], folder / "report.html")
     except Exception as error:  # no reason to fail a run that has come to its end
         return f"  report     none: {cause(error)}"
-    return f"  report     {folder}/report.html"
+    left_out = f" (left out, as damaged: {', '.join(damaged)})" if damaged else ""
+    return f"  report     {folder}/report.html{left_out}"
 
 
 def fitting(rows: Table, room: int = 50_000) -> Table:
@@ -275,12 +271,6 @@ def short(metric: str) -> str:
 def _cut(value: Any) -> Any:
     is_long = isinstance(value, str) and len(value) > LONGEST and not value.startswith(PICTURE)
     return f"{value[:LONGEST]} …" if is_long else value
-
-
-def _tables(content: dict[str, Any]) -> dict[str, Table]:
-    """Return what of it are lists of rows, with something in each."""
-    lists = {name: rows for name, rows in content.items() if isinstance(rows, list) and rows}
-    return {name: rows for name, rows in lists.items() if all(isinstance(row, dict) and row for row in rows)}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import io
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,6 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Of Okabe and Ito, https://jfly.uni-koeln.de/color/: whoever is colour-blind can tell them apart."""
 DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
 VARIABLES = {BLACK: "currentColor", GREY: "var(--grey)"} | {c: f"var(--c{i})" for i, c in enumerate(COLOURS)}
-MARKERS = {"resumed": "|", "skipped": "^", "spike": "d"}
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 POINTS, SMOOTHED = 1200, 25
 """What a picture's curves have together, each the mean of some records; smoothing averages 1/25 of a curve."""
@@ -41,17 +40,15 @@ class Curve(NamedTuple):
     kind: Literal["smooth", "dotted", "noisy"]
 
 
-def draw(
-    title: str, curves: list[Curve], png: Path, marks: Mapping[str, list[int]] = {}, ticks: Sequence[str] = ()
-) -> str:
+def draw(title: str, curves: list[Curve], png: Path, ticks: Sequence[str]) -> str:
     """Draw curves, the most important first; from the seventh on they are grey. Write `png`; return the SVG.
 
     Args:
-        marks: steps by what happened there.
         ticks: names of the steps 0, 1, …; empty: they are numbers.
     """
     labels = [curve.label[:40] for curve in curves[: len(COLOURS)]]
-    labels += [f"{len(curves) - len(labels)} others"] * (len(curves) > len(labels)) + list(marks)
+    if len(curves) > len(labels):
+        labels.append(f"{len(curves) - len(labels)} others")
     columns = max(1, min(4, 64 // (6 + max(map(len, labels)))))
     height = 2.0 + 0.17 * -(-len(labels) // columns) * (len(labels) > 1)  # inches
     with mpl.rc_context(STYLE), warnings.catch_warnings():
@@ -85,10 +82,6 @@ def draw(
             axis.set_major_formatter("{x:,.10g}")
         if ticks:
             axes.set_xticks(range(0, len(ticks), -(-len(ticks) // 5)), ticks[:: -(-len(ticks) // 5)])
-        for i, (what, at) in enumerate(marks.items()):  # on the axis, each kind in a row of its own
-            style = {"marker": MARKERS.get(what, "x"), "markersize": 5, "color": BLACK, "linestyle": ""}
-            at = at[:: 1 + len(at) // 100]
-            handles += axes.plot(at, [i / 20] * len(at), transform=axes.get_xaxis_transform(), clip_on=False, **style)
         figure.text(0, 1 - 0.13 / height, title, fontsize=9.5, fontweight="bold")
         if len(labels) > 1:
             axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(-0.15, 1.06), ncols=columns)

@@ -61,7 +61,7 @@ class Tracker:
         recorded, wandb_id = (saved.metrics_bytes, saved.wandb_id) if saved else (0, None)
         self._first = run.progress.step
         self._metrics = (self.folder / "metrics.jsonl").open("ab+")
-        self._recorded = self._metrics.seek(min(recorded, self._recorded_bytes()))
+        self._recorded = self._metrics.seek(min(recorded, self._metrics.seek(0, os.SEEK_END)))
         # an evaluation that came too late for its step's checkpoint is kept, or replaced by a new one
         line = self._metrics.readline()
         if not (line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")):
@@ -93,7 +93,7 @@ class Tracker:
             self._bar.set_description_str("evaluating" if is_due else self._facts, refresh=is_due)
             self._bar.update()
 
-    def log_training(self, result: StepResult, measured: dict[str, float] | None = None) -> None:
+    def log_training(self, result: StepResult, measured: dict[str, float]) -> None:
         """Record the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
@@ -106,7 +106,7 @@ class Tracker:
             progress.end_interval()
         if not run.is_main:
             return
-        self._record(metrics | (measured or {}), {})
+        self._record(metrics | measured, {})
         if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 that is how the loss scale is found
             self.say(f"WARNING: steps skipped so far, as their gradients were not finite: {progress.skipped}")
         self._skipped = progress.skipped
@@ -142,7 +142,7 @@ class Tracker:
         with naming(self.folder / "metrics.jsonl"):
             os.fsync(self._metrics.fileno())
         wandb_id = next((logger.id for logger in self._loggers if logger.id), None)
-        return {"metrics_bytes": self._recorded_bytes(), "wandb_id": wandb_id}
+        return {"metrics_bytes": self._metrics.seek(0, os.SEEK_END), "wandb_id": wandb_id}
 
     def write_stopped(self, reason: str, checkpoint: Path | None) -> None:
         """Write status.json: that the run was told to stop, and how to continue it."""
@@ -208,9 +208,6 @@ class Tracker:
             self._metrics.flush()
         for logger in self._loggers:
             logger.log(record, tables)
-
-    def _recorded_bytes(self) -> int:
-        return os.fstat(self._metrics.fileno()).st_size
 
     def __enter__(self) -> "Tracker":
         return self

@@ -44,11 +44,6 @@ def evaluation(step: int, loss: float, **tables: Any) -> dict[str, Any]:
     return {"step": step, "epoch": step / 23, **numbers, **{f"eval/{name}": rows for name, rows in tables.items()}}
 
 
-def event(step: int, kind: str, text: str = "", command: str = "") -> dict[str, Any]:
-    start = {"command": command, "commit": "97a87cb"} if kind == "start" else {}
-    return {"time": "2026-11-23T21:00:00", "step": step, "kind": kind, "text": text, **start}
-
-
 def run_folder(folder: Path, records: list[dict[str, Any]], task: str = "mnist", **optim: Any) -> Path:
     """A run that was killed: with metrics.jsonl and config.yaml alone."""
     folder.mkdir(parents=True)
@@ -95,11 +90,12 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
 
 
 NUMBER = {"step": 20, "train/loss": 0.5}
-WHOLE = {
+SUMMARY = {
     "step": 20, "epoch": 1.0, "seconds": 9.5, "num_processes": 1, "strategy": "single", "device": "cpu",
     "precision": "fp32", "samples_per_second": 8.0, "parameters": 7, "trained_parameters": 7,
-    "peak_memory_bytes": [2**30], "eval/loss": 0.5,
+    "peak_memory_bytes": [2**30],
 }  # fmt: skip
+ODD = "not as a run writes its files"
 
 
 @pytest.mark.parametrize(
@@ -111,21 +107,22 @@ WHOLE = {
         (b"name: CI\non: [push]\njobs: {test: {steps: []}}", "holds no run"),
         (b"run_name: x\ncheckpoint: {metric: eval/loss}", "holds no run"),
         (b"task: mnist", "holds no run"),
-        (b"task: {name: [mnist]}\ncheckpoint: []\nsince: 2026-11-23", None),
-        (b"task: {name: mnist}\ncheckpoint: {metric: [eval/loss], mode: 5}", None),
+        (b"task: {name: [mnist]}\ncheckpoint: {metric: eval/loss, mode: null}", ODD),
+        (b"task: {name: mnist}\ncheckpoint: []", ODD),
+        (b"task: {name: mnist}\ncheckpoint: {metric: eval/loss, mode: 5}\nsince: 2026-11-23", ""),
+        (b"task: {name: mnist}\n2026-11-23: x", "holds no run"),
         (b"task: &task {name: mnist, more: *task}", "holds no run"),
         (b"task: " + b"[" * 3000, "holds no run"),
         (b"task: {name: \xff\xfe}", "holds no run"),
         (b"\0" * 100, "holds no run"),
     ],
     ids=[
-        "missing", "empty", "a list", "another program's", "without task", "a task without a name", "odd names",
-        "odd ranking", "contains itself", "3,000 brackets", "not UTF-8", "zeros",
+        "missing", "empty", "a list", "another program's", "without task", "a task without a name", "an odd name",
+        "an odd group", "a date", "a date's", "contains itself", "3,000 brackets", "not UTF-8", "zeros",
     ],
 )  # fmt: skip
 def test_a_folder_whose_settings_are_not_a_runs_is_one_line(tmp_path: Path, config: bytes | None, says: str) -> None:
-    """Or has its report. Tried without each of `saved_settings`' errors, without its way through JSON, and with
-    settings["task"]["name"]: tracebacks."""
+    """Or has its report. Tried without each of `saved_settings`' errors, and without its way through JSON."""
     folder = run_folder(tmp_path / "run", [training(10), evaluation(20, 0.5)])
     (folder / "config.yaml").unlink()
     if config is not None:
@@ -139,49 +136,58 @@ def test_a_folder_whose_settings_are_not_a_runs_is_one_line(tmp_path: Path, conf
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "left_out"),
+    ("file", "content", "says"),
     [
         ("metrics.jsonl", b"7\n[]\n[1, 2]\n\"text\"\nnull\n\n", "6 lines of metrics.jsonl"),
         ("metrics.jsonl", b'{"train/loss": 1.0}\n', "1 line of metrics.jsonl"),
         ("metrics.jsonl", b'{"step": "20", "train/loss": 1.0}\n{"step": NaN}\n', "2 lines of metrics.jsonl"),
         ("metrics.jsonl", b"\0" * 50 + b"\n\xff\xfe\x80\n" + b"[" * 10**5 + b"\n", "3 lines of metrics.jsonl"),
         ("metrics.jsonl", b'{"step": 1' + b"0" * 400 + b', "train/loss": 1}\n', "1 line of metrics.jsonl"),
-        ("metrics.jsonl", json.dumps(NUMBER | {"train/loss": "0.5", "eval/loss": {"a": {"b": [1]}}}).encode(), None),
-        ("metrics.jsonl", json.dumps(NUMBER | {"train/loss": 10**400, "eval/loss": 10**400}).encode(), None),
-        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[1, None], a=[{}], b=[[]])).encode(), None),
-        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[{"a": [1]}], c=[{"a": {}}, {"b": []}])).encode(),
-         None),
-        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, loss_by_a=[{"a": 1}], loss_by_b=[{"loss": "x"}])).encode(),
-         None),
-        ("events.jsonl", b'{}\n{"kind": "start"}\n5\n', "3 lines of events.jsonl"),
-        ("events.jsonl", b'{"step": 9}\n{"step": 9, "kind": [1]}\n{"step": 9, "kind": "start", "command": 5}\n', None),
+        ("metrics.jsonl", json.dumps(NUMBER | {"train/loss": "0.5", "eval/loss": {"a": {"b": [1]}}}).encode(), ""),
+        ("metrics.jsonl", json.dumps(NUMBER | {"train/loss": 10**400}).encode(), ""),
+        ("metrics.jsonl", json.dumps(NUMBER | {"eval/loss": 10**400}).encode(), ODD),
+        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[1, None])).encode(), ODD),
+        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[{"a": [1], "b": 2}])).encode(), ODD),
+        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[{"a": 1}])).encode(), ODD),
+        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, c=[{"a": {}}, {"b": []}, {}])).encode(), ""),
+        ("metrics.jsonl", json.dumps(evaluation(20, 0.5, loss_by_a=[{"a": 1}])).encode(), ODD),
         ("summary.json", b"{", "summary.json"),
         ("summary.json", b"[[1, 2]]", "summary.json"),
-        ("summary.json", b"5", "summary.json"),
         ("summary.json", b"\xff", "summary.json"),
-        ("summary.json", json.dumps(WHOLE | {"seconds": "9.5"}).encode(), "summary.json"),
-        ("summary.json", json.dumps({"step": 20, "epoch": 1.0}).encode(), "summary.json"),
-        ("summary.json", json.dumps(WHOLE | {"peak_memory_bytes": 5, "tokens_per_second": "x"}).encode(), None),
-        ("summary.json", json.dumps(WHOLE | {"peak_memory_bytes": [], "eval/loss": []}).encode(), None),
-        ("summary.json", json.dumps(WHOLE | {"peak_memory_bytes": ["x"], "eval/loss": "x"}).encode(), None),
+        ("summary.json", b'{"seconds": 5}', ODD),
         ("status.json", b"null", "status.json"),
-        ("status.json", b'{"reason": {"a": 1}}', None),
+        ("status.json", b'{"reason": {"a": 1}}', ""),
         ("check.json", b'"passed"', "check.json"),
-        ("check.json", b'{"checks": 5, "config": [], "passed": {}}', None),
-        ("check.json", b'{"checks": [[], 5], "config": {"task": 5}}', None),
+        ("check.json", b'{"checks": 5, "config": [], "passed": {}}', ODD),
     ],
 )  # fmt: skip
-def test_what_is_odd_in_a_folder_is_left_out_and_damage_is_said(
-    tmp_path: Path, file: str, content: bytes, left_out: str | None
+def test_what_is_damaged_in_a_folder_is_left_out_and_said_and_what_no_run_writes_is_refused(
+    tmp_path: Path, file: str, content: bytes, says: str
 ) -> None:
-    """Tried without each of the conditions that they meet: a traceback; without the note: nobody hears of it."""
-    folder = run_folder(tmp_path / "run", [training(10)])
+    """Tried without each of the errors that they raise: a traceback; without the note: nobody hears of it."""
+    folder = run_folder(tmp_path / "run", [training(10), evaluation(10, 0.5)])
     if file == "metrics.jsonl":
         content = (folder / file).read_bytes() + content + b"\n" * (content[-1:] == b"}")
     (folder / file).write_bytes(content)
-    text = readable(page(folder))
-    assert "mnist: " in text
-    assert re.findall(r"Left out, as damaged: (.*?\.jsonl?)", text) == ([left_out] if left_out else [])
+    if says == ODD:
+        with pytest.raises(UserError, match=f"^{folder}: {says}: .*$"):
+            page(folder)
+    else:
+        text = readable(page(folder))
+        assert "mnist: " in text
+        assert re.findall(r"Left out, as damaged: (.*?\.jsonl?)", text) == ([says] if says else [])
+        assert report_line(folder).endswith(f"report.html (left out, as damaged: {says})" if says else "report.html")
+
+
+def test_the_folder_of_a_check_may_be_damaged_too(tmp_path: Path) -> None:
+    """Tried without a look at what the settings are: a traceback."""
+    for config in (5, [], {"task": 5}):
+        (tmp_path / "check.json").write_text(json.dumps({"config": config}))
+        with pytest.raises(UserError, match="holds no run"):
+            page(tmp_path)
+    (tmp_path / "check.json").write_text(json.dumps({"config": {"task": {"name": "mnist"}}}))
+    with pytest.raises(UserError, match=ODD):
+        page(tmp_path)
 
 
 def test_values_that_are_not_finite_are_not_drawn(tmp_path: Path) -> None:
@@ -209,7 +215,6 @@ def test_whatever_a_run_recorded_is_text_and_no_markup(tmp_path: Path) -> None:
     mistakes = [{HOSTILE: PIXEL, "label": HOSTILE, "image": PIXEL + '"><script>'}]
     records = [training(1), evaluation(1, 0.5, samples=rows, loss_by_position=by, mistakes=mistakes)]
     folder = run_folder(tmp_path / "run", records, name=HOSTILE)
-    (folder / "events.jsonl").write_text(json.dumps(event(0, "start", HOSTILE, HOSTILE)))
     html = page(folder)
     assert not re.search(r"<script|<img src=x", html)
     assert "早上好" in html
@@ -290,21 +295,13 @@ def test_runs_of_different_tasks_do_not_compete(tmp_path: Path) -> None:
     assert "losses don't compare" in text.replace("&#39;", "'")
 
 
-def test_events_are_marks_and_say_how_to_repeat_the_run(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", [training(10), training(20), training(30)])
-    started = "/root/.pyenv/bin/accelerate launch --num_processes 2 train.py --config configs/digits.yaml --seed=3"
-    events = [event(0, "start", command=started), event(10, "start", command=started)]
-    events += [event(20, "spike", "a loss of 9"), event(20, "skipped", "2 steps"), event(30, "end", "that is all")]
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    text = readable(page(folder))
-    assert "Loss training resumed spike skipped" in " ".join(re.findall(r"[A-Za-z]+", text))
-    assert text.count(started) == 2
-    assert "a loss of 9" in text
-    assert "that is all" not in text
-    assert (
-        f".pyenv/bin/accelerate launch --num_processes 2 train.py --config={folder}/config.yaml --run_name=run-again"
-        in text
-    )
+@pytest.mark.parametrize("file", [None, "accelerate_configs/ddp.yaml"])
+def test_it_says_how_to_repeat_the_run(tmp_path: Path, file: str | None) -> None:
+    """By the same accelerate yaml, if the run was started by one. Tried without: with none."""
+    folder = run_folder(tmp_path / "run", [training(10)])
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"config_file": file}))
+    launch = "accelerate launch " + (f"--config_file {file} " if file else "")
+    assert f"{launch}train.py --config={folder}/config.yaml --run_name=run-again" in readable(page(folder))
 
 
 def test_the_last_evaluations_tables_are_shown_and_samples_over_time(tmp_path: Path) -> None:

@@ -179,6 +179,27 @@ def test_each_line_is_whole_whichever_threads_speak_at_once(where: str) -> None:
     assert len(lines) == 1200
 
 
+KILLED = """
+import os, signal
+from src.terminal import say, tqdm
+
+say("begins")
+child = os.fork()
+if child == 0:
+    with tqdm.external_write_mode():  # in the middle of a line
+        os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(child, 0)
+say("goes on")
+"""
+
+
+def test_a_process_that_is_killed_while_it_speaks_silences_no_other() -> None:
+    """As a worker that loads data. Tried with tqdm's own lock, which they would share: it waits for ever."""
+    command, environment = [sys.executable, "-c", KILLED], clean_environment()
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, check=True, timeout=20)
+    assert done.stdout == b"begins\ngoes on\n"
+
+
 def test_all_that_is_printed_while_a_run_goes_on_takes_that_way() -> None:
     """Commands of their own, and --help, have no threads or bars; how a process ends is said after them, each line at
     once. Tried with a print in src/loggers.py."""

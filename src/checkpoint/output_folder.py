@@ -39,27 +39,25 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and abs(value) < 1e308
 
 
-def parse(content: str | bytes, *numbers: str) -> dict[str, Any]:
-    """Return the JSON object that is written there, if it has numbers of these names; else an empty one."""
+def parse(content: str | bytes) -> dict[str, Any]:
+    """Return the JSON object that is written there; an empty one if there is none."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and all(is_number(found.get(name)) for name in numbers) else {}
+    return found if isinstance(found, dict) else {}
 
 
-def read_lines(file: Path, start: int = 0, end: float = math.inf) -> Iterator[dict[str, Any]]:
-    """Yield each record of metrics.jsonl, if it is there: an empty one for a line
-    that is damaged, and none for a last one that a kill cut short. `start` and `end`: only what is between two bytes of
-    it."""
+def read_lines(file: Path, end: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Yield each record of metrics.jsonl up to the byte `end`, if it is there: an empty one for a line that is damaged,
+    and none for a last one that a kill cut short."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
-        if start > 0:
-            stream.seek(start)
-            stream.readline()  # the rest of one
         while (line := stream.readline()) and stream.tell() <= end:
-            record = parse(line, "step")
-            if record or line.endswith(b"\n"):
+            record = parse(line)
+            if is_number(record.get("step")):
                 yield record
+            elif line.endswith(b"\n"):
+                yield {}
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
@@ -152,13 +150,10 @@ def _is_held(path: Path) -> bool:
 
 
 def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says. One that lacks
-    it, of an earlier version of the code, has if its record goes past two saves: the second waited for the first."""
-    with contextlib.suppress(OSError, LookupError):
-        return parse((folder / "status.json").read_bytes())["checkpoint"] not in (None, saved.get("resume"))
-    steps = [record["step"] for record in read_lines(folder / "metrics.jsonl") if record]
-    with contextlib.suppress(LookupError, TypeError):
-        return steps[-1] - steps[0] > 2 * saved["save_every"]
+    """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says."""
+    with contextlib.suppress(OSError):
+        status = parse((folder / "status.json").read_bytes())
+        return status.get("checkpoint") not in (None, saved.get("resume"))
     return False
 
 

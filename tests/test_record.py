@@ -1,0 +1,85 @@
+"""The record of a run, metrics.jsonl: its lines can be damaged, and there may be any number of them."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from src import tracking
+from src.checkpoint import resume
+from src.checkpoint.output_folder import read_lines
+from src.config import load_config
+from src.loggers import Logger
+from src.process import UserError
+from src.progress import Progress
+
+WHOLE = [{"step": 10, "train/loss": 1.0}, {"step": 20, "train/loss": None, "eval/mistakes": [{"label": "3"}]}]
+DAMAGED = [b'{"step": 5, "train/loss": 1', b"\0" * 90, b"\xff\xfe", b"5", b'{"train/loss": 9}', b"[" * 10**5, b""]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    """With each kind of damage between two records, and cut short by a kill."""
+    first, last = (json.dumps(record).encode() for record in WHOLE)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"\n".join([first, *DAMAGED, last, b'{"step": 30, "tra']))
+    return file
+
+
+def test_a_damaged_line_is_left_out_and_none_beside_it(record: Path) -> None:
+    """Tried with json.loads: a traceback."""
+    assert list(read_lines(record)) == [WHOLE[0], *[{}] * len(DAMAGED), WHOLE[1]]
+    assert list(read_lines(record.with_name("absent"))) == []
+
+
+def test_a_tracker_that_lacks_the_record_gets_all_that_is_whole(record: Path) -> None:
+    """But not what the run has recorded since, which it is told. Tried without leaving lines out: it fails at the first,
+    and gets no more; with the whole file: step 40 comes twice."""
+    with record.open("ab") as file:
+        file.write(b'in/loss": 0.5}\n')
+
+    class Listener(Logger):
+        def __init__(self) -> None:
+            self.got: list[dict[str, Any]] = []
+            super().__init__(print, record.parent, record)
+
+        def start(self) -> None: ...
+
+        def recorded(self) -> list[Any]:
+            with record.open("a") as file:
+                file.write('{"step": 40}\n')
+            return []
+
+        def write(self, numbers: dict[str, Any], tables: dict[str, Any]) -> None:
+            self.got.append(numbers | tables)
+
+    listener = Listener()
+    listener.log({"step": 40}, {})
+    listener.finish(0)
+    assert listener.failure is None
+    assert listener.got == [*WHOLE, {"step": 30, "train/loss": 0.5}, {"step": 40}]
+
+
+def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here 2**40 bytes, which no machine could read. Tried with reading all of it: a MemoryError."""
+    last = b'\n{"step": 10, "train/loss": 1.0}\n'
+    config = load_config([f"--output_dir={tmp_path}"]).model_copy(update={"trackers": []})
+    with (tmp_path / "metrics.jsonl").open("wb") as stream:
+        stream.truncate(2**40)
+        stream.seek(2**40)
+        stream.write(last)
+    state: Any = SimpleNamespace(metrics_bytes=2**40 + len(last), wandb_id=None)
+    resume._require_whole_record(config, tmp_path / "step_00000010", state)
+    start: Any = SimpleNamespace(state=state, checkpoint=tmp_path, is_own=lambda _: True)
+    of_the_run = {"progress": Progress(step=10), "metadata": {"data": []}, "launch": SimpleNamespace(as_dict=dict)}
+    run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, **of_the_run)
+    monkeypatch.setattr(tracking, "_print_summary", lambda *_: None)
+    with tracking.Tracker(run) as tracker:
+        assert tracker.state()["metrics_bytes"] == state.metrics_bytes
+    state.metrics_bytes -= 1
+    with pytest.raises(UserError, match="has other lines than"):
+        resume._require_whole_record(config, tmp_path / "step_00000010", state)
