@@ -188,8 +188,8 @@ build_accelerator(config_from({'task': {'name': 'mnist'}}))
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
-    """Nor anything that only an evaluation, a checkpoint or a download needs. Tried with torchvision's readers of MNIST's
-    files."""
+    """Nor anything that only an evaluation, a checkpoint or a download needs. Tried with torchvision's readers of
+    MNIST's files."""
     code = f"""
 import sys, train, src.data.loading
 def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)

@@ -35,8 +35,8 @@ def test_a_damaged_line_is_left_out_and_none_beside_it(record: Path) -> None:
 
 
 def test_a_tracker_that_lacks_the_record_gets_all_that_is_whole(record: Path) -> None:
-    """But not what the run has recorded since, which it is told. Tried without leaving lines out: it fails at the first,
-    and gets no more; with the whole file: step 40 comes twice."""
+    """But not what the run has recorded since, which it is told. Tried without leaving lines out: it fails at the
+    first, and gets no more; with the whole file: step 40 comes twice."""
     with record.open("ab") as file:
         file.write(b'in/loss": 0.5}\n')
 

@@ -181,6 +181,7 @@ def test_what_is_damaged_in_a_folder_is_left_out_and_said_and_what_no_run_writes
 
 def test_the_folder_of_a_check_may_be_damaged_too(tmp_path: Path) -> None:
     """Tried without a look at what the settings are: a traceback."""
+    config: object
     for config in (5, [], {"task": 5}):
         (tmp_path / "check.json").write_text(json.dumps({"config": config}))
         with pytest.raises(UserError, match="holds no run"):
