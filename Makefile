@@ -5,7 +5,7 @@ BIN := .venv/bin
 # One thread per core; without it the launcher prints that it chose so itself.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: help setup uv train test testall lint format new clean
+.PHONY: help setup uv train test testall lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,16 +44,9 @@ format: setup  ## let the linter and the formatter change what they can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-# make new: the words as they were written, by the environment: make and the shell would take a $ or a quote for theirs.
-new: export NEW_NAME := $(value NAME)
-new: export NEW_DEST := $(value DEST)
-new: export NEW_TASK := $(value TASK)
-new: export NEW_WITHOUT := $(value WITHOUT)
-new:  ## make a project of your own from this one: NAME=my-project DEST=../my-project TASK=mnist WITHOUT="wandb check"
-	@$(PYTHON) scripts/new_project.py
-
 -include benchmarks/bench.mk  # make bench, make bench-check
 -include tests/gpu.mk  # make test-gpu
+-include scripts/new.mk  # make new
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
 	@rm -rf .venv .*_cache
