@@ -150,10 +150,13 @@ def _is_held(path: Path) -> bool:
 
 
 def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says."""
-    with contextlib.suppress(OSError):
-        status = parse((folder / "status.json").read_bytes())
-        return status.get("checkpoint") not in (None, saved.get("resume"))
+    """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says. One that
+    lacks it, of a finished run or an earlier version of the code, has if its record goes past two saves."""
+    with contextlib.suppress(OSError, LookupError):
+        return parse((folder / "status.json").read_bytes())["checkpoint"] not in (None, saved.get("resume"))
+    steps = [record["step"] for record in read_lines(folder / "metrics.jsonl") if record]
+    with contextlib.suppress(LookupError, TypeError):
+        return steps[-1] - steps[0] > 2 * saved["save_every"]
     return False
 
 
