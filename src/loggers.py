@@ -67,9 +67,9 @@ class Logger:
         """Record what came out of the run."""
         self.tell(lambda: self.summary(summary))
 
-    def alert(self, title: str, text: str) -> None:
-        """Notify those who watch the run."""
-        self.tell(lambda: self.alerted(title, text))
+    def alert(self, crash: str) -> None:
+        """Notify those who watch the run that it crashed."""
+        self.tell(lambda: self.alerted(crash))
 
     def mark_stopped(self) -> None:
         """Record that the run was stopped and will be continued."""
@@ -107,7 +107,7 @@ class Logger:
         raise NotImplementedError
 
     def summary(self, summary: Record) -> None: ...
-    def alerted(self, title: str, text: str) -> None: ...
+    def alerted(self, crash: str) -> None: ...
     def stopped(self) -> None: ...
     def end(self, exit_code: int) -> None: ...
     def abandon(self) -> None: ...

@@ -7,7 +7,6 @@ import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import yaml
@@ -18,7 +17,7 @@ from src.checkpoint.output_folder import parent_checkpoint, saved_settings
 from src.config import Config
 from src.data.loading import examples_seen
 from src.distributed import Launch, peak_memory, processes
-from src.process import naming
+from src.process import cause, naming
 from src.progress import StepResult
 from src.report import report_line
 from src.run import Evaluation, Run, startup_summary
@@ -212,17 +211,17 @@ class Tracker:
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if self._run.is_main:
             self._bar.close()
             with contextlib.suppress(OSError):  # what could not be written has been reported
                 self._metrics.close()
-        if error and self._run.is_main:
-            crash = f"{type(error).__name__}: {error}".splitlines()[-1]
-            for logger in self._loggers:
-                logger.alert(f"{self._run.config.run_name}: crash", f"step {self._run.progress.step}: {crash}")
+            if error:
+                crash = f"step {self._run.progress.step}: {type(error).__name__}: {cause(error)}"
+                for logger in self._loggers:
+                    logger.alert(crash)
         for logger in self._loggers:
-            logger.finish(exit_code=1 if kind or (self._run.is_main and not self._summary) else 0)
+            logger.finish(exit_code=1 if error or (self._run.is_main and not self._summary) else 0)
         failures = {logger.title: logger.failure for logger in self._loggers if logger.failure}
         if self._summary and failures:
             write_json(self.folder / "summary.json", self._summary | {"tracker_failures": failures})
@@ -233,10 +232,9 @@ def dry_run(run: Run) -> bool:
     if run.is_main:
         _print_summary(run, {})
         config, left = run.config, run.total_steps - run.progress.step
-        course = (
-            f"an evaluation every {config.eval_every or run.steps_per_epoch}, a checkpoint every {config.save_every}"
-        )
-        say(fit(f"dry run: {left} of {run.total_steps} steps to take, {course}; nothing was written"))
+        course = f"an evaluation every {config.eval_every or run.steps_per_epoch}"
+        saves = f"a checkpoint every {config.save_every}"
+        say(fit(f"dry run: {left} of {run.total_steps} steps to take, {course}, {saves}; nothing was written"))
     return False
 
 
@@ -272,9 +270,9 @@ def _print_summary(run: Run, loggers: dict[str, str]) -> None:
     say(*map(fit, lines))
 
 
-def _printable(text: str, width: int = 110) -> str:
+def _printable(text: str) -> str:
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return text if len(text) <= 110 else text[:109] + "…"
 
 
 def _evaluation_line(metrics: dict[str, Any]) -> str:

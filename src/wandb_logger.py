@@ -99,8 +99,8 @@ class WandbLogger(Logger):
     def summary(self, summary: Record) -> None:
         self.run.summary.update(summary)
 
-    def alerted(self, title: str, text: str) -> None:
-        self.run.alert(title, text)
+    def alerted(self, crash: str) -> None:
+        self.run.alert(f"{self.run.name}: crash", crash)
 
     def stopped(self) -> None:
         self.run.mark_preempting()
