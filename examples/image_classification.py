@@ -14,6 +14,7 @@ from torch.distributed import fsdp
 from torchvision import datasets, models, ops
 from torchvision.transforms import v2
 
+from src.checkpoint.format import file_facts
 from src.process import UserError, explained
 from src.tasks import load_metric
 from src.tasks.base import Table, Task
@@ -21,8 +22,7 @@ from src.tasks.tables import label_columns, label_tables
 
 
 class Pictures(datasets.ImageFolder):
-    seed: list[int] = []
-    """Of the run and the epoch, where something is drawn."""
+    seed: list[int] = []  # of the run and the epoch, where something is drawn
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return a picture, shape (3, size, size), fp32, and its label. What it draws depends on seed and index."""
@@ -50,17 +50,18 @@ class ImageClassification(Task):
     flip: bool = True
     """Mirror half of the training pictures."""
     _classes: list[str] = PrivateAttr(default_factory=list)
-    _files: list[str] = PrivateAttr()
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
         with explained("task.data_dir (`python -m examples.make_data` makes data/digits_png): ", OSError):
-            train, val = (Pictures(Path(self.data_dir, part), square) for part in ("train", "val"))
+            train, val = (Pictures(Path(self.data_dir, p), square, is_valid_file=self._shown) for p in ("train", "val"))
         self._classes = self._classes or train.classes
         if odd := {*self._classes}.symmetric_difference(val.classes):
             raise UserError(f"task.data_dir={self.data_dir}: val and the data to train on do not both have {min(odd)}")
-        self._files = [file for file, _ in val.samples]
         return train, val
+
+    def _shown(self, file: str) -> bool:  # macOS's ._1.png is hidden, and no picture
+        return datasets.folder.is_image_file(file) and "/." not in str(Path(file).relative_to(self.data_dir))
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
         crop, flip = v2.RandomResizedCrop(self.size, (0.5, 1.0)), v2.RandomHorizontalFlip(0.5 if self.flip else 0.0)
@@ -69,7 +70,8 @@ class ImageClassification(Task):
         return epoch
 
     def fingerprint(self, dataset: Any) -> str:
-        return sha256(repr([(file, Path(file).stat().st_size) for file, _ in dataset.samples]).encode()).hexdigest()
+        found = [(str(Path(file).relative_to(dataset.root)), file_facts(Path(file))) for file, _ in dataset.samples]
+        return sha256(repr(found).encode()).hexdigest()
 
     def data_state(self) -> dict[str, Any]:
         return {"classes": self._classes}
@@ -106,14 +108,13 @@ class ImageClassification(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
         logits, labels = model(batch[0]).float(), batch[1]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
-        # a sum and a count: the loop divides by the pictures of all processes, which may have unequal shares
-        return nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
+        return nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels), outputs  # no mean
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
-        return label_tables(outputs, self._classes, lambda index: {"file": self._files[index]})
+        return label_tables(outputs, self._classes, lambda index: {"file": dataset.samples[index][0]})
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
-        return {"file": self._files, **label_columns(outputs, self._classes)}
+        return {"file": [file for file, _ in dataset.samples], **label_columns(outputs, self._classes)}

@@ -47,9 +47,10 @@ class TabularRegression(Task):
         is_kept = np.random.default_rng(self.split_seed).permutation(len(train)) < len(train) // 5
         train, kept = (train, None) if self.eval_csv else (train[~is_kept], train[is_kept])
         if not self._known:
-            numbers, categories = train.drop(columns=self.categories), train[self.categories]
+            # a column without any number has no mean: it is left out
+            numbers = train.drop(columns=self.categories).dropna(axis="columns", how="all")
             scales = {"mean": numbers.mean().to_dict(), "std": numbers.std(ddof=0).replace(0, 1).to_dict()}
-            self._known = scales | {"values": {name: sorted({*categories[name].dropna()}) for name in categories}}
+            self._known = scales | {"values": {name: sorted({*train[name].dropna()}) for name in self.categories}}
         return self._tensors(train), self._tensors(self._read(self.eval_csv) if self.eval_csv else kept)
 
     def _read(self, path: str) -> pd.DataFrame:
@@ -112,8 +113,8 @@ class TabularRegression(Task):
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         predictions, references = outputs["predictions"].double(), outputs["references"].double()
-        mse = (predictions - references).square().mean().item()
-        return {"rmse": mse**0.5, "r2": 1 - mse / references.var(correction=0).item()}
+        mse, variance = (predictions - references).square().mean().item(), references.var(correction=0).item()
+        return {"rmse": mse**0.5, "r2": 1 - mse / variance if variance else float(mse == 0)}  # as scikit-learn has it
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset.tensors[2].tolist(), **super().predictions(outputs, dataset)}

@@ -5,10 +5,9 @@ count whole names, as in CoNLL-2003 (Tjong Kim Sang and De Meulder, https://arxi
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from datasets import ClassLabel, Dataset, List
+from datasets import Dataset, List
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
@@ -34,27 +33,28 @@ class TokenClassification(TextClassification):
     auto_class: ClassVar[Any] = AutoModelForTokenClassification
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
-        mistakes: list[str] = []
-        train, evaluation = ([*self._sentences(rows, mistakes)] for rows in self.usable_parts(*self.load_rows(), {}))
+        train, evaluation = map(self._sentences, self.usable_parts(*self.load_rows(), {}))
         kinds = sorted({tag[2:] for _, tags in train for tag in tags if re.match("[BI]-", tag)})
         self._labels = self._labels or ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")]
+        mistakes: list[str] = []
         for where, sentences in zip(PART_NAMES.values(), (train, evaluation), strict=True):
-            for row, (words, tags) in enumerate(sentences, start=1):
-                if not words or len(words) != len(tags) or not {*tags} <= {*self._labels}:
-                    says = f"{len(words)} words, tagged {' '.join(tags)}: give each one of {' '.join(self._labels)}"
-                    mistakes.append(f"row {row} of {where} has {says}")
+            fits = [0 < len(words) == len(tags) and {*tags} <= {*self._labels} for words, tags in sentences]
+            if not all(fits):
+                words, tags = sentences[fits.index(False)]
+                says = f"row {fits.index(False) + 1} of {where} has {len(words)} words, tagged {' '.join(tags)}"
+                says += f": give each one of {' '.join(self._labels)}"
+                mistakes.append(f"{says} ({fits.count(False)} of {len(fits)} rows do not fit)")
         if mistakes:
-            raise UserError("\n".join(f"task.dataset={self.dataset}: {line}" for line in dict.fromkeys(mistakes)))
+            raise UserError("\n".join(f"task.dataset={self.dataset}: {mistake}" for mistake in mistakes))
         return self._tokenize(train), self._tokenize(evaluation)
 
-    def _sentences(self, rows: Dataset, mistakes: list[str]) -> Iterator[tuple[list[str], list[str]]]:
-        columns = self.text_column, self.label_column
+    def _sentences(self, rows: Dataset) -> list[tuple[list[str], list[str]]]:
+        columns, there = (self.text_column, self.label_column), ", ".join(rows.column_names)
         if absent := " nor ".join(name for name in columns if not isinstance(rows.features.get(name), List)):
-            mistakes.append(f"no column {absent} that has lists; its columns are {', '.join(rows.column_names)}")
-            return
-        feature = rows.features[self.label_column].feature
-        for words, tags in zip(*(rows[name] for name in columns), strict=True):
-            yield words or [], [feature.names[t] if isinstance(feature, ClassLabel) else str(t) for t in tags or []]
+            raise UserError(f"task.dataset={self.dataset}: no column {absent} that has lists; its columns are {there}")
+        names = dict(enumerate(getattr(rows.features[self.label_column].feature, "names", [])))
+        both = zip(*(rows[name] for name in columns), strict=True)
+        return [(words or [], [str(names.get(tag, tag)) for tag in tags or []]) for words, tags in both]  # -1 has none
 
     def _tokenize(self, sentences: list[tuple[list[str], list[str]]]) -> Dataset:
         rows, options = [], {"is_split_into_words": True, "truncation": True, "max_length": self.sequence_length}

@@ -7,7 +7,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from sklearn.linear_model import Ridge
+from sklearn.metrics import r2_score
 from torchvision.models import get_model
 
 from examples.image_classification import ImageClassification
@@ -172,6 +174,52 @@ def test_all_mistakes_in_a_csv_at_once(launch: Launch, table: tuple[str, ...], t
         f"train.py: {file}: b in row 1 is x, not a number; {hint}",
         f"train.py: {file}: y in row 3 is nan, not a number; {hint}",
     ]
+
+
+def test_hidden_pictures_are_not_data_and_the_content_decides_wherever_the_folder_is(tmp_path: Path) -> None:
+    """Tried with torchvision's own choice of files: 11 pictures; with the paths in the fingerprint: a moved folder is
+    another one; with sizes: pictures that changed places are the same."""
+    before = tmp_path / "before"
+    for part, label, number in ((p, c, n) for p in ("train", "val") for c in ("cat", "dog") for n in range(5)):
+        (before / part / label).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 20 * number).save(before / part / label / f"{number}.png")
+    (before / "train" / "cat" / "._1.png").write_bytes(b"of macOS")
+
+    def found(folder: Path) -> list[str]:
+        task = ImageClassification(data_dir=str(folder))
+        return [task.fingerprint(data) for data in task.build_datasets()]
+
+    train, evaluation = found(before)
+    assert len(ImageClassification(data_dir=str(before)).build_datasets()[0]) == 10
+    moved = before.rename(tmp_path / "after")
+    assert found(moved) == [train, evaluation]
+    one, other = (moved / "train" / "cat" / f"{number}.png" for number in (1, 2))
+    contents = one.read_bytes(), other.read_bytes()
+    assert len(contents[0]) == len(contents[1])
+    other.write_bytes(contents[0])
+    one.write_bytes(contents[1])
+    assert found(moved)[0] != train
+
+
+def test_an_empty_column_is_left_out(tmp_path: Path) -> None:
+    """It has no mean. Tried with it: NaN among the inputs."""
+    (file := tmp_path / "table.csv").write_text("a,empty,y\n" + "".join(f"{i},,{i % 3}\n" for i in range(20)))
+    task = TabularRegression(csv=str(file), categories=[])
+    inputs = task.build_datasets()[0].tensors[0]
+    assert inputs.isfinite().all()
+    assert inputs.shape[1] == 2  # a, and whether it is missing
+    resumed = TabularRegression(csv=str(file), categories=[])
+    resumed.load_data_state(json.loads(json.dumps(task.data_state())))
+    assert torch.equal(resumed.build_datasets()[0].tensors[0], inputs)
+    assert resumed.data_state() == task.data_state()
+
+
+def test_r2_of_a_constant_target_is_scikit_learns() -> None:
+    """Tried without: a ZeroDivisionError."""
+    constant = torch.full((4,), 2.0)
+    for predictions in (constant, constant + 1, torch.arange(4.0)):
+        found = TabularRegression().metrics({"predictions": predictions, "references": constant})["r2"]
+        assert found == r2_score(constant, predictions)
 
 
 @pytest.mark.parametrize("config", sorted((PROJECT / "examples").glob("*.yaml")), ids=lambda config: config.stem)

@@ -134,15 +134,21 @@ def refused(task: Any, file: Path, *rows: dict[str, Any]) -> list[str]:
 
 
 def test_rows_that_do_not_fit_are_named(models: Path, tmp_path: Path) -> None:
+    """One of each part, however many there are. Tried with each: 6,000 lines for tags that have no names."""
     tags, file = TokenClassification(model=f"{models}/bert"), tmp_path / "rows.jsonl"
     assert refused(tags, file, {"tokens": ["a"], "ner": ["O"]}) == [
         "no column tags that has lists; its columns are tokens, ner"
     ]
     known = "give each one of O B-LOC I-LOC"
     rows = [{"tokens": ["Oslo", "."], "tags": names} for names in (["B-LOC", "O"], ["B-LOC"], ["B-LOC", "LOC"])]
-    assert refused(tags, file, *rows)[:2] == [
-        f"row 2 of the data to train on has 2 words, tagged B-LOC: {known}",
-        f"row 3 of the data to train on has 2 words, tagged B-LOC LOC: {known}",
+    assert refused(tags, file, *rows) == [
+        f"row 2 of the data to train on has 2 words, tagged B-LOC: {known} (2 of 3 rows do not fit)",
+        f"row 2 of the data to evaluate on has 2 words, tagged B-LOC: {known} (2 of 3 rows do not fit)",
+    ]
+    numbers = [{"tokens": ["Oslo", "."], "tags": [3, 0]}] * 3000
+    assert refused(tags, file, *numbers) == [
+        f"row 1 of {part} has 2 words, tagged 3 0: give each one of O (3000 of 3000 rows do not fit)"
+        for part in ("the data to train on", "the data to evaluate on")
     ]
     dpo, row = Dpo(model=f"{models}/llama", sequence_length=20), {"prompt": "a", "chosen": "b", "rejected": "c"}
     assert refused(dpo, file, {"prompt": "a", "chosen": "b"})[0].startswith(
