@@ -202,7 +202,7 @@ def test_hidden_pictures_are_not_data_and_the_content_decides_wherever_the_folde
 
 
 def test_an_empty_column_is_left_out(tmp_path: Path) -> None:
-    """It has no mean. Tried with it: NaN among the inputs."""
+    """It has no mean. Tried with it: two columns of nothing, and a mean that is no number."""
     (file := tmp_path / "table.csv").write_text("a,empty,y\n" + "".join(f"{i},,{i % 3}\n" for i in range(20)))
     task = TabularRegression(csv=str(file), categories=[])
     inputs = task.build_datasets()[0].tensors[0]
