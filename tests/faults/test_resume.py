@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import yaml
 
 from src.checkpoint import format, resume
 from src.config import config_from, load_config
+from src.process import UserError
 from tests.faults.runs import (
     EACH_STEP,
     SHORT,
@@ -269,3 +272,16 @@ def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_
     resume._lock(tmp_path)
     with pytest.raises(ValueError, match="another process is writing this run"):
         resume._lock(tmp_path)
+
+
+def test_a_value_that_is_no_number_is_the_same_after_a_checkpoint(tmp_path: Path) -> None:
+    """Such as the mean of an empty column, in what a task keeps of its data. Tried without: NaN differs from NaN."""
+    facts = {
+        "examples": 5,
+        "data": ["one", "other"],
+        "data_state": {"scale": math.nan, "mean": {"a": math.nan, "b": 1.0}},
+    }
+    resume._require_same_data(tmp_path, json.loads(json.dumps(facts)), facts)
+    changed = {**facts, "data_state": {"scale": math.nan, "mean": {"a": math.nan, "b": 2.0}}}
+    with pytest.raises(UserError, match="mean"):
+        resume._require_same_data(tmp_path, json.loads(json.dumps(facts)), changed)
