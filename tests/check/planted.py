@@ -180,6 +180,16 @@ FAULTS = [
 ]  # fmt: skip
 ALONE = [
     Fault(
+        "a mean over the micro-batches", "cpu", {"Gradients"}, "a mean of means",
+        ("train.py", "accelerator.backward(loss_sum * (batch.weight * loss_factor))",
+         "accelerator.backward(loss_sum * (batch.weight * loss_factor / len(micro_batches)))"),
+    ),
+    Fault(
+        "all micro-batches forgotten but the last", "cpu", {"Gradients"}, "a mean of means",
+        ("train.py", "            loss_sum, n = task.loss(run.model, batch.data)",
+         "            run.model.zero_grad()\n            loss_sum, n = task.loss(run.model, batch.data)"),
+    ),
+    Fault(
         "another rate at the last step of each epoch", "cpu", {"Updates"}, "the schedule is ahead of the steps",
         ("train.py", "lr = lr_at(progress.step, config.optim, *run.schedule)",
          "lr = lr_at(progress.step, config.optim, *run.schedule) * (1 + (progress.step % run.steps_per_epoch == 89))"),
