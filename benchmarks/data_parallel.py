@@ -47,7 +47,7 @@ def by_hand(argv: list[str]) -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = load_config(argv)
-    task, steps = config.task, config.steps(STEPS)[0]
+    task, (_, schedule_steps) = config.task, config.steps(STEPS)
     examples = task.build_datasets()[0]
     model = DistributedDataParallel(new_model(config, "cpu", "fp32")[0], gradient_as_bucket_view=True)
     (optimizer,) = build_optimizers(config.optim, model)
@@ -58,7 +58,7 @@ def by_hand(argv: list[str]) -> None:
         (loss * (world_size / BATCH)).backward()
         loss_sum += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-        set_lr([optimizer], lr_at(step, config.optim, steps, steps))
+        set_lr([optimizer], lr_at(step, config.optim, schedule_steps, STEPS))
         if math.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad()
