@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -108,7 +109,7 @@ SIGNALS = Signals()
 
 def lost_peers(error: BaseException | None) -> bool:
     """Return whether the error only says that another process failed."""
-    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
+    return isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|caused pair closure", str(error)))
 
 
 @contextlib.contextmanager
@@ -146,7 +147,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             if SIGNALS.name:  # the others were told to stop as well
                 SIGNALS.die()
             time.sleep(GRACE_SECONDS)
-            if "timed out" in str(error).lower():
+            # gloo's second text: of exchanges whose connection was closed because another one had timed out
+            if re.search("(?i)timed out|timeout caused pair closure", str(error)):
                 message = f"process {rank} waited for another one, which hangs, until timeout_minutes had passed"
                 sys.stderr.write(f"{program}: {message}\n")
         raise

@@ -6,6 +6,8 @@ import random
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing import resource_sharer
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, ProcessGroupGloo
 
 from src.checkpoint.format import problems
 from src.config import config_from
@@ -138,6 +141,26 @@ def test_told_to_end_a_process_has_nothing_to_say_that_another_said(
     with pytest.raises((RuntimeError, SystemExit)), exit_codes():
         raise error
     assert seen == raised
+
+
+def test_whichever_exchange_times_out_first_the_one_that_is_waited_for_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of them closes the connection, and gloo says something else of the others: which one the loop waits
+    for is a matter of chance. Tried without that other text: a traceback, and nobody is said to hang."""
+    monkeypatch.setattr("src.process.GRACE_SECONDS", 0)
+    store, timeout = HashStore(), timedelta(seconds=0.5)
+    with ThreadPoolExecutor() as pool:
+        waiting, _hanging = pool.map(lambda rank: ProcessGroupGloo(store, rank, 2, timeout), range(2))
+    exchanges = [waiting.allreduce([torch.zeros(1000)]) for _ in range(8)]
+    said = []
+    for exchange in exchanges:
+        with pytest.raises(RuntimeError) as error, exit_codes():
+            exchange.wait()
+        said.append(str(error.value))
+    assert "Application timeout caused pair closure" in said
+    hangs = "train.py: process 0 waited for another one, which hangs, until timeout_minutes had passed"
+    assert capsys.readouterr().err.splitlines() == [hangs] * len(exchanges)
 
 
 def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) -> None:
