@@ -26,6 +26,7 @@ WATCH = """
 import torch
 from accelerate.utils import set_seed
 from examples.dpo import Dpo
+from src.terminal import say
 export = Dpo.export_sharded
 def watched(task, model, *arguments):
     set_seed(0)
@@ -34,7 +35,7 @@ def watched(task, model, *arguments):
         both = list(zip(getattr(model, part).parameters(), getattr(first, part).parameters()))
         share = sum(now.to_local().numel() for now, _ in both) / sum(then.numel() for _, then in both)
         is_same = all([torch.equal(now.full_tensor(), then) for now, then in both])
-        print(f"{part} {share:.2f} {'as it was' if is_same else 'moved'}", flush=True)
+        say(f"{part} {share:.2f} {'as it was' if is_same else 'moved'}")
     return export(task, model, *arguments)
 Dpo.export_sharded = watched
 """
