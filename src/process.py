@@ -107,7 +107,7 @@ class Signals:
 SIGNALS = Signals()
 
 
-def lost_peers(error: BaseException | None) -> bool:
+def lost_peers(error: object) -> bool:
     """Return whether the error only says that another process failed."""
     return isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|caused pair closure", str(error)))
 

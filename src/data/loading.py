@@ -117,7 +117,7 @@ class CountedSteps:
         counts = np.zeros(3)  # nothing, after the last step
         for batch in self._upcoming:
             counts += batch.weight * np.array(batch.counts)
-        sums = self._stop.begin_sum([*counts.tolist(), float(self._stop.requested)])
+        sums = self._stop.begin_sum([*counts.tolist(), self._stop.requested])
         self._exchanged = lambda: StepCounts(*sums())
 
 

@@ -147,7 +147,7 @@ class _Slice:
 
     def __getitem__(self, index: Any) -> Tensor:
         with safe_open(self._file, framework="pt") as opened:
-            return opened.get_slice(self._name)[index]
+            return opened.get_slice(self._name)[index].clone()  # of a view, the whole tensor would stay in memory
 
 
 def _slices(files: list[str]) -> dict[str, Any]:
