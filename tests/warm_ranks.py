@@ -114,7 +114,7 @@ def stand_in_for_launcher(request: Request) -> tuple[str, str]:
         pids = []
         for environment in environments:
             if pid := os.fork():
-                os.setpgid(pid, pid)  # as the rank does: another one may fail, and all be signalled, before it gets there
+                os.setpgid(pid, pid)  # as the rank does: it may be signalled before it gets there
                 pids.append(pid)
             else:
                 return become_rank(request, script, arguments, environment)
