@@ -151,8 +151,8 @@ def test_whichever_exchange_times_out_first_the_one_that_is_waited_for_says_so(
     monkeypatch.setattr("src.process.GRACE_SECONDS", 0)
     store, timeout = HashStore(), timedelta(seconds=0.5)
     with ThreadPoolExecutor() as pool:
-        waiting, _hanging = pool.map(lambda rank: ProcessGroupGloo(store, rank, 2, timeout), range(2))
-    exchanges = [waiting.allreduce([torch.zeros(1000)]) for _ in range(8)]
+        groups: list[Any] = [*pool.map(lambda rank: ProcessGroupGloo(store, rank, 2, timeout), range(2))]
+    exchanges = [groups[0].allreduce([torch.zeros(1000)]) for _ in range(8)]
     said = []
     for exchange in exchanges:
         with pytest.raises(RuntimeError) as error, exit_codes():
