@@ -153,7 +153,7 @@ def _update_errors(subject: Subject, gradients: Mapping[str, Tensor]) -> dict[st
 def _rates(subject: Subject) -> WorstError:
     """Return the errors of the learning rate, as shares of the peak, in steps of one example: at the edges of the run
     and of its first epochs, and halfway. An error is infinite where the optimizers don't step."""
-    run, per_epoch, errors, used = subject.run, subject.steps_per_epoch, WorstError(LEARNING_RATE), list[float]()
+    run, per_epoch, errors, used = subject.run, subject.steps_per_epoch, WorstError(LEARNING_RATE), [0.0]
     optim = run.config.optim.model_copy(update={"lr": TINY * run.config.optim.lr})
     config, (total, length) = run.config.model_copy(update={"optim": optim}), run.config.steps(per_epoch)
 

@@ -72,6 +72,7 @@ class Subject:
             if result.grad_norm is not None or run.progress.skipped_in_a_row:
                 return result
             self._loss_scale = run.progress.loss_scale
+            run.progress.step -= 1  # or the next step's learning rate would be used
             self.seed()
 
     def seed(self) -> None:
@@ -143,7 +144,7 @@ def capture_update(run: Run) -> Iterator[dict[str, Tensor]]:
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters, tied ones once, and the buffers, by name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
