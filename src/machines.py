@@ -103,12 +103,13 @@ class Machines:
                 raise UserError(f"machine_rank={rank} is taken twice: by {there[0]} and {own[0]}")
         with explained(f"not all {size} machines came within timeout_minutes={limit / 60:g}: ", dist.DistError):
             told = [json.loads(self._store.get(f"facts/{other}")) for other in range(size)]
-        names = [f"machine {number} ({host})" for number, (host, _, _) in enumerate(told)]
-        if lines := dict.fromkeys(differences(names, [their for _, _, their in told])):
+        hosts, addresses, facts_of_all = map(list, zip(*told, strict=True))
+        names = [f"machine {number} ({host})" for number, host in enumerate(hosts)]
+        if lines := dict.fromkeys(differences(names, facts_of_all)):
             time.sleep(0 if rank else 2)  # the store ends with machine 0's launcher, and others still read it
             raise UserError("\n".join(lines))
-        self.names, self._hosts = names, [host for host, _, _ in told]
-        address = address_towards(main if rank else told[1][1])  # machine 0 may know its own name as its loopback
+        self.names, self._hosts = names, hosts
+        address = address_towards(main if rank else addresses[1])  # machine 0 may know its own name as its loopback
         for interface, known in psutil.net_if_addrs().items():
             if address in [other.address for other in known]:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -173,9 +174,9 @@ class Machines:
                 began = time.perf_counter()
                 self._store.wait(beats)
                 trips = [*trips[-4:], 1e3 * (time.perf_counter() - began)]
-                # the least: a slow way is slow each time, while a busy processor delays some
-                sign = "left" if is_over else f"{time.time()} {min(trips):.2f}"
-                self._store.set(beats[rank], sign)
+                # the least of five: a slow way is slow each time, while a busy processor delays some
+                trip = f" {min(trips):.2f}" if len(trips) == 5 else ""
+                self._store.set(beats[rank], "left" if is_over else f"{time.time()}{trip}")
                 told, now = self._store.multi_get(beats), time.monotonic()
                 self._heard = [old if old[0] == b else (b, now) for old, b in zip(self._heard, told, strict=True)]
             if any(time.monotonic() - when > limit for beat, when in self._heard if beat != b"left"):
