@@ -27,13 +27,18 @@ from tests import launching
 from tests.launching import QUIET, Run, needs, run_command
 
 SAY = "import os; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"  # in one piece
+LEAVE = """
+import torch
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()  # neither process leaves while the other one still connects
+"""
 FSDP2 = {"fsdp_version": 2}
 ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
 
 
 def launched(folder: Path, code: str, **config: object) -> Run:
     """Runs `code` under an accelerate yaml, without this project."""
-    (folder / "script.py").write_text(SAY + code)
+    (folder / "script.py").write_text(SAY + code + LEAVE)
     (folder / "config.yaml").write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **config}))
     return launching.launched(folder / "config.yaml", folder=folder, script=str(folder / "script.py")).succeeded()
 
