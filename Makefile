@@ -32,7 +32,7 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 test: setup  ## run all but the slow tests, 15 minutes; ARGS='-k parity' for some of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
-testall: setup  ## run the slow tests too, 25 minutes
+testall: setup  ## run the slow tests too, more than an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
 lint: setup  ## run linter, formatter and type checker, changing nothing
