@@ -129,8 +129,9 @@ class Machines:
     def metrics(self) -> dict[str, float]:
         """Return how many milliseconds a message takes from each machine to machine 0 and back; warn of slow ones."""
         trips = {i: float(beat.split()[1]) for i, (beat, _) in enumerate(self._heard) if i and b" " in beat}
-        slow = {self.names[rank] for rank, trip in trips.items() if trip > SLOW}
-        slow = {self.names[0]} if 1 < len(slow) == len(self.names) - 1 else slow  # all ways lead there
+        # of five: the start, which keeps the processor busy, delays the first ones
+        slow = {self.names[i] for i, trip in trips.items() if trip > SLOW and self._heard[i][0].endswith(b" 5")}
+        slow = {self.names[0]} if 1 < len(slow) == len(trips) else slow  # all ways lead there
         if slow - self._slow:
             say(f"WARNING: slow: {', '.join(slow)}: a message takes {max(trips.values()):.0f} ms there and back")
         self._slow |= slow
@@ -174,9 +175,8 @@ class Machines:
                 began = time.perf_counter()
                 self._store.wait(beats)
                 trips = [*trips[-4:], 1e3 * (time.perf_counter() - began)]
-                # the least of five: a slow way is slow each time, while a busy processor delays some
-                trip = f" {min(trips):.2f}" if len(trips) == 5 else ""
-                self._store.set(beats[rank], "left" if is_over else f"{time.time()}{trip}")
+                # the least: a slow way is slow each time, while a busy processor delays some
+                self._store.set(beats[rank], "left" if is_over else f"{time.time()} {min(trips):.2f} {len(trips)}")
                 told, now = self._store.multi_get(beats), time.monotonic()
                 self._heard = [old if old[0] == b else (b, now) for old, b in zip(self._heard, told, strict=True)]
             if any(time.monotonic() - when > limit for beat, when in self._heard if beat != b"left"):
