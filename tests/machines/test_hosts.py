@@ -227,7 +227,12 @@ class Network:
 
 @pytest.mark.parametrize(
     ("trips", "is_slow"),
-    [([60, 60, 4, 60, 60, 60], False), ([0, 60, 61, 59, 62, 63], True), ([90, 91, 92, 93], False), ([90, 0, 90], False)],
+    [
+        ([60, 60, 4, 60, 60, 60], False),
+        ([0, 60, 61, 59, 62, 63], True),
+        ([90, 91, 92, 93], False),
+        ([90, 0, 90], False),
+    ],
 )
 def test_a_way_is_slow_if_no_message_was_fast(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], trips: list[int], is_slow: bool
