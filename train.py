@@ -5,7 +5,8 @@ accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=
 To change the loss or add a metric: `loss` and `metrics` of your task in src/tasks/. To change the update: train_step.
 """
 
-from src.process import SIGNALS, RunError, UserError, exit_codes, exit_with_others
+from src.config.errors import RunError, UserError
+from src.distributed.process import SIGNALS, exit_codes, exit_with_others
 
 if __name__ == "__main__":  # a signal may come, or the launcher die, during the seconds of imports below
     exit_with_others()
@@ -21,31 +22,32 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.check import run_checks
+from src.checkpoint.export import export_model, push_to_hub
+from src.checkpoint.folder import run_settings
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
-from src.config import Config, metric_errors
-from src.cuda_graph import RecordedStep
-from src.data.loading import CountedSteps, MicroBatch, evaluation_batches, gather_in_order, training_steps
-from src.distributed import (
+from src.config.config import Config, metric_errors
+from src.distributed.accelerator import (
     build_accelerator,
     find_shard,
-    float64_zeros,
-    grad_norm,
     local_main_process_first,
     naming_full_gpus,
     prepare,
 )
-from src.export import export_model, push_to_hub
-from src.launch_guard import resume_command
-from src.machines import MACHINES, load_config
-from src.model_transforms import transform
-from src.optim import build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr, step_if_finite
-from src.performance import Performance
-from src.preemption import StopSignal
-from src.progress import StepCounts, StepResult
-from src.run import Evaluation, Run, new_model
+from src.distributed.launch_guard import resume_command
+from src.distributed.machines import MACHINES
+from src.distributed.stop import StopSignal
 from src.tasks.returned import Examined, returned
-from src.tracking import Tracker, dry_run, stop_at_start
+from src.tracking.artifacts import fetch_artifacts
+from src.tracking.performance import Performance
+from src.tracking.tracker import Tracker, dry_run, stop_at_start
+from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, gather_in_order, training_steps
+from src.training.cuda_graph import RecordedStep
+from src.training.gradients import float64_zeros, grad_norm, local_gradients, scale_and_clip_, step_if_finite
+from src.training.optim import build_optimizers, lr_at, set_lr
+from src.training.progress import StepCounts, StepResult
+from src.training.run import Evaluation, Run, new_model
+from src.training.transforms import transform
 
 
 def main() -> None:
@@ -56,7 +58,8 @@ def main() -> None:
 @MACHINES.named()
 @naming_full_gpus()
 def train_or_check(argv: list[str]) -> None:
-    run = build(config := load_config(argv))
+    config = settings(argv)
+    run = build(config)
     if run is None:  # it has already finished
         return
     is_good = run_checks(run, train_step, evaluate, restore) if config.check else fit(run)
@@ -67,6 +70,15 @@ def train_or_check(argv: list[str]) -> None:
     run.accelerator.end_training()
     if not is_good and (config.check or (get_int_from_env(["GROUP_WORLD_SIZE"], 1) > 1 and not config.dry_run)):
         sys.exit(1)  # stopped, on several machines: after 0, launchers wait for minutes and report success
+
+
+@MACHINES.alike
+def settings(argv: list[str]) -> Config:
+    """Return the settings of the run; raise a UserError with all their mistakes."""
+    return run_settings(
+        argv,
+        fetch_artifacts,
+    )
 
 
 def build(config: Config) -> Run | None:

@@ -6,8 +6,8 @@
   against `accelerator.save_state` of the same. In turn; ours is written in the background, while it trains.
 - resume: a whole session of train.py that goes on from 99% of an epoch of 60,000 images for one step, against from 1%.
 - size: all files of a checkpoint against the bytes of its tensors.
-- export: the peak of resident memory of `python -m src.checkpoint export`, beyond that of the same for a tiny model,
-  against the bytes of the model and of one shard, which is mapped into memory: here the whole checkpoint.
+- export: the peak of resident memory of `python -m src.tools.checkpoints export`, beyond that of the same for a tiny
+  model, against the bytes of the model and of one shard, which is mapped into memory: here the whole checkpoint.
 """
 
 import json
@@ -76,7 +76,7 @@ def peak_of_export(checkpoint: Path) -> int:
     """Return the bytes that the tool has resident at most; a small process starts it, whose own don't count."""
     code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True);"
     code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
-    command = [sys.executable, "-c", code, sys.executable, "-m", "src.checkpoint", "export", str(checkpoint)]
+    command = [sys.executable, "-c", code, sys.executable, "-m", "src.tools.checkpoints", "export", str(checkpoint)]
     return int(subprocess.check_output(command, cwd=PROJECT, text=True).split()[-1]) * 1024
 
 

@@ -30,11 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CNN, Side, arguments, take_turns, train_py, write_images
-from src.config import load_config
-from src.data.loading import fetch
-from src.optim import build_optimizers, lr_at, set_lr
-from src.reference import own_share
-from src.run import new_model
+from src.check.reference import own_share
+from src.checkpoint.folder import run_settings
+from src.training.batches import fetch
+from src.training.optim import build_optimizers, lr_at, set_lr
+from src.training.run import new_model
 
 INTERVAL, ROUNDS, BATCH = 40, 6, 64
 STEPS = INTERVAL * (1 + ROUNDS)
@@ -46,7 +46,7 @@ def by_hand(argv: list[str]) -> None:
     """Train with plain DDP, as one process of several; print the mean loss of each interval."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    config = load_config(argv)
+    config = run_settings(argv)
     task, (_, schedule_steps) = config.task, config.steps(STEPS)
     examples = task.build_datasets()[0]
     model = DistributedDataParallel(new_model(config, "cpu", "fp32")[0], gradient_as_bucket_view=True)

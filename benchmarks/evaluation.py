@@ -25,12 +25,11 @@ from torch.utils.data import DataLoader
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import Side, arguments, launch
-from src.config import load_config
-from src.data.mnist import mnist
-from src.distributed import build_accelerator, prepare
-from src.models.mnist_cnn import MnistCnn
-from src.preemption import StopSignal
+from src.checkpoint.folder import run_settings
+from src.distributed.accelerator import build_accelerator, prepare
+from src.distributed.stop import StopSignal
 from src.tasks.metrics import Accuracy
+from src.tasks.mnist import MnistCnn, mnist
 from train import evaluate
 
 ROUNDS, TESTED = 9, 10_000
@@ -43,7 +42,7 @@ class Linear(nn.Linear):
 
 def measure_in_process(data_dir: str) -> None:
     """Measure as one of the two; the first writes its times."""
-    config = load_config(arguments({"task.data_dir": data_dir, "global_batch_size": 128}))
+    config = run_settings(arguments({"task.data_dir": data_dir, "global_batch_size": 128}))
     accelerator, _ = build_accelerator(config)
     test_set: Any = mnist(data_dir)[1]  # torch's Dataset need not have a length
     stop = StopSignal(accelerator, config)

@@ -79,8 +79,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.language import Plan, assert_same_work, told, train_data, work, write_instructions, write_text
 from benchmarks.pairs import Comparison, drift, table
 from benchmarks.runs import NEVER, PROJECT, Side, running, train_py
-from src.data.byte_tokenizer import byte_tokenizer
-from src.performance import peak_flops
+from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tracking.performance import peak_flops
 
 SECONDS = 465
 COMMIT = ["git", "describe", "--always", "--dirty"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.runs import Side
-from src.data.byte_tokenizer import byte_tokenizer
+from src.tasks.text.byte_tokenizer import byte_tokenizer
 
 SEED, WEIGHT_DECAY = 0, 0.01
 STRATEGY = r"strategy .*, (\w+), (\w+) \(.*\)$"

@@ -23,11 +23,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CNN, Side, arguments, take_turns
-from src.config import load_config
-from src.data.mnist import Digits
-from src.run import new_model
+from src.checkpoint.folder import run_settings
 from src.tasks import TASKS
-from src.tasks.mnist import Mnist
+from src.tasks.mnist import Digits, Mnist
+from src.training.run import new_model
 from train import train_or_check
 
 BATCH, LOG_EVERY, ROUNDS = 64, 50, 5
@@ -53,7 +52,7 @@ class Mlp(Mnist):
 
 def by_hand(argv: list[str]) -> None:
     """Train, and print the mean loss of each 50 steps."""
-    config = load_config(argv)
+    config = run_settings(argv)
     examples: Any = config.task.build_datasets()[0]
     model, _ = new_model(config, "cpu", "fp32")  # as train.py has it: the question is the loop
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import pairs
 from benchmarks.pairs import Comparison
 from benchmarks.runs import CORES, PROJECT, Side, running, train_py
-from src.data.mnist import mnist
+from src.tasks.mnist import mnist
 
 IMAGES, TESTED = 60_000, 10_000
 STEPS = -(-IMAGES // 64)

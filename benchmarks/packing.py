@@ -19,7 +19,7 @@ from benchmarks import pairs
 from benchmarks.language import Plan, assert_same_work, train_data, work, write_instructions
 from benchmarks.pairs import Comparison
 from benchmarks.runs import CORES, Side, arguments, take_turns, train_py
-from src.config import load_config
+from src.checkpoint.folder import run_settings
 
 DOCUMENTS, MEDIAN, LENGTH, BATCH, ROUNDS = 500, 60, 512, 4, 3
 SHAPE = {
@@ -31,7 +31,7 @@ SHAPE = {
 def measure(_: Path, folder: Path) -> list[Comparison]:
     write_instructions(folder, DOCUMENTS, MEDIAN, LENGTH)
     settings = Plan(SHAPE, LENGTH, BATCH, epochs=1 + ROUNDS).settings(folder / "data")
-    task = load_config(arguments(settings | {"output_dir": folder / "none"})).task
+    task = run_settings(arguments(settings | {"output_dir": folder / "none"})).task
     steps = -(-len(task.build_datasets()[0]) // BATCH)
     plan = Plan(SHAPE, LENGTH, BATCH, epochs=1 + ROUNDS, micro=-(-DOCUMENTS // steps))
     every = {"log_every": steps, "eval_every": (1 + ROUNDS) * steps}

@@ -3,8 +3,8 @@
     python -m benchmarks.prefetch
 
 A step's batch is 4 sequences of 4,096 tokens, packed from 13 documents each. It is made by `in_background` of
-src/data/loading.py, as on a GPU, against batches that are there already: what it takes longer is what the device would
-wait. The second row is against making each batch when its turn has come. Not measured: pinning and copying.
+src/training/batches.py, as on a GPU, against batches that are there already: what it takes longer is what the device
+would wait. The second row is against making each batch when its turn has come. Not measured: pinning and copying.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import arguments
-from src.config import load_config
-from src.data.loading import fetch, in_background
+from src.checkpoint.folder import run_settings
+from src.training.batches import fetch, in_background
 
 LENGTH, DOCUMENTS, SEQUENCES, STEPS, ROUNDS, DEVICE_SECONDS = 4096, 13, 4, 50, 7, 0.01
 
@@ -27,7 +27,7 @@ def measure(_data_dir: Path, folder: Path) -> list[Comparison]:
     rows = [json.dumps({"text": text}) for _ in range(2 * SEQUENCES * DOCUMENTS)]
     (folder / "train.jsonl").write_text("\n".join(rows))
     settings = {"task.name": "causal_lm", "task.dataset": folder / "train.jsonl", "task.sequence_length": LENGTH}
-    task = load_config(arguments(settings | {"task.architecture.model_type": "llama", "output_dir": folder})).task
+    task = run_settings(arguments(settings | {"task.architecture.model_type": "llama", "output_dir": folder})).task
     sequences: Any = task.build_datasets()[0]
     indices = list(range(SEQUENCES))
     assert [len(packed) for packed in sequences.__getitems__(indices)] == [DOCUMENTS] * SEQUENCES

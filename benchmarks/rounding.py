@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adadelta, AdamW, Optimizer
 
 from benchmarks import pairs
-from src.data.mnist import Digits, mnist
-from src.models.mnist_cnn import MnistCnn
+from src.tasks.mnist import Digits, MnistCnn, mnist
 
 SEEDS, STEPS = 5, 50
 RECIPES: dict[str, Callable[[nn.Module], Optimizer]] = {

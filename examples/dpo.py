@@ -19,13 +19,13 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from src.data.byte_tokenizer import byte_tokenizer
-from src.data.documents import Chunker, RowFormat
-from src.data.text import TextSource
-from src.models.architecture import new_config, typed
-from src.models.pretrained import ModelSource, check_fit, fsdp_blocks, load_exported, save, save_sharded
-from src.process import UserError
+from src.config.errors import UserError
 from src.tasks.base import Task
+from src.tasks.text.architecture import new_config, typed
+from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.documents import Chunker, RowFormat
+from src.tasks.text.pretrained import ModelSource, check_fit, fsdp_blocks, load_exported, save, save_sharded
+from src.tasks.text.source import TextSource
 
 
 class PolicyAndReference(nn.Module):

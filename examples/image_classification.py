@@ -15,7 +15,7 @@ from torchvision import datasets, models, ops
 from torchvision.transforms import v2
 
 from src.checkpoint.format import file_facts
-from src.process import UserError, explained
+from src.config.errors import UserError, explained
 from src.tasks import load_metric
 from src.tasks.base import Table, Task
 from src.tasks.tables import label_columns, label_tables

@@ -7,7 +7,7 @@ import pandas as pd
 from PIL import Image
 from sklearn.datasets import make_friedman1
 
-from src.data.mnist import bundled_digits
+from src.tasks.mnist import bundled_digits
 
 
 def digits_png(folder: Path) -> None:

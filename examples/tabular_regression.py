@@ -10,7 +10,7 @@ from pydantic import NonNegativeInt, PositiveInt, PrivateAttr
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from src.process import UserError, explained
+from src.config.errors import UserError, explained
 from src.tasks.base import Task
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
-from src.data.text import PART_NAMES
-from src.process import UserError
+from src.config.errors import UserError
 from src.tasks.tables import MOST_MISTAKES
-from src.tasks.text_classification import TextClassification
+from src.tasks.text.source import PART_NAMES
+from src.tasks.text.text_classification import TextClassification
 
 
 class TokenClassification(TextClassification):

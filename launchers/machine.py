@@ -11,8 +11,9 @@ from accelerate.commands.launch import default_config_file, launch_command_parse
 from accelerate.utils.other import is_port_in_use
 
 sys.path.insert(0, ".")  # the project's root, where the command is run
-from src.process import RunError, UserError, cause, exit_codes, explained
-from src.settings import read_yaml
+from src.config.errors import RunError, UserError, cause, explained
+from src.config.settings import read_yaml
+from src.distributed.process import exit_codes
 
 KEYS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
 MESH = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")

@@ -104,10 +104,10 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
         moves = {f"examples/{task}.py": code, f"examples/{task}.yaml": config}
         names = {"stub_task": task, f"examples/{task}.y": f"configs/{task}.y"}
         for maker in set(re.findall(r"python -m examples\.(\w+)", example)):  # of the data
-            moves[f"examples/{maker}.py"] = f"src/data/{maker}.py"
-            names[f"examples.{maker}"] = f"src.data.{maker}"
+            moves[f"examples/{maker}.py"] = f"src/tasks/{maker}.py"
+            names[f"examples.{maker}"] = f"src.tasks.{maker}"
             text = re.sub("^(train|test.*): setup", r"\1: setup data", makefile.read_text(), flags=re.M)
-            makefile.write_text(f"{text}\ndata: | setup  ## make the data\n\t@$(BIN)/python -m src.data.{maker}\n")
+            makefile.write_text(f"{text}\ndata: | setup  ## make the data\n\t@$(BIN)/python -m src.tasks.{maker}\n")
         if not re.search("^  model: .*/", example, re.M):  # which tests can't download
             moves["scripts/stub_test.py"] = f"tests/test_{task}.py"
         for old, new in moves.items():

@@ -1,0 +1,19 @@
+"""The parts of train.py, in eight folders. Each imports from those below it: see tests/test_ladder.py."""
+
+import sys
+
+MOVED = {
+    "src.checkpoint": "src.tools.checkpoints",
+    "src.evaluate": "src.tools.evaluate",
+    "src.generate": "src.tools.generate",
+    "src.reference": "src.check.reference",
+    "src.report": "src.tracking.report",
+    "src.sweep": "src.tools.sweep",
+}
+"""Programs of the version before, which say their new name for one version."""
+
+if sys.argv[:1] == ["-m"]:  # as Python has it while it looks for the module that `python -m` runs
+    program = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+    if program in MOVED:
+        sys.stderr.write(f"{program} is {MOVED[program]} now: python -m {MOVED[program]}\n")
+        sys.exit(2)

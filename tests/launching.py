@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from src.config import load_config
-from src.process import UserError, exit_codes
+from src.checkpoint.folder import run_settings
+from src.config.errors import UserError
+from src.distributed.process import exit_codes
 
 PROJECT = Path(__file__).parent.parent
 SHARED = next(
@@ -31,7 +32,7 @@ FAULTY = "tests/faults/inject.py"
 SECONDS = 300
 """After which a run is killed."""
 
-WANDB = (PROJECT / "src/wandb_logger.py").exists()
+WANDB = (PROJECT / "src/tracking/wandb.py").exists()
 """Whether Weights & Biases has not been thrown out."""
 QUIET = ("--wandb.mode=disabled",) if WANDB else ()
 
@@ -110,7 +111,7 @@ class Tool:
 def mistakes(*arguments: str) -> list[str]:
     """What these settings are refused with, before anything is loaded."""
     with pytest.raises(UserError) as error:
-        load_config(list(arguments))
+        run_settings(list(arguments))
     return str(error.value).splitlines()
 
 
@@ -144,7 +145,7 @@ def launch_words(
     words += [*launcher_arguments, script]
     if script in ("train.py", FAULTY):
         words += [f"--output_dir={folder}"]
-        words += [f"--wandb.mode={wandb}"] if (project / "src/wandb_logger.py").exists() else []
+        words += [f"--wandb.mode={wandb}"] if (project / "src/tracking/wandb.py").exists() else []
         words += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]
     return [*words, *arguments]
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import IterableDataset, TensorDataset
 
-from src.process import UserError
+from src.config.errors import UserError
 from src.tasks.mnist import Mnist
 from src.tasks.returned import returned
 from tests.launching import PROJECT, Launch, Rounding, Whole, needs
@@ -123,10 +123,10 @@ def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: La
     assert [record["step"] for record in again.records if "eval/loss" in record] == [13, 26]
 
 
-@needs("src/evaluate.py")
+@needs("src/tools/evaluate.py")
 def test_it_is_evaluated_outside_of_its_run_without_a_line_more(launch: Launch, project: Path) -> None:
     """From its export, and from a checkpoint of FSDP."""
-    (project / "evaluate_it.py").write_text("import sys\nfrom src.evaluate import main\nmain(sys.argv[1:])\n")
+    (project / "evaluate_it.py").write_text("import sys\nfrom src.tools.evaluate import main\nmain(sys.argv[1:])\n")
     run = launch("fsdp", *ARGUMENTS, project=project, processes=2).succeeded()
     for part in ("model", "checkpoints/step_00000052"):
         words = (str(run.folder / part), f"--output={run.folder}/{part.partition('/')[0]}.parquet")

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import mnist, mnist_peer
 from benchmarks.runs import write_images
-from src.models.mnist_cnn import MnistCnn
+from src.tasks.mnist import MnistCnn
 from tests.launching import PROJECT
 
 

@@ -46,10 +46,10 @@ def launched(folder: Path, code: str, **config: object) -> Run:
 @pytest.mark.parametrize(
     ("code", "says", "config"),
     [
-        # src/distributed.py: why it builds with cpu=True and counts the processes
+        # src/distributed/accelerator.py: why it builds with cpu=True and counts the processes
         (ALONE, "DistributedType.NO 1", {"distributed_type": "MULTI_GPU", "use_cpu": True}),
         (ALONE, "DistributedType.NO 1", {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": FSDP2}),
-        # src/launch_guard.py: why it reads the yaml again
+        # src/distributed/launch_guard.py: why it reads the yaml again
         ("say(os.environ['FSDP_VERSION'])", "1", {"distributed_type": "FSDP", "fsdp_config": {"fsdp_vresion": 2}}),
         # accelerate_configs/fsdp*.yaml: why they say so
         (
@@ -72,7 +72,7 @@ def said(folder: Path, code: str, **variables: Any) -> str:
 
 
 def test_the_launcher_gives_each_process_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """src/distributed.py: why it sets the number of threads."""
+    """src/distributed/accelerator.py: why it sets the number of threads."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     words = ["--multi_gpu", "--num_processes=2", "--main_process_port=0", "script.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
@@ -80,14 +80,14 @@ def test_the_launcher_gives_each_process_one_thread(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_launchers_parser_knows_the_fsdp_keys() -> None:
-    """src/launch_guard.py: where the known keys come from."""
+    """src/distributed/launch_guard.py: where the known keys come from."""
     names = {action.dest for action in launch_command_parser()._actions}
     assert {"fsdp_version", "fsdp_auto_wrap_policy", "fsdp_offload_params", "config_file", "num_processes"} <= names
     assert "num_cpu_threads_per_process" in names
 
 
 def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
-    """src/distributed.py: gradients are reduced in fp32."""
+    """src/distributed/accelerator.py: gradients are reduced in fp32."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16  # what it would be
@@ -98,7 +98,7 @@ def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
 
 
 def test_iterating_a_loader_draws_from_the_global_generator() -> None:
-    """src/data/loading.py: why the loader has a generator of its own."""
+    """src/training/batches.py: why the loader has a generator of its own."""
 
     def draws(generator: torch.Generator | None) -> bool:
         before = torch.get_rng_state()
@@ -110,7 +110,7 @@ def test_iterating_a_loader_draws_from_the_global_generator() -> None:
 
 
 def test_a_loader_asks_for_whole_batches() -> None:
-    """src/data/loading.py, src/data/mnist.py: `__getitems__`."""
+    """src/training/batches.py, src/tasks/mnist.py: `__getitems__`."""
 
     class Whole(Dataset):
         def __getitems__(self, indices: list[int]) -> list[int]:
@@ -127,15 +127,15 @@ def test_backward_divides_by_nothing() -> None:
     assert weight.grad == 3
 
 
-@needs("src/wandb_logger.py")
+@needs("src/tracking/wandb.py")
 def test_wandb_login_answers_without_a_prompt(tmp_path: Path) -> None:
-    """src/wandb_logger.py: how it decides for offline."""
+    """src/tracking/wandb.py: how it decides for offline."""
     assert said(tmp_path, "import wandb; print(wandb.login(prompt=False, verify=False))", HOME=str(tmp_path)) == "False"
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_fused_optimizers_run_on_the_cpu(optimizer: type[torch.optim.Optimizer]) -> None:
-    """src/optim.py: fused=True everywhere."""
+    """src/training/optim.py: fused=True everywhere."""
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     optimizer([weight], lr=0.1, fused=True).step()  # type: ignore[call-arg]
@@ -143,14 +143,14 @@ def test_fused_optimizers_run_on_the_cpu(optimizer: type[torch.optim.Optimizer])
 
 
 def test_fused_sgd_cannot_step_sharded_parameters() -> None:
-    """src/optim.py: why it is not fused under FSDP, as AdamW is."""
+    """src/training/optim.py: why it is not fused under FSDP, as AdamW is."""
     source = Path(_pointwise_ops.__file__).read_text()
     assert "_fused_adamw_" in source
     assert "_fused_sgd_" not in source
 
 
 def test_torchs_norm_on_the_cpu_is_imprecise() -> None:
-    """src/optim.py: why it sums up squares."""
+    """src/training/optim.py: why it sums up squares."""
     values = torch.randn(1_179_648, generator=torch.Generator().manual_seed(0))
     exact = values.double().norm()
     assert abs(nn.utils.get_total_norm([values]).double() / exact - 1) > 1e-5
@@ -163,7 +163,7 @@ def test_a_failed_save_of_dcp_is_no_exception() -> None:
 
 
 def test_fused_sgd_reads_momentum_that_a_left_out_first_step_has_not_written() -> None:
-    """step_if_finite in src/optim.py waits for that step (docs/upstream.md)."""
+    """step_if_finite in src/training/optim.py waits for that step (docs/upstream.md)."""
     weight = nn.Parameter(torch.zeros(4))
     optimizer: Any = torch.optim.SGD([weight], lr=1.0, momentum=0.9, fused=True)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
@@ -182,10 +182,12 @@ def test_datasets_encodes_each_number_by_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_torch_computes_with_subnormal_numbers(tmp_path: Path) -> None:
-    """src/distributed.py: why it has all threads take them for zero."""
+    """src/distributed/accelerator.py: why it has all threads take them for zero."""
     build = """
-from src.config import config_from; from src.distributed import build_accelerator
-build_accelerator(config_from({'task': {'name': 'mnist'}}))
+from src.config.config import config_from
+from src.distributed.accelerator import build_accelerator
+from src.tasks import TASKS
+build_accelerator(config_from({'task': {'name': 'mnist'}}, TASKS))
 """
     count = "print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
     for code, says in (("", "1000000"), (build, "0")):
@@ -196,9 +198,9 @@ def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None
     """Nor anything that only an evaluation, a checkpoint or a download needs. Tried with torchvision's readers of
     MNIST's files."""
     code = f"""
-import sys, train, src.data.loading
+import sys, train, src.training.batches
 def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)
-src.data.loading.fetch = stop
+src.training.batches.fetch = stop
 sys.argv[1:] = ["--task.source=digits", *{QUIET}, "--output_dir={tmp_path}/run"]
 train.main()
 """

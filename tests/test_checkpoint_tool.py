@@ -1,4 +1,4 @@
-"""python -m src.checkpoint: what there is, whether it is whole, its export, what differs."""
+"""python -m src.tools.checkpoints: what there is, whether it is whole, its export, what differs."""
 
 import shutil
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpoint.__main__ import main
+from src.tools.checkpoints import main
 from tests.faults.runs import EACH_STEP, weights
 from tests.launching import Run, Tool, Whole, run_command
 
@@ -29,7 +29,7 @@ def run(whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_list(run: Run) -> None:
     """By its command: without a warning."""
-    command = [sys.executable, "-W", "error", "-m", "src.checkpoint", "list", str(run.folder)]
+    command = [sys.executable, "-W", "error", "-m", "src.tools.checkpoints", "list", str(run.folder)]
     listed = run_command(command, Path()).succeeded().stdout.splitlines()
     assert [line.split()[0].rpartition("/")[2] for line in listed] == [f"step_{step:08d}" for step in range(30, 21, -1)]
     assert "14.5 MB" in listed[0]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.profiler import profile
 
-from src.cpu import mkl, tune_for_cpu
-from src.cpu.dropout import Dropout
+from src.training.cpu import mkl, tune_for_cpu
+from src.training.cpu.dropout import Dropout
 from tests.launching import run_command
 
 ZEN = {"cpu_name": "AMD EPYC", "avx512_bf16": True}
@@ -192,10 +192,10 @@ def test_dropout_follows_the_layout_of_what_it_drops() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="counts the new pages that glibc takes")
 def test_glibc_gives_large_blocks_back(tmp_path: Path) -> None:
-    """src/cpu/malloc.py: why it keeps them."""
+    """src/training/cpu/malloc.py: why it keeps them."""
     code = """
 import resource, torch
-from src.cpu.malloc import keep_freed_memory
+from src.training.cpu.malloc import keep_freed_memory
 def new_pages():
     for _ in range(20): torch.ones(10_000_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,4 +1,4 @@
-"""python -m src.evaluate: metrics, predictions, pictures, and a task of one's own."""
+"""python -m src.tools.evaluate: metrics, predictions, pictures, and a task of one's own."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
-from src.data.mnist import bundled_digits
-from src.evaluate import main
+from src.tasks.mnist import bundled_digits
+from src.tools.evaluate import main
 from tests.faults.runs import EACH_STEP
 from tests.launching import Run, Tool, Whole
 

@@ -15,7 +15,7 @@ from torchvision.models import get_model
 from examples.image_classification import ImageClassification
 from examples.make_data import digits_png, friedman_csv
 from examples.tabular_regression import TabularRegression
-from src.process import UserError
+from src.config.errors import UserError
 from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import PROJECT, Launch, Run, Whole, needs, slow
 
@@ -76,7 +76,7 @@ def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(whole: Whol
     assert_same(fsdp, ddp)
 
 
-@needs("src/evaluate.py")
+@needs("src/tools/evaluate.py")
 @pytest.mark.parametrize("part", ["model", "checkpoints/step_00000008"])
 @pytest.mark.parametrize("what", [("pictures",), ("pictures", BATCH_NORM), ("table",)])
 def test_its_metrics_are_those_of_the_training(
@@ -85,7 +85,7 @@ def test_its_metrics_are_those_of_the_training(
     """From what FSDP exported, and from its checkpoint."""
     run = whole("fsdp", *request.getfixturevalue(what[0]), *STEPS, *what[1:], processes=2)
     file = tmp_path / "predictions.parquet"
-    told = launch("cpu", str(run.folder / part), f"--output={file}", script="src/evaluate.py").succeeded().stdout
+    told = launch("cpu", str(run.folder / part), f"--output={file}", script="src/tools/evaluate.py").succeeded().stdout
     found = json.loads(told)
     assert found == pytest.approx({name: run.summary[name] for name in found}, rel=1e-6)
     assert len(pq.read_table(file)) == found["eval/examples"]

@@ -9,9 +9,9 @@ import psutil
 import pytest
 import yaml
 
-from src.data.mnist import IDX_FILES
-from src.launch_guard import choose_precision, find_launcher
-from src.process import UserError
+from src.config.errors import UserError
+from src.distributed.launch_guard import choose_precision, find_launcher
+from src.tasks.mnist import IDX_FILES
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command
 
 FSDP, HSDP = (
@@ -21,14 +21,17 @@ DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
 CUDA_GRAPHS = "cuda_graphs=true is for one process on one NVIDIA GPU: use single_gpu.yaml, or leave it out"
 ONE_GPU = "import torch.accelerator as a; a.is_available = lambda: True; a.device_count = lambda: 1"
 WITHOUT_FSDP = """
-import os, accelerate, src.distributed
+import os, accelerate, src.distributed.accelerator
 def without_fsdp(cpu, **_):
     del os.environ['ACCELERATE_USE_FSDP']
     return accelerate.Accelerator(cpu=cpu)
-src.distributed.Accelerator = without_fsdp
+src.distributed.accelerator.Accelerator = without_fsdp
 """
-APART = "import accelerate, src.distributed; src.distributed.Accelerator = lambda cpu, **_: accelerate.Accelerator()"
-BLOCKS = "from src.models.mnist_cnn import MnistCnn; MnistCnn._no_split_modules = "
+APART = """
+import accelerate, src.distributed.accelerator
+src.distributed.accelerator.Accelerator = lambda cpu, **_: accelerate.Accelerator()
+"""
+BLOCKS = "from src.tasks.mnist import MnistCnn; MnistCnn._no_split_modules = "
 
 
 def refused(run: Run, is_real: bool = False) -> str:
@@ -181,7 +184,7 @@ def test_the_others_wait_as_long_as_the_first_process_takes(launch: Launch, tmp_
 import os, time
 from datetime import timedelta
 from accelerate import Accelerator, InitProcessGroupKwargs
-from src.distributed import local_main_process_first
+from src.distributed.accelerator import local_main_process_first
 
 accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
 with local_main_process_first(accelerator):

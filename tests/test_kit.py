@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from src.config import load_config
+from src.checkpoint.folder import run_settings
 from tests.launching import PROJECT
 
 TARGETS = {
@@ -50,7 +50,7 @@ def test_the_shown_checkpoints_are_those_of_the_command_above_them() -> None:
         r"^python train\.py --config (\S+) --checkpoint\.mirror=(/\S+)\n```\n\n((?:    .*\n)+)",
         "docs/stopping-and-resuming.md",
     )[0]
-    settings = load_config([f"--config={PROJECT / config}"])
+    settings = run_settings([f"--config={PROJECT / config}"])
     train, _ = settings.task.build_datasets()
     steps, _ = settings.steps(math.ceil(len(train) / settings.global_batch_size))
     last = f"step_{min(steps, settings.save_every):08}"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from src.data.loading import (
+from src.distributed.stop import StopSignal
+from src.training.batches import (
     CountedSteps,
     MicroBatch,
     ShardedBatchSampler,
@@ -18,8 +19,7 @@ from src.data.loading import (
     in_background,
     training_steps,
 )
-from src.preemption import StopSignal
-from src.progress import StepCounts
+from src.training.progress import StepCounts
 
 EXAMPLES = 103
 

@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
+from src.checkpoint.folder import run_settings
 from src.checkpoint.format import read_state
 from src.checkpoint.mirror import Mirror, copier
 from src.checkpoint.resume import find_checkpoint
-from src.config import load_config
-from src.process import RunError, UserError
+from src.config.errors import RunError, UserError
 from tests.faults.runs import assert_same_run, lines
 from tests.launching import QUIET, Launch, Run, Whole
 
@@ -127,7 +127,7 @@ def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mir
 
 def mistakes_at_start(folder: Path, *arguments: str) -> list[str]:
     """What a start with this output folder is refused with."""
-    config = load_config([f"--output_dir={folder}", "--task.source=digits", *QUIET, *arguments])
+    config = run_settings([f"--output_dir={folder}", "--task.source=digits", *QUIET, *arguments])
     with pytest.raises(UserError) as error:
         find_checkpoint(Accelerator(cpu=True), config)
     return str(error.value).splitlines()
@@ -242,7 +242,7 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
     shutil.copytree(whole("cpu", *TINY).folder, tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
-    mirror = Mirror(Accelerator(cpu=True), load_config(arguments), lambda _: None)
+    mirror = Mirror(Accelerator(cpu=True), run_settings(arguments), lambda _: None)
     mirror.start(checkpoint, read_state(checkpoint))
     mirror.wait()
     says = f"{tmp_path}/mirror/mnist takes more than half of timeout_minutes=0.0001"

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision import datasets
 
-from src.data.mnist import IDX_FILES, Digits, bundled_digits, mnist
-from src.models.mnist_cnn import MnistCnn
+from src.tasks.mnist import IDX_FILES, Digits, MnistCnn, bundled_digits, mnist
 from tests.launching import MNIST, needs_mnist
 
 

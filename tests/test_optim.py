@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
-from src.config import Optim
-from src.distributed import grad_square_sum
-from src.models.mnist_cnn import MnistCnn
-from src.optim import _step_or_undo, build_optimizers, local_gradients, lr_at, scale_and_clip_, set_lr, step_if_finite
+from src.config.config import Optim
+from src.tasks.mnist import MnistCnn
+from src.training.gradients import _step_or_undo, grad_square_sum, local_gradients, scale_and_clip_, step_if_finite
+from src.training.optim import build_optimizers, lr_at, set_lr
 
 
 def torch_schedule(make: Callable[..., LRScheduler], steps: int, **arguments: float) -> list[float]:

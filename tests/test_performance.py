@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from src import performance
-from src.performance import Performance, peak_flops
-from src.process import UserError
+from src.config.errors import UserError
+from src.tracking import performance
+from src.tracking.performance import Performance, peak_flops
 from tests.launching import Launch, Whole, mistakes, run_command
 
 
@@ -44,7 +44,7 @@ def test_a_device_is_known_by_the_words_of_its_name(name: str, precision: str, p
 )
 def test_fp32_is_compared_with_tf32_where_that_is_allowed(tmp_path: Path, allow: str) -> None:
     """Tried with get_float32_matmul_precision: once it has been set in the new way, that raises a RuntimeError."""
-    ask = "from src.performance import peak_flops; print(peak_flops('NVIDIA A100-SXM4-80GB', 'fp32'))"
+    ask = "from src.tracking.performance import peak_flops; print(peak_flops('NVIDIA A100-SXM4-80GB', 'fp32'))"
     run = run_command([sys.executable, "-c", f"import torch; {allow}; {ask}"], tmp_path).succeeded()
     assert float(run.stdout) == 156e12
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from src.process import UserError
-from src.progress import Progress, StepCounts, StepResult
+from src.config.errors import UserError
+from src.training.progress import Progress, StepCounts, StepResult
 
 ALONE: Any = SimpleNamespace(reduce=lambda tensor, _: tensor)
 """What read_steps needs of the Accelerator of a single process."""

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from src import tracking
 from src.checkpoint import resume
-from src.checkpoint.output_folder import read_lines
-from src.config import load_config
-from src.loggers import Logger
-from src.process import UserError
-from src.progress import Progress
+from src.checkpoint.folder import read_lines, run_settings
+from src.config.errors import UserError
+from src.tracking import tracker as tracking
+from src.tracking.loggers import Logger
+from src.training.progress import Progress
 
 WHOLE = [{"step": 10, "train/loss": 1.0}, {"step": 20, "train/loss": None, "eval/mistakes": [{"label": "3"}]}]
 DAMAGED = [b'{"step": 5, "train/loss": 1', b"\0" * 90, b"\xff\xfe", b"5", b'{"train/loss": 9}', b"[" * 10**5, b""]
@@ -67,7 +66,7 @@ def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
 ) -> None:
     """Here 2**40 bytes, which no machine could read. Tried with reading all of it: a MemoryError."""
     last = b'\n{"step": 10, "train/loss": 1.0}\n'
-    config = load_config([f"--output_dir={tmp_path}"]).model_copy(update={"trackers": []})
+    config = run_settings([f"--output_dir={tmp_path}"]).model_copy(update={"trackers": []})
     with (tmp_path / "metrics.jsonl").open("wb") as stream:
         stream.truncate(2**40)
         stream.seek(2**40)

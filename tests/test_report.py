@@ -1,4 +1,4 @@
-"""src/report.py: one page about any runs, whatever their folders hold, that needs nothing but itself."""
+"""src/tracking/report.py: one page about any runs, whatever their folders hold, that needs nothing but itself."""
 
 import base64
 import io
@@ -15,8 +15,8 @@ import yaml
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from src.process import UserError
-from src.report import report_line, write_report
+from src.config.errors import UserError
+from src.tracking.report import report_line, write_report
 from tests.launching import Launch, needs, run_command
 
 PIXEL = (
@@ -348,7 +348,7 @@ def test_why_there_is_no_report_is_one_line(tmp_path: Path, monkeypatch: pytest.
     """Tried without `except`: it fails the run."""
     folder = run_folder(tmp_path / "run", [training(1)])
     assert report_line(folder) == f"  report     {folder}/report.html"
-    monkeypatch.setitem(sys.modules, "src.report_figures", None)
+    monkeypatch.setitem(sys.modules, "src.tracking.figures", None)
     assert "none: " in report_line(folder)
     assert report_line(tmp_path).count("\n") == 0
 
@@ -373,7 +373,7 @@ def test_a_check_ends_with_a_report_which_that_of_a_run_shows_too(launch: Launch
 
 def test_the_command_writes_it_where_it_is_told(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", [training(1)])
-    command = [sys.executable, "-m", "src.report", str(folder), f"--output={tmp_path}/other.html"]
+    command = [sys.executable, "-m", "src.tracking.report", str(folder), f"--output={tmp_path}/other.html"]
     assert run_command(command, tmp_path).stdout == f"{tmp_path}/other.html\n"
     assert (tmp_path / "other.html").exists()
     refused = run_command([*command[:3], str(tmp_path / "no")], tmp_path)

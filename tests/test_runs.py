@@ -11,15 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from src.data.mnist import bundled_digits
-from src.models.mnist_cnn import MnistCnn
+from src.tasks.mnist import MnistCnn, bundled_digits
 from tests.launching import BIN, PROJECT, QUIET, WANDB, Launch, Rounding, Run, Whole, needs, run_command, slow
 
 GPU_YAMLS = ["single_gpu", "ddp", "ddp_bf16_hook", "fsdp", "fsdp_grad_op", "fsdp_offload", "fsdp_fp8"]
-LAST = ["evaluate"] if (PROJECT / "src/evaluate.py").exists() else []
+LAST = ["evaluate"] if (PROJECT / "src/tools/evaluate.py").exists() else []
 LAST += ["upload"] if WANDB else []
 MEASURED = {"perf/data_seconds", "perf/compute_seconds", "perf/peak_memory_bytes"}
-if not (PROJECT / "src/performance.py").exists():  # thrown out
+if not (PROJECT / "src/tracking/performance.py").exists():  # thrown out
     MEASURED = set()
 
 
@@ -40,7 +39,7 @@ def test_exactly_these_files_are_written(digits: Run) -> None:
     assert {path.name for path in digits.folder.iterdir()} == {
         "config.yaml", "metrics.jsonl", "summary.json", "status.json", "checkpoints", "model",
         *(["wandb"] if WANDB else []),
-        *(["report.html", "report"] if (PROJECT / "src/report.py").exists() else []),
+        *(["report.html", "report"] if (PROJECT / "src/tracking/report.py").exists() else []),
     }  # fmt: skip
     assert {path.name for path in (digits.folder / "model").iterdir()} == {"README.md", "model.safetensors"}
 
@@ -87,7 +86,7 @@ def test_the_terminal_tells_the_start_the_course_and_the_end_and_nothing_else(di
     assert digits.stderr == ""
 
 
-needs_wandb = needs("src/wandb_logger.py")
+needs_wandb = needs("src/tracking/wandb.py")
 
 
 def wandb_records(run: Run) -> tuple[str, list[int]]:
@@ -204,7 +203,7 @@ def test_several_launchers_train_one_model(launch: Launch, tmp_path: Path) -> No
 
 
 def test_a_bug_keeps_its_traceback_and_ends_the_run_as_crashed(launch: Launch) -> None:
-    run = launch("cpu", before="import src.optim; src.optim.set_lr = None", wandb="auto")
+    run = launch("cpu", before="import src.training.optim; src.training.optim.set_lr = None", wandb="auto")
     assert run.exit_code == 1
     assert "TypeError: 'NoneType' object is not callable" in run.stderr
     assert run.messages == []

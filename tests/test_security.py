@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 from src.checkpoint import format
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
-from src.models.mnist_cnn import MnistCnn
+from src.tasks.mnist import MnistCnn
 from tests.faults.runs import EACH_STEP, SHORT, cut_back, refusal
 from tests.launching import PROJECT, WANDB, Launch, Whole
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from src.checkpoint.output_folder import parent_checkpoint
-from src.config import Config, load_config
+from src.checkpoint.folder import parent_checkpoint, run_settings
+from src.config.config import Config
 from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
 
-needs_wandb, needs_text = needs("src/wandb_settings.py"), needs("src/tasks/causal_lm.py")
-needs_trackers = needs("src/trackers.py")
+needs_wandb, needs_text = needs("src/config/tracking.py"), needs("src/tasks/text/causal_lm.py")
+needs_trackers = needs("src/tracking/accelerate_trackers.py")
 TEXT = ("--task.name=causal_lm", "--task.dataset=a.txt")
 
 
@@ -28,7 +28,7 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_line_beats_the_last_yaml_beats_the_first_beats_the_code() -> None:
     Path("a.yaml").write_text("seed: 1\nepochs: 1\noptim: {lr: 0.1, name: sgd}")
     Path("b.yaml").write_text("epochs: 2\noptim:\n  lr: 0.2")
-    config = load_config(["--config", "a.yaml", "--config=b.yaml", "--optim.lr=0.3"])
+    config = run_settings(["--config", "a.yaml", "--config=b.yaml", "--optim.lr=0.3"])
     assert (config.seed, config.epochs, config.optim.lr, config.optim.name) == (1, 2, 0.3, "sgd")
     assert config.log_every == 50
 
@@ -37,26 +37,26 @@ def test_numbers_are_what_they_look_like_and_text_stays_text() -> None:
     """Tried with YAML 1.1: 90 hours, seed 8, one epoch; and without taking text as it is: `not a valid string`, for the
     mapping that YAML makes of it."""
     Path("a.yaml").write_text("optim:\n  lr: 1e-4\nmax_steps: 1e3")
-    config = load_config(["--config=a.yaml", "--global_batch_size=1e2", "--optim.weight_decay=1e-2"])
+    config = run_settings(["--config=a.yaml", "--global_batch_size=1e2", "--optim.weight_decay=1e-2"])
     assert (config.optim.lr, config.max_steps, config.global_batch_size) == (1e-4, 1000, 100)
     assert config.optim.weight_decay == 0.01
-    config = load_config(["--run_name=007", "--max_steps=null"])
+    config = run_settings(["--run_name=007", "--max_steps=null"])
     assert (config.run_name, config.max_steps, config.folder) == ("007", None, Path("runs/007"))
     for text in ("lr: 3", "{a: 1}", "a, b: c", "- x", "# x"):
-        assert load_config([f"--run_name={text}"]).run_name == text
-    assert load_config(["--run_name=None"]).run_name == "None"
+        assert run_settings([f"--run_name={text}"]).run_name == text
+    assert run_settings(["--run_name=None"]).run_name == "None"
     Path("b.yaml").write_text("seed: 010\nmax_steps: 1_000\noptim: {lr: 1e-3, max_grad_norm: .5}\nrun_name: 1e3")
-    config = load_config(["--config=b.yaml"])
+    config = run_settings(["--config=b.yaml"])
     assert (config.seed, config.max_steps, config.optim.lr, config.optim.max_grad_norm) == (10, 1000, 0.001, 0.5)
     Path("c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert load_config(["--config=c.yaml"]).model_dump() == config.model_dump()
+    assert run_settings(["--config=c.yaml"]).model_dump() == config.model_dump()
 
 
 @needs_wandb
 def test_text_stays_text_where_it_may_be_null_or_a_list() -> None:
     """Tried without taking text as it is: `not a valid string`, for the mapping that YAML makes of it."""
     for text in ("7e10", "lr: 3", "{a: 1}", "a, b: c", "- x", "# x"):
-        config: Any = load_config([f"--wandb.entity={text}", "--wandb.tags=[a, b]"])
+        config: Any = run_settings([f"--wandb.entity={text}", "--wandb.tags=[a, b]"])
         assert (config.wandb.entity, config.wandb.tags) == (text, ["a", "b"])
 
 
@@ -66,10 +66,10 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
     Path("a.txt").touch()
     part, rest = "--task.architecture.model_type=llama", "--task.architecture={hidden_size: 32}"
     for arguments in ([part, rest], [rest, part]):
-        task: Any = load_config([*TEXT, *arguments]).task
+        task: Any = run_settings([*TEXT, *arguments]).task
         assert task.architecture == {"model_type": "llama", "hidden_size": 32}
     given = "--task.architecture={model_type: llama, hidden_size: 010, rope: 1:30}", "--task.architecture.layers=010"
-    task = load_config([*TEXT, *given]).task
+    task = run_settings([*TEXT, *given]).task
     assert task.architecture == {"model_type": "llama", "hidden_size": 10, "rope": "1:30", "layers": 10}
 
 
@@ -172,7 +172,7 @@ def test_what_is_no_text_or_said_twice_is_refused_wherever_yaml_is_read() -> Non
     ]
     assert mistakes("--config=c.yaml") == ["--config=c.yaml: cannot be read, it is not text"]
     Path("d.yaml").write_text("seed: 3\noptim:\n  # lr: 1")  # a group of which all lines are commented out
-    assert load_config(["--config=d.yaml"]).seed == 3
+    assert run_settings(["--config=d.yaml"]).seed == 3
 
 
 ENDLESS = {
@@ -189,7 +189,7 @@ def test_yaml_without_an_end_is_one_line(text: str) -> None:
     Path("a.yaml").write_text(text)
     (line,) = mistakes("--config=a.yaml")
     assert line.startswith("--config=a.yaml: not yaml, nested too deeply, or in itself, ")
-    assert load_config([f"--run_name={text[:200]}"]).run_name == text[:200]
+    assert run_settings([f"--run_name={text[:200]}"]).run_name == text[:200]
 
 
 def test_yaml_with_a_value_that_is_none_of_its_type_is_one_line() -> None:
@@ -198,26 +198,26 @@ def test_yaml_with_a_value_that_is_none_of_its_type_is_one_line() -> None:
         Path("a.yaml").write_text(f"run_name: {text}")
         (line,) = mistakes("--config=a.yaml")
         assert line.startswith(f"--config=a.yaml: not yaml, {says}")
-        assert load_config([f"--run_name={text}"]).run_name == text
+        assert run_settings([f"--run_name={text}"]).run_name == text
 
 
 @pytest.mark.parametrize("written", ["--dry-run", "--dry_run", "--dry-run=true", "--dry_run=true"])
 def test_a_switch_is_on_by_itself_and_may_have_a_hyphen(written: str) -> None:
-    config = load_config([written])
+    config = run_settings([written])
     assert (config.dry_run, config.check) == (True, False)
-    assert load_config([written, "--dry-run=false", "--check"]).check
+    assert run_settings([written, "--dry-run=false", "--check"]).check
     assert mistakes("--dry-run=") == ["--dry_run=: must be a valid boolean, unable to interpret input"]
 
 
 def test_a_warm_up_is_a_share_or_whole_steps() -> None:
     for steps in ("0", "0.99", "1", "1.0", "20", "1e2"):
-        assert load_config([f"--optim.warmup_steps={steps}"]).optim.warmup_steps == float(steps)
+        assert run_settings([f"--optim.warmup_steps={steps}"]).optim.warmup_steps == float(steps)
 
 
 def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """No shell expands ~ after `--name=`. Tried without: a folder that is called ~."""
     monkeypatch.setenv("HOME", str(Path.cwd()))
-    assert load_config(["--output_dir=~/x"]).folder == Path.cwd() / "x"
+    assert run_settings(["--output_dir=~/x"]).folder == Path.cwd() / "x"
     assert mistakes("--resume=~/step_00000003")[0].startswith(f"resume={Path.cwd()}/step_00000003: not a checkpoint")
 
 
@@ -240,9 +240,9 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(
 
 
 def test_accumulation_follows_from_the_global_batch() -> None:
-    config = load_config(["--global_batch_size=64", "--micro_batch_size=8"])
+    config = run_settings(["--global_batch_size=64", "--micro_batch_size=8"])
     assert [config.accumulation(world_size) for world_size in (1, 2, 4, 8)] == [8, 4, 2, 1]
-    assert load_config([]).micro_batch(4) == 16
+    assert run_settings([]).micro_batch(4) == 16
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "model", "wandb"])
@@ -267,7 +267,7 @@ def test_folders_made_in_advance_are_a_new_run(is_link: bool, resume: str) -> No
         there.mkdir(parents=True)
         here.symlink_to(there) if is_link else here.mkdir()
     Path("disk/checkpoints/lost+found").mkdir()
-    load_config([f"--resume={resume}"])
+    run_settings([f"--resume={resume}"])
     Path("runs/mnist/checkpoints/tmp_step_00000005").mkdir()
     assert "holds a run already (checkpoints)" in mistakes(f"--resume={resume}")[0]
 
@@ -287,11 +287,11 @@ def test_a_spoilt_status_or_config_yaml_is_no_traceback() -> None:
     Path("runs/mnist").mkdir(parents=True)
     for content in ("null", "[]", '"x"', "{}", "{", '{"checkpoint": null}'):
         Path("runs/mnist/status.json").write_text(content)
-        load_config([])
+        run_settings([])
     Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
     for data in (b"\xff\xfe", b"resume: [a]", b"- a", b"resume: null", b"a: &a {b: *a}", b"[" * 3000):
         Path("runs/mnist/config.yaml").write_bytes(data)
-        assert parent_checkpoint(load_config([])) in (None, Path("['a']"))
+        assert parent_checkpoint(run_settings([])) in (None, Path("['a']"))
 
 
 @pytest.mark.parametrize(
@@ -310,15 +310,15 @@ def test_a_run_does_not_start_over_where_its_checkpoints_went_away(proof: str) -
     it does."""
     folder = Path("runs/mnist")
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(load_config(["--save_every=8"]).model_dump(mode="json")))
+    (folder / "config.yaml").write_text(yaml.safe_dump(run_settings(["--save_every=8"]).model_dump(mode="json")))
     for last in (15, 17, 18):
         records = "".join(json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in range(1, last + 1))
         (folder / "metrics.jsonl").write_text(records)
         if last < 18 and proof == "the record":
-            load_config(["--save_every=8"])  # it may have been killed before there was one
+            run_settings(["--save_every=8"])  # it may have been killed before there was one
     if proof == "status.json":
         (folder / "status.json").write_text('{"status": "unfinished", "checkpoint": null}')
-        load_config(["--save_every=8"])  # it never could save
+        run_settings(["--save_every=8"])  # it never could save
         (folder / "metrics.jsonl").unlink()
         (folder / "status.json").write_text('{"status": "preempted", "checkpoint": "runs/mnist/checkpoints/step_5"}')
     assert mistakes("--save_every=8") == [
@@ -330,7 +330,7 @@ def test_a_run_does_not_start_over_where_its_checkpoints_went_away(proof: str) -
 def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
-    config = load_config(["--optim.lr=0.003", "--task.dropout=0.5"])
+    config = run_settings(["--optim.lr=0.003", "--task.dropout=0.5"])
     assert (config.run_name, config.folder, config.optim.lr) == ("mnist", Path("runs/mnist-r1"), 0.003)
 
 
@@ -358,13 +358,13 @@ def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
 
 
 def test_config_yaml_reproduces_the_settings() -> None:
-    config = load_config(["--optim.lr=3e-3", "--task.source=digits", "--output_dir=x", "--max_steps=3"])
+    config = run_settings(["--optim.lr=3e-3", "--task.source=digits", "--output_dir=x", "--max_steps=3"])
     Path("config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert load_config(["--config=config.yaml"]).model_dump() == config.model_dump()
+    assert run_settings(["--config=config.yaml"]).model_dump() == config.model_dump()
 
 
 def test_no_config_is_configs_mnist_yaml() -> None:
-    assert load_config([f"--config={PROJECT}/configs/mnist.yaml"]).model_dump() == load_config([]).model_dump()
+    assert run_settings([f"--config={PROJECT}/configs/mnist.yaml"]).model_dump() == run_settings([]).model_dump()
 
 
 @pytest.mark.parametrize("file", sorted((PROJECT / "configs").glob("*.yaml")), ids=lambda file: file.name)
@@ -373,7 +373,7 @@ def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command(file
         data = path if path.suffix else path / "train.jsonl"
         data.parent.mkdir(parents=True)
         data.write_text("which the header says how to get")
-    assert isinstance(load_config([f"--config={file}"]), Config)
+    assert isinstance(run_settings([f"--config={file}"]), Config)
     header = file.read_text().split("\n\n")[0]
     assert header.startswith("# ")
     assert "#   accelerate launch --config_file accelerate_configs/" in header or "#   make train" in header
@@ -381,7 +381,7 @@ def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command(file
 
 def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        load_config(["--help", "--task.name=mnist"])
+        run_settings(["--help", "--task.name=mnist"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     for line in (

@@ -1,4 +1,4 @@
-"""python -m src.sweep: what is drawn, which trials go on, and that nothing is lost or done twice. docs/sweeps.md."""
+"""python -m src.tools.sweep: what is drawn, which trials go on, that nothing is lost or done twice. docs/sweeps.md."""
 
 import json
 import signal
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from src import sweep as sweep_module
-from src.process import UserError
-from src.sweep import Trial, build_trials, draw, main, read_sweep
+from src.config.errors import UserError
+from src.tools import sweep as sweep_module
+from src.tools.sweep import Trial, build_trials, draw, main, read_sweep
 from tests.faults.runs import without_times
 from tests.launching import PROJECT, QUIET, Launch, Run, Started
 
@@ -250,7 +250,7 @@ def test_the_winners_curve_is_that_of_a_run_in_one_piece(
     best = tmp_path / "s" / asked[-1][0]
     assert capsys.readouterr().out.partition("best first:\n")[2].splitlines()[1].startswith(best.name)
 
-    assert (tmp_path / "s/report.html").exists() == (PROJECT / "src/report.py").exists()
+    assert (tmp_path / "s/report.html").exists() == (PROJECT / "src/tracking/report.py").exists()
     whole = launch("cpu", f"--config={best / 'config.yaml'}").succeeded()
     assert without_times(Run(0, "", "", best).records) == without_times(whole.records)
     (weights,) = (best / "model").glob("*.safetensors")
@@ -277,7 +277,14 @@ def stopped_by(number: signal.Signals, folder: Path) -> Run:
     (folder / "trainer.py").write_text(TRAINER)
     launcher = ["sh", "-c", 'python "$0" "$@" & wait', "${program}", "${args}"]
     file = write(folder, command=launcher, program=str(folder / "trainer.py"))
-    words = ["--config_file", "accelerate_configs/cpu.yaml", "src/sweep.py", file, "--trials=2", f"--folder={folder}/s"]
+    words = [
+        "--config_file",
+        "accelerate_configs/cpu.yaml",
+        "src/tools/sweep.py",
+        file,
+        "--trials=2",
+        f"--folder={folder}/s",
+    ]
     with Started("cpu", folder=folder, words=words) as started:
         started.wait_until((folder / "s/trial-00/began").exists)
         return started.send(number, started.trainers[0]).result()

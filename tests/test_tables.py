@@ -9,9 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from src.data.mnist import bundled_digits
 from src.tasks import tables
-from src.tasks.mnist import Mnist
+from src.tasks.mnist import Mnist, bundled_digits
 from src.tasks.tables import label_tables
 from tests.launching import Launch, Whole
 

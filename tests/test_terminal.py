@@ -18,14 +18,15 @@ from typing import Any
 
 import pytest
 
-from src import terminal
+from src.config import terminal
 from tests.launching import PROJECT, Launch, clean_environment, mistakes, needs
 
 EVALUATION = "step     20/60  eval/loss 3.4374  eval/examples 1,743  eval/perplexity 31.1060  eval/accuracy 0.1687"
 BATCH = "  batch      64 = 16 per micro-batch x 4 processes x 1 accumulated"
-LAST = [tool for tool in ("report", "evaluate") if (PROJECT / f"src/{tool}.py").exists()]
+LAST = [name for name in ("tracking/report", "tools/evaluate") if (PROJECT / f"src/{name}.py").exists()]
+LAST = [name.partition("/")[2] for name in LAST]
 SHORT = ("--max_steps=6", "--log_every=2", "--eval_every=3", "--save_every=3", "--task.source=digits")
-needs_text = needs("src/tasks/causal_lm.py")
+needs_text = needs("src/tasks/text/causal_lm.py")
 Shown = Callable[..., tuple[str, list[str]]]
 
 
@@ -137,12 +138,12 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(
     assert [title for title in titles if title not in ("eval/examples", "eval/accuracy")] == [
         "model", "record", *LAST,
     ]  # fmt: skip
-    assert commands == ["  evaluate   python -m src.evaluate runs/x"][: "evaluate" in LAST]
+    assert commands == ["  evaluate   python -m src.tools.evaluate runs/x"][: "evaluate" in LAST]
 
 
 SPEAKERS = """
 import contextlib, io, sys, threading, time
-from src.terminal import bar, say
+from src.config.terminal import bar, say
 
 def speak(name):
     for i in range(100):
@@ -181,7 +182,7 @@ def test_each_line_is_whole_whichever_threads_speak_at_once(where: str) -> None:
 
 KILLED = """
 import os, signal
-from src.terminal import say, tqdm
+from src.config.terminal import say, tqdm
 
 say("begins")
 child = os.fork()
@@ -202,15 +203,15 @@ def test_a_process_that_is_killed_while_it_speaks_silences_no_other() -> None:
 
 def test_all_that_is_printed_while_a_run_goes_on_takes_that_way() -> None:
     """Commands of their own, and --help, have no threads or bars; how a process ends is said after them, each line at
-    once. Tried with a print in src/loggers.py."""
+    once. Tried with a print in src/tracking/loggers.py."""
     for file in [PROJECT / "train.py", *(PROJECT / "src").rglob("*.py")]:
         text = file.read_text()
         is_command = '__name__ == "__main__"' in text and file.name != "train.py"
-        if is_command or file == PROJECT / "src/config.py":
+        if is_command or file == PROJECT / "src/config/config.py":
             continue
         assert "tqdm.write" not in text, file
         assert "print" not in {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}, file
-        assert ("sys.stdout" in text or "sys.__stdout__" in text) == (file == PROJECT / "src/terminal.py"), file
+        assert ("sys.stdout" in text or "sys.__stdout__" in text) == (file == PROJECT / "src/config/terminal.py"), file
 
 
 def on_text(folder: Path) -> tuple[str, ...]:
@@ -227,7 +228,7 @@ def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tm
     assert "reading text.txt …" in output
     assert "tokenizing training data" in output
     assert shown[0] == "causal_lm"
-    assert ("  talk       python -m src.generate runs/x" in shown) == (PROJECT / "src/generate.py").exists()
+    assert ("  talk       python -m src.tools.generate runs/x" in shown) == (PROJECT / "src/tools/generate.py").exists()
 
 
 def test_a_dumb_terminal_gets_plain_lines(in_terminal: Shown) -> None:

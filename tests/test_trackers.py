@@ -10,7 +10,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trackio.sqlite_storage import SQLiteStorage
 
-from src.config import config_from, load_config
+from src.checkpoint.folder import run_settings
+from src.config.config import config_from
+from src.tasks import TASKS
 from tests.faults.runs import SHORT, checkpoints, lines, without_times
 from tests.launching import Launch, Started, mistakes
 
@@ -21,13 +23,13 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from accelerate import PartialState
-from src import loggers
-from src.config import load_config
-from src.trackers import start_trackers
+from src.tracking import loggers
+from src.checkpoint.folder import run_settings
+from src.tracking.accelerate_trackers import start_trackers
 
 PartialState(cpu=True)
 loggers.HANG_SECONDS = loggers.FINISH_SECONDS = 1.0
-config = load_config(["--task.source=digits", "--output_dir=run", "--trackers=[trackio,tensorboard]"])
+config = run_settings(["--task.source=digits", "--output_dir=run", "--trackers=[trackio,tensorboard]"])
 require_room = loggers.require_room
 
 def full(folder):
@@ -125,9 +127,11 @@ def test_they_have_each_record_once_over_a_kill_and_a_resume(
 
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused, but a run that had it can be used. Tried with it among the settings read: that is refused too."""
-    saved = load_config(["--task.source=digits", "--trackers=[trackio]"]).model_dump(mode="json")
-    monkeypatch.setattr("src.trackers.find_spec", lambda name: None if name == "trackio" else find_spec(name))
+    saved = run_settings(["--task.source=digits", "--trackers=[trackio]"]).model_dump(mode="json")
+    monkeypatch.setattr(
+        "src.tracking.accelerate_trackers.find_spec", lambda name: None if name == "trackio" else find_spec(name)
+    )
     assert mistakes("--trackers=[wandb, trackio]") == [
         "--trackers=[wandb, trackio]: not installed: pip install trackio"
     ]
-    assert config_from(saved).task.name == "mnist"
+    assert config_from(saved, TASKS).task.name == "mnist"

@@ -20,9 +20,9 @@ import os, sys, time
 from asyncio import constants
 import psutil
 from pathlib import Path
-from src import loggers
-from src.config import load_config
-from src.wandb_logger import WandbLogger
+from src.tracking import loggers
+from src.checkpoint.folder import run_settings
+from src.tracking.wandb import WandbLogger
 
 fault = sys.argv[1]
 picture = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAQAAAAECAAAAACMmsGiAAAAC0lEQVR4nGNgwAQAABQAAX3+Hu4AAAAA"
@@ -38,7 +38,7 @@ def service(signal):
 def full(folder):
     raise OSError(28, "No space left on device")
 
-config = load_config(["--task.source=digits", "--output_dir=."])
+config = run_settings(["--task.source=digits", "--output_dir=."])
 settings = config.wandb.model_dump(exclude={"machines"}) | {"mode": "offline", "model": "copy"}
 facts = config.model_dump() | {"launch": {"config_file": None}}
 Path("model").mkdir()
@@ -181,7 +181,7 @@ def test_it_has_the_model_and_the_checkpoints_as_artifacts(launch: Launch, tmp_p
     data = tmp_path / "data"
     steps = ("--max_steps=12", "--log_every=4", "--eval_every=4", "--save_every=4", "--checkpoint.keep_last=9")
     settings = ("--checkpoint.metric=eval/accuracy", "--checkpoint.mode=min", "--wandb.checkpoints=reference")
-    before = "from pathlib import Path; import src.export as e; write = e.export_model\n"
+    before = "from pathlib import Path; import src.checkpoint.export as e; write = e.export_model\n"
     before += "def with_template(run, metrics):\n    write(run, metrics)\n"
     before += "    Path(run.config.folder, 'model/chat_template.jinja').write_text('a template')\n"
     before += "e.export_model = with_template"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from src.config import load_config
+from src.checkpoint.folder import run_settings
 from tests.launching import Whole, mistakes
 
 EXPECTED = "resume=wandb:me/digits/checkpoint-x:best: cannot be downloaded, "
@@ -31,7 +31,7 @@ def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setattr("wandb.Api", lambda: type("Api", (), {"artifact": artifact})())
     for _ in range(2):
-        config = load_config([*ARGUMENTS, "--max_steps=8"])
+        config = run_settings([*ARGUMENTS, "--max_steps=8"])
         assert config.resume == "artifacts/me_digits_checkpoint-x:v3"
     assert downloads == [config.resume]
     assert Path(f"{config.resume}.used").read_text() == "me/digits/checkpoint-x:v3"
@@ -58,7 +58,7 @@ def test_nothing_is_downloaded_for_help_or_beside_other_mistakes(monkeypatch: py
 
     monkeypatch.setattr("wandb.login", asked)
     with pytest.raises(SystemExit):
-        load_config([*ARGUMENTS, "--help"])
+        run_settings([*ARGUMENTS, "--help"])
     assert mistakes(*ARGUMENTS, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]
     batch = "global_batch_size=64: not a multiple of 5 (micro_batch_size) x 1 processes = 5"
     (mistake,) = mistakes(*ARGUMENTS, "--micro_batch_size=5")

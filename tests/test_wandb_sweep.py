@@ -1,4 +1,4 @@
-"""The sweep files, as W&B itself reads them: its agent fills in the same commands as python -m src.sweep."""
+"""The sweep files, as W&B itself reads them: its agent fills in the same commands as python -m src.tools.sweep."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import pytest
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from src.config import load_config
-from src.sweep import build_trials, draw, read_sweep
+from src.checkpoint.folder import run_settings
+from src.tools.sweep import build_trials, draw, read_sweep
 from tests.launching import PROJECT
 
 
@@ -30,5 +30,5 @@ def test_wandbs_agent_starts_the_same_runs(file: Path, tmp_path: Path, monkeypat
     assert command == [word for word in trial.command if word not in own]
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
-    config = load_config(command[command.index("train.py") + 1 :])
+    config = run_settings(command[command.index("train.py") + 1 :])
     assert config.folder == Path(f"runs/{config.run_name}-r1")

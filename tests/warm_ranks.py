@@ -70,7 +70,7 @@ def warm() -> None:
     own = [module.name for module in pkgutil.walk_packages(src.__path__, "src.")]
     installed = [name for name in LIBRARIES if find_spec(name.partition(".")[0])]  # some may have been thrown out
     for name in [*installed, *own]:
-        if not name.endswith(("__main__", "wandb_logger")):
+        if not name.endswith(("__main__", "tracking.wandb")):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or each rank copies what the collector touches

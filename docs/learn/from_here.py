@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, ".")  # the project's root, where the command is run: train.py and src are there
 
-from src.config import load_config
-from src.data.loading import CountedSteps, training_steps
-from src.optim import build_optimizers, lr_at, set_lr
-from src.preemption import StopSignal
-from src.progress import mean_loss
-from src.run import new_model
+from src.checkpoint.folder import run_settings
+from src.distributed.stop import StopSignal
+from src.training.batches import CountedSteps, training_steps
+from src.training.optim import build_optimizers, lr_at, set_lr
+from src.training.progress import mean_loss
+from src.training.run import new_model
 from train import build, train_step
 
 STEPS, MAIN_THREAD = 3, threading.get_ident()
@@ -43,7 +43,7 @@ class Collectives(TorchDispatchMode):
 
 # 1. Join the processes. 2. Each its share of the data. 3. The same model everywhere, wrapped or sharded.
 settings = ["--task.source=digits", "--task.dropout=0", "--micro_batch_size=16", "--output_dir=runs/from_here"]
-config = load_config([*settings, "--dry_run=true"])  # writes nothing
+config = run_settings([*settings, "--dry_run=true"])  # writes nothing
 run = build(config)
 assert run is not None, "runs/from_here holds a finished run"
 by_hand = new_model(config, run.launch.device, "fp32")[0].to(run.device)  # from the same seed: the same weights

@@ -145,11 +145,11 @@ def precision(axes: Axes) -> None:
 def from_here(axes: Axes) -> None:
     """Where the six steps are by hand, and in the project."""
     rows = (
-        ("1 join the processes", "data_parallel.py", "src/distributed.py"),
-        ("2 each its share of the data", "data_parallel.py", "src/data/loading.py"),
-        ("3 the same model on each", "fully_sharded.py", "src/run.py, src/distributed.py"),
+        ("1 join the processes", "data_parallel.py", "src/distributed/accelerator.py"),
+        ("2 each its share of the data", "data_parallel.py", "src/training/batches.py"),
+        ("3 the same model on each", "fully_sharded.py", "src/training/run.py, src/distributed/accelerator.py"),
         ("4 count, forward, backward", "precision.py", "train_step in train.py"),
-        ("5 update", "precision.py", "src/optim.py"),
+        ("5 update", "precision.py", "src/training/optim.py"),
         ("6 evaluate, save", "", "evaluate in train.py, src/checkpoint"),
     )
     for x, title in ((1, "a step"), (27, "by hand, in this course"), (51, "in the project")):

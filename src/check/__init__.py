@@ -1,6 +1,6 @@
 """`train.py --check`: proves on the user's own machine that the run is right, with the run's own parts.
 
-Its data path, its step, its evaluation and its checkpoints are compared with src/reference.py, which does the same by
+Its data path, its step, its evaluation and its checkpoints are compared with reference.py, which does the same by
 hand; docs/check.md says what the ten checks find. Each process needs memory for an unwrapped copy of the model, its
 gradients and its optimizer's state.
 """
@@ -22,12 +22,13 @@ from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_accumulation, check_steps
 from src.check.subject import Evaluate, Restore, Subject
 from src.checkpoint.format import write_json
-from src.cuda_graph import TrainStep
-from src.process import UserError, lost_peers
-from src.report import report_line
-from src.run import Run
-from src.terminal import say
-from src.tracking import start_loggers
+from src.config.errors import UserError
+from src.config.terminal import say
+from src.distributed.process import lost_peers
+from src.tracking.report import report_line
+from src.tracking.tracker import start_loggers
+from src.training.cuda_graph import TrainStep
+from src.training.run import Run
 
 CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "Launch": check_launch,

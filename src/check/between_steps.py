@@ -14,18 +14,18 @@ from torch.utils.data import Subset
 
 from src.check.advice import ADVICE
 from src.check.findings import EXACT, Row, finding, finding_alike, gather, norm
+from src.check.reference import evaluate
 from src.check.start import reading_indices
 from src.check.subject import Subject, autocast, checksum
 from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.rng import random_state
 from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
-from src.config import Checkpoint
-from src.data.loading import EVALUATION_FACTOR, evaluation_batches
-from src.optim import to_local
-from src.progress import mean_loss
-from src.reference import evaluate
-from src.run import Run
+from src.config.config import Checkpoint
+from src.training.batches import EVALUATION_FACTOR, evaluation_batches
+from src.training.gradients import to_local
+from src.training.progress import mean_loss
+from src.training.run import Run
 
 MOST_EXAMPLES = 9_999
 """Most examples to evaluate, as every process goes through all of them."""

@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from src.check.findings import Row, finding, gather
+from src.check.reference import backward
 from src.check.start import blocks_to_wrap, largest_shard
 from src.check.subject import Subject, autocast
-from src.data.loading import MicroBatch
-from src.distributed import num_replicas, peak_memory
-from src.reference import backward
-from src.run import Run
+from src.distributed.accelerator import num_replicas
+from src.tracking.performance import peak_memory
+from src.training.batches import MicroBatch
+from src.training.run import Run
 
 LOSSES = ("loss", "log_softmax", "cross_entropy")
 """Parts of the names of operators that losses are made of."""

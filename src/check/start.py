@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from src.check.advice import ADVICE
 from src.check.findings import Row, WorstError, finding, finding_alike, gather, relative_error
+from src.check.reference import own_share
 from src.check.subject import Subject, checksum, named_tensors, shard_like
-from src.data.loading import MicroBatch, evaluate_alone, evaluation_batches, fetch, samples, training_steps
-from src.distributed import num_replicas, sharded_units
-from src.launch_guard import is_set
-from src.optim import to_local
-from src.reference import own_share
-from src.run import Run
+from src.distributed.accelerator import num_replicas, sharded_units
+from src.distributed.launch_guard import is_set
+from src.training.batches import MicroBatch, evaluate_alone, evaluation_batches, fetch, samples, training_steps
+from src.training.gradients import to_local
+from src.training.run import Run
 
 
 def check_launch(subject: Subject) -> Iterator[Row]:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from src.check.findings import EXACT, Row, WorstError, finding, gather, norm, relative_error, relative_errors
+from src.check.reference import all_reduce, average_gradients, backward
 from src.check.subject import Subject, autocast, capture_update, whole
 from src.checkpoint.rng import random_state
-from src.data.loading import MicroBatch
-from src.optim import lr_at
-from src.progress import mean_loss
-from src.reference import all_reduce, average_gradients, backward
 from src.tasks.returned import returned
+from src.training.batches import MicroBatch
+from src.training.optim import lr_at
+from src.training.progress import mean_loss
 
 REORDERED = 1e-3
 """Largest relative error in fp32 if the forward pass rounds differently too, in a batch of another size or compiled: a
@@ -173,8 +173,8 @@ def _rates(subject: Subject) -> WorstError:
 
 
 def _settings(subject: Subject) -> Iterator[Row]:
-    """Compare what the optimizers have with the rule of src/optim.py, written a second time: what has a name in optim
-    is as it says, and all else as torch has it."""
+    """Compare what the optimizers have with the rule of training/optim.py, written a second time: what has a name in
+    optim is as it says, and all else as torch has it."""
     optim, layers = subject.run.config.optim, list(subject.unwrapped.modules())
     ends = {layer.weight for layer in layers if isinstance(layer, nn.Embedding)}
     ends |= {layer.weight for layer in [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]}

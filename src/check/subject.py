@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from src.check.findings import gather
-from src.cuda_graph import TrainStep
-from src.data.loading import CountedSteps, MicroBatch, training_steps
-from src.optim import build_optimizers, to_local
-from src.preemption import StopSignal
-from src.progress import Progress, StepResult
-from src.run import Evaluation, Run, new_model
+from src.distributed.stop import StopSignal
+from src.training.batches import CountedSteps, MicroBatch, training_steps
+from src.training.cuda_graph import TrainStep
+from src.training.gradients import to_local
+from src.training.optim import build_optimizers
+from src.training.progress import Progress, StepResult
+from src.training.run import Evaluation, Run, new_model
 
 Evaluate = Callable[[Run, StopSignal], Evaluation | None]
 Restore = Callable[[Run], None]

@@ -28,13 +28,14 @@ from fsspec.core import url_to_fs
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from src.checkpoint import format
-from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, RunState, file_facts, problems, write_text
-from src.checkpoint.output_folder import LENGTH_SETTINGS, changed_settings, list_checkpoints
+from src.checkpoint.folder import LENGTH_SETTINGS, changed_settings, list_checkpoints
+from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, problems, write_text
 from src.checkpoint.tensors import StorageReader
-from src.config import Config
-from src.process import RunError, UserError, cause, explained
-from src.settings import read_yaml
-from src.terminal import say
+from src.config.config import Config
+from src.config.errors import RunError, UserError, cause, explained
+from src.config.settings import read_yaml
+from src.config.terminal import say
+from src.training.state import RunState
 
 SLICES = "slices.json"
 """Names the shards in a part that are to be fetched slice by slice, as they are read."""

@@ -16,11 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 
-from src import terminal
 from src.checkpoint import format
-from src.checkpoint.format import ResumePoint, RunState
-from src.checkpoint.mirror import Mirror
-from src.checkpoint.output_folder import (
+from src.checkpoint.folder import (
     LENGTH_SETTINGS,
     changed_settings,
     folder_errors,
@@ -28,22 +25,24 @@ from src.checkpoint.output_folder import (
     parent_checkpoint,
     saved_settings,
 )
+from src.checkpoint.mirror import Mirror
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
 from src.checkpoint.tensors import frozen_square_sum, load_tensors, require_same_frozen
-from src.config import Config
-from src.distributed import Launch, num_replicas
-from src.process import SIGNALS, UserError
-from src.progress import Progress
-from src.run import Run
-from src.settings import flatten
+from src.config import terminal
+from src.config.config import Config
+from src.config.errors import UserError
+from src.config.settings import flatten
+from src.distributed.accelerator import LIBRARIES, Launch, num_replicas
+from src.distributed.process import SIGNALS
+from src.training.progress import Progress
+from src.training.run import Run
+from src.training.state import ResumePoint, RunState
 
 OF_THE_END = (
     "epochs", "max_steps", "early_stopping", "push_to_hub", "task.lora.merge", "checkpoint.export_best",
     "checkpoint.metric", "checkpoint.mode",
 )  # fmt: skip
 """Settings, or groups of them, that make a finished run go on or export its model anew if they change."""
-LIBRARIES = ("torch", "accelerate", "transformers")
-"""A checkpoint records the versions of those that are installed: another one's arithmetic may round differently."""
 PATIENCE_SECONDS = 40
 """How long a launcher gives its processes to end, and a little more."""
 ALL_THE_SAME = "or continue anyway with --checkpoint.accept_changes=true"

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from src.optim import to_local
-from src.process import UserError
+from src.config.errors import UserError
+from src.training.gradients import to_local
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended in a single process
 

@@ -23,11 +23,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.format import INCOMPLETE, STATE, RunState, file_facts, publish, rotate, sync, write_json
+from src.checkpoint.format import INCOMPLETE, STATE, file_facts, publish, rotate, sync, write_json
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.tensors import rank_state_dict, run_tensors
-from src.process import cause, explained
-from src.run import Run
+from src.config.errors import cause, explained
+from src.training.run import Run
+from src.training.state import RunState
 
 TICK = 0.005
 """Seconds between two looks at whether writing keeps the loop from running."""

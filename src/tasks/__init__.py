@@ -4,23 +4,15 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from src.tasks.base import Task
-
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # transformers imports torchao, which is out of date
 TASKS = {
-    "causal_lm": "src.tasks.causal_lm.CausalLM",
+    "causal_lm": "src.tasks.text.causal_lm.CausalLM",
     "mnist": "src.tasks.mnist.Mnist",
-    "text_classification": "src.tasks.text_classification.TextClassification",
+    "text_classification": "src.tasks.text.text_classification.TextClassification",
     "image_classification": "examples.image_classification.ImageClassification",
     "tabular_regression": "examples.tabular_regression.TabularRegression",
 }
 TASKS |= {"dpo": "examples.dpo.Dpo", "token_classification": "examples.token_classification.TokenClassification"}
-
-
-def load_task(name: str) -> type[Task]:
-    """Return a task's class. Its file, and the libraries that it needs, are imported now: those of the others never."""
-    module, _, class_name = TASKS[name].rpartition(".")
-    return getattr(import_module(module), class_name)
 
 
 def load_metric(name: str) -> Any:

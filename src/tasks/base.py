@@ -13,7 +13,7 @@ from huggingface_hub import load_torch_model, save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from src.settings import Settings
+from src.config.settings import Settings
 
 
 class Examples(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from src.process import UserError
+from src.config.errors import UserError
 from src.tasks.base import Task
 
 SUM = "the loss summed over its targets, not their mean, as a tensor of shape (), and their number"

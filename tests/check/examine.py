@@ -19,9 +19,9 @@ from typing import Any
 import train
 from src.check import CHECKS
 from src.check.subject import Subject
-from src.config import load_config
-from src.optim import build_optimizers
-from src.progress import Progress
+from src.checkpoint.folder import run_settings
+from src.training.optim import build_optimizers
+from src.training.progress import Progress
 from tests.check.planted import ALONE, SMALLER, Edit
 from tests.launching import PROJECT
 
@@ -62,12 +62,12 @@ def functions(module: ModuleType) -> dict[str, FunctionType]:
 
 
 def main(output: Path, settings: list[str]) -> None:
-    run = train.build(load_config(settings))
+    run = train.build(run_settings(settings))
     assert run
     weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
 
     def failures(*arguments: str) -> list[dict[str, str]]:
-        config = load_config([*settings, *arguments])
+        config = run_settings([*settings, *arguments])
         run.model.load_state_dict(weights)
         optimizers = build_optimizers(config.optim, run.model)
         examined = replace(run, config=config, optimizers=optimizers, progress=Progress())

@@ -45,10 +45,10 @@ def plant(fault: Fault, folder: Path) -> Path:
 
 
 SMALLER: tuple[Edit, ...] = (
-    ("src/models/mnist_cnn.py", "nn.Conv2d(1, 32, 3)", "nn.Conv2d(1, 8, 3)"),
-    ("src/models/mnist_cnn.py", "nn.Conv2d(32, 64, 3)", "nn.Conv2d(8, 16, 3)"),
-    ("src/models/mnist_cnn.py", "nn.Linear(9216, 128)", "nn.Linear(2304, 32)"),
-    ("src/models/mnist_cnn.py", "nn.Linear(128, 10)", "nn.Linear(32, 10)"),
+    ("src/tasks/mnist.py", "nn.Conv2d(1, 32, 3)", "nn.Conv2d(1, 8, 3)"),
+    ("src/tasks/mnist.py", "nn.Conv2d(32, 64, 3)", "nn.Conv2d(8, 16, 3)"),
+    ("src/tasks/mnist.py", "nn.Linear(9216, 128)", "nn.Linear(2304, 32)"),
+    ("src/tasks/mnist.py", "nn.Linear(128, 10)", "nn.Linear(32, 10)"),
 )
 
 
@@ -61,21 +61,21 @@ CLIPPED = ("--optim.max_grad_norm=1",)
 FAULTS = [
     Fault(
         "every process reads the same shard", "ddp", {"Data"}, "every process reads the same shard",
-        ("src/data/loading.py", "_load(run, augmented, order,",
+        ("src/training/batches.py", "_load(run, augmented, order,",
          "_load(run, augmented, np.repeat(order[:: run.world_size], run.world_size),"),
     ),
     Fault(
         "set_epoch forgotten", "fsdp", {"Data"}, "set_epoch was forgotten",
-        ("src/data/loading.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, 0])"),
+        ("src/training/batches.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, 0])"),
     ),
     Fault(
         "one sample dropped", "ddp", {"Data"}, "1 left out",
-        ("src/data/loading.py", "order[done_in_epoch * config.global_batch_size :]",
+        ("src/training/batches.py", "order[done_in_epoch * config.global_batch_size :]",
          "order[done_in_epoch * config.global_batch_size : -1]"),
     ),
     Fault(
         "one sample doubled in evaluation", "ddp", {"Data", "Evaluation"}, "1 read more than once (0, …)",
-        ("src/data/loading.py", "np.arange(len(run.eval_set))", "np.append(np.arange(len(run.eval_set)), 0)"),
+        ("src/training/batches.py", "np.arange(len(run.eval_set))", "np.append(np.arange(len(run.eval_set)), 0)"),
     ),
     Fault(
         "the loss averaged per micro-batch, with ragged counts", "ddp", {"Gradients"},
@@ -91,7 +91,7 @@ FAULTS = [
     Fault(
         "gradients not reduced for one parameter", "ddp", {"Gradients", "Updates"},  # and so the replicas drift apart
         "fc1.bias",
-        ("src/distributed.py", "        return accelerator.prepare(model)",
+        ("src/distributed/accelerator.py", "        return accelerator.prepare(model)",
          '        model._ddp_params_and_buffers_to_ignore = ["fc1.bias"]\n        return accelerator.prepare(model)'),
     ),
     Fault(
@@ -102,14 +102,17 @@ FAULTS = [
     ),
     Fault(
         "a parameter group left out of the optimizer", "fsdp", {"Updates"}, "4 of 8 as they should, not conv1.bias",
-        ("src/optim.py", 'groups = [group for group in (matrices, vectors) if group["params"]]', "groups = [matrices]"),
+        (
+            "src/training/optim.py",
+            'groups = [group for group in (matrices, vectors) if group["params"]]', "groups = [matrices]",
+        ),
     ),
     Fault(
         "a buffer not synchronised", "fsdp", {"Updates"},  # DDP sends the first process's to all
         "seen: differs",
-        ("src/models/mnist_cnn.py", "        self.fc2 = nn.Linear(128, 10)\n",
+        ("src/tasks/mnist.py", "        self.fc2 = nn.Linear(128, 10)\n",
          "        self.fc2 = nn.Linear(128, 10)\n        self.register_buffer('seen', torch.zeros(()))\n"),
-        ("src/models/mnist_cnn.py", "        return self.fc2(x)",
+        ("src/tasks/mnist.py", "        return self.fc2(x)",
          "        self.seen += images.float().mean() * self.training\n        return self.fc2(x)"),
     ),
     Fault(
@@ -119,17 +122,17 @@ FAULTS = [
     ),
     Fault(
         "clipping by one process's norm", "fsdp", {"Gradients"}, "the norm is one process's",
-        ("src/distributed.py", "squares = accelerator.reduce(squares", "_ = accelerator.reduce(squares"),
+        ("src/distributed/accelerator.py", "squares = accelerator.reduce(squares", "_ = accelerator.reduce(squares"),
         arguments=CLIPPED,
     ),
     Fault(
         "clipping that scales small gradients up", "ddp", {"Gradients"}, "clipping that scales small gradients up",
-        ("src/optim.py", ".clamp(max=1.0)", ""),
+        ("src/training/optim.py", ".clamp(max=1.0)", ""),
         arguments=CLIPPED,
     ),
     Fault(
         "weight decay on norms and biases", "fsdp", {"Updates"}, "4 of 8 as they should, not conv1.bias",
-        ("src/optim.py", 'if p.ndim < 2], "weight_decay": 0.0', 'if p.ndim < 2], "weight_decay": 0.01'),
+        ("src/training/optim.py", 'if p.ndim < 2], "weight_decay": 0.0', 'if p.ndim < 2], "weight_decay": 0.01'),
     ),
     Fault(
         "an evaluation that is a mean of the batches' means", "ddp", {"Evaluation"},
@@ -139,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "a process without an evaluation batch", "ddp", {"Data", "Evaluation"}, "by process",
-        ("src/data/loading.py", "    for (batch,) in bar(",
+        ("src/training/batches.py", "    for (batch,) in bar(",
          "    if run.rank:\n        return\n    for (batch,) in bar("),
     ),
     Fault(
@@ -153,18 +156,18 @@ FAULTS = [
     ),
     Fault(
         "FSDP asked for and DDP run", "fsdp", {"Launch"}, "what the yaml asks for was not applied",
-        ("src/distributed.py", "errors += launch_errors(launcher, config, world_size, wants_fsdp)",
+        ("src/distributed/accelerator.py", "errors += launch_errors(launcher, config, world_size, wants_fsdp)",
          "errors += launch_errors(launcher, config, world_size, wants_fsdp); wants_fsdp = False"),
     ),
     Fault(
         "DDP asked for and nothing run", "ddp", {"Launch"}, "each process trains a model of its own",
-        ("src/distributed.py", "if accelerator.num_processes != world_size:", "if False:"),
-        ("src/distributed.py", "        cpu=on_cpu,", "        cpu=False,"),
+        ("src/distributed/accelerator.py", "if accelerator.num_processes != world_size:", "if False:"),
+        ("src/distributed/accelerator.py", "        cpu=on_cpu,", "        cpu=False,"),
     ),
     Fault(
         "only the root wrapped", "fsdp", {"Launch"}, "only the root is wrapped",
-        ("src/models/mnist_cnn.py", '_no_split_modules = ["Conv2d", "Linear"]', "_no_split_modules = []"),
-        ("src/distributed.py", "if sharded_units(model) < 2:", "if False:"),
+        ("src/tasks/mnist.py", '_no_split_modules = ["Conv2d", "Linear"]', "_no_split_modules = []"),
+        ("src/distributed/accelerator.py", "if sharded_units(model) < 2:", "if False:"),
     ),
     Fault(
         "the loss in bf16", "fsdp", {"Precision"}, "the loss is computed in half precision",
@@ -217,44 +220,47 @@ ALONE = [
     ),
     Fault(
         "betas ignored", "cpu", {"Updates"}, "betas (0.9, 0.999), not (0.8, 0.9)",
-        ("src/optim.py", "betas=config.betas, ", ""),
+        ("src/training/optim.py", "betas=config.betas, ", ""),
         arguments=("--optim.betas=[0.8,0.9]",),
     ),
     Fault(
         "another eps", "cpu", {"Updates"}, "eps 0.0001, not 1e-08",
-        ("src/optim.py", "betas=config.betas, ", "betas=config.betas, eps=1e-4, "),
+        ("src/training/optim.py", "betas=config.betas, ", "betas=config.betas, eps=1e-4, "),
     ),
     Fault(
         "weight decay ignored", "cpu", {"Updates"}, "conv1.weight: weight_decay 0.0, not 0.01",
-        ("src/optim.py", 'p.ndim >= 2], "weight_decay": config.weight_decay}', 'p.ndim >= 2], "weight_decay": 0.0}'),
+        (
+            "src/training/optim.py",
+            'p.ndim >= 2], "weight_decay": config.weight_decay}', 'p.ndim >= 2], "weight_decay": 0.0}',
+        ),
     ),
     Fault(
         "momentum ignored", "cpu", {"Updates"}, "momentum 0, not 0.9",
-        ("src/optim.py", "lr=config.lr, momentum=config.momentum, fused", "lr=config.lr, fused"),
+        ("src/training/optim.py", "lr=config.lr, momentum=config.momentum, fused", "lr=config.lr, fused"),
         arguments=("--optim.name=sgd",),
     ),
     Fault(
         "Nesterov's momentum", "cpu", {"Updates"}, "nesterov True, not False",
-        ("src/optim.py", "momentum=config.momentum, fused", "momentum=config.momentum, nesterov=True, fused"),
+        ("src/training/optim.py", "momentum=config.momentum, fused", "momentum=config.momentum, nesterov=True, fused"),
         arguments=("--optim.name=sgd",),
     ),
     Fault(
         "Muon at a rate of its own", "cpu", {"Updates"}, "adjust_lr_fn None, not match_rms_adamw",
-        ("src/optim.py", 'adjust_lr_fn="match_rms_adamw"', "adjust_lr_fn=None"),
+        ("src/training/optim.py", 'adjust_lr_fn="match_rms_adamw"', "adjust_lr_fn=None"),
         arguments=("--optim.name=muon",),
     ),
     Fault(
         "an order that repeats from epoch 3 on", "cpu", {"Data"}, "an earlier one comes again",
-        ("src/data/loading.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, epoch % 2])"),
+        ("src/training/batches.py", "default_rng([config.seed, epoch])", "default_rng([config.seed, epoch % 2])"),
     ),
     Fault(
         "an augmentation that is the same from epoch 3 on", "cpu", {"Data"}, "an augmentation depends on",
-        ("src/data/loading.py", "[config.seed, epoch, 1])", "[config.seed, min(epoch, 1), 1])"),
+        ("src/training/batches.py", "[config.seed, epoch, 1])", "[config.seed, min(epoch, 1), 1])"),
         arguments=("--task.rotation=5",),
     ),
     Fault(
         "an augmentation without the seed", "cpu", {"Data"}, "an augmentation depends on",
-        ("src/data/loading.py", "[config.seed, epoch, 1])", "[0, epoch, 1])"),
+        ("src/training/batches.py", "[config.seed, epoch, 1])", "[0, epoch, 1])"),
         arguments=("--task.rotation=5", "--seed=1"),
     ),
     Fault(
@@ -302,16 +308,16 @@ epoch."""
 MORE = [
     Fault(
         "an epoch that begins anew where a run goes on", "ddp", {"Data"}, "goes on with examples that it has seen",
-        ("src/data/loading.py", "        order = order[done_in_epoch * config.global_batch_size :]\n", ""),
+        ("src/training/batches.py", "        order = order[done_in_epoch * config.global_batch_size :]\n", ""),
     ),
     Fault(
         "a schedule that is longer by the number of processes", "ddp", {"Updates"}, "of another form or length",
-        ("src/run.py", "Schedule(self.config.steps(self.steps_per_epoch)[1],",
+        ("src/training/run.py", "Schedule(self.config.steps(self.steps_per_epoch)[1],",
          "Schedule(self.config.steps(self.steps_per_epoch)[1] * self.world_size,"),
     ),
     Fault(
         "an augmentation that depends on the process", "ddp", {"Data"}, "an augmentation depends on the process",
-        ("src/data/loading.py", "[config.seed, epoch, 1])", "[config.seed, epoch, 1 + run.rank])"),
+        ("src/training/batches.py", "[config.seed, epoch, 1])", "[config.seed, epoch, 1 + run.rank])"),
         arguments=("--task.rotation=5",),
     ),
     Fault(
@@ -329,7 +335,7 @@ MORE = [
     ),
     Fault(
         "the last layer in Muon's group", "ddp", {"Updates"}, "not fc2.weight",
-        ("src/optim.py", "if isinstance(m, nn.Linear)][-1:])", "if isinstance(m, nn.Linear)][-1:0])"),
+        ("src/training/optim.py", "if isinstance(m, nn.Linear)][-1:])", "if isinstance(m, nn.Linear)][-1:0])"),
         arguments=("--optim.name=muon",),
     ),
     Fault(
@@ -339,7 +345,7 @@ MORE = [
     Fault(
         "each process has data of its own", "ddp", {"Data", "Evaluation"},
         "build_datasets makes other data on each process",
-        ("src/data/mnist.py", "order = np.random.default_rng(0)", "order = np.random.default_rng()"),
+        ("src/tasks/mnist.py", "order = np.random.default_rng(0)", "order = np.random.default_rng()"),
     ),
     Fault(
         "the same dropout on every process", "ddp", {"Same start"}, "dropout drops the same units on every process",
@@ -348,7 +354,7 @@ MORE = [
     Fault(
         "gradients not cleared", "ddp", {"Checkpoint", "Gradients"},  # they begin where they should not
         "not the gradient of the whole batch's mean loss",
-        ("src/optim.py", "        optimizer.zero_grad()\n", ""),
+        ("src/training/optim.py", "        optimizer.zero_grad()\n", ""),
     ),
     Fault(
         "gradients reduced after each micro-batch", "ddp", {"Cost"}, "gradients reduced after each micro-batch",

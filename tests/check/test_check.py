@@ -28,7 +28,7 @@ def assert_all_is_well(run: Run) -> None:
     assert run.exit_code == 0, run.stdout + run.stderr
     assert json.loads((run.folder / "check.json").read_text())["passed"] is True
     assert list(dict.fromkeys(row["check"] for row in rows(run))) == CHECKS
-    report = ["report.html", "report"] if (PROJECT / "src/report.py").exists() else []
+    report = ["report.html", "report"] if (PROJECT / "src/tracking/report.py").exists() else []
     assert {path.name for path in run.folder.iterdir()} == {"check.json", *report}
     assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
     shown = [line for line in run.stdout.splitlines() if line[:1].isupper() and line.startswith(tuple(CHECKS))]

@@ -35,7 +35,7 @@ def test_by_hand_and_ddp_have_the_same_curve(
     data = [f"--task.source={source}"]
     data += ["--optim.lr=3e-5"] if source == "digits" else [f"--task.data_dir={shortened_mnist(tmp_path)}"]
     ddp, within = whole("ddp", *SETTINGS, *data), rounding("ddp", *SETTINGS, *data)
-    run = launch("ddp", *SETTINGS, *data, f"--output_dir={tmp_path}/run", script="src/reference.py").succeeded()
+    run = launch("ddp", *SETTINGS, *data, f"--output_dir={tmp_path}/run", script="src/check/reference.py").succeeded()
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 50
     assert losses == pytest.approx(ddp.losses, rel=within)
@@ -46,8 +46,8 @@ def test_by_hand_and_ddp_have_the_same_curve(
 @pytest.mark.slow
 def test_its_mistakes_are_one_line_too(launch: Launch) -> None:
     """Of several processes, and by the command in its docstring."""
-    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=1", "-m", "src.reference", "--sed=1"]
-    for run in (launch("ddp", "--sed=1", script="src/reference.py"), run_command(torchrun, MNIST)):
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=1", "-m", "src.check.reference", "--sed=1"]
+    for run in (launch("ddp", "--sed=1", script="src/check/reference.py"), run_command(torchrun, MNIST)):
         assert [line for line in run.stderr.splitlines() if "sed=1" in line] == [
             "reference: --sed=1: unknown setting, did you mean seed?"
         ]

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from src import distributed
 from src.checkpoint import format, write
-from src.data import loading
+from src.distributed import accelerator as distributed
 from src.tasks.mnist import Mnist
+from src.training import batches as loading
 
 STEP = int(os.environ.get("FAULT_STEP", "0"))
 

@@ -10,9 +10,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from src.checkpoint.folder import run_settings
 from src.checkpoint.resume import find_checkpoint
-from src.config import load_config
-from src.process import UserError
+from src.config.errors import UserError
 from tests.launching import Launch, Run, Started
 
 SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
@@ -49,7 +49,7 @@ def killed_and_resumed(launch: Launch, yaml: str, arguments: tuple[str, ...], fo
 
 def refusal(folder: Path, *arguments: str) -> list[str]:
     """What SHORT is refused with in this folder, on one process, which is this one and locks it until it ends."""
-    config = load_config([f"--output_dir={folder}", "--task.source=digits", *SHORT, *arguments])
+    config = run_settings([f"--output_dir={folder}", "--task.source=digits", *SHORT, *arguments])
     with pytest.raises(UserError) as error:
         find_checkpoint(Accelerator(cpu=True), config)
     return str(error.value).splitlines()

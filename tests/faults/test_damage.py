@@ -9,7 +9,7 @@ import torch
 
 from src.checkpoint import format
 from src.checkpoint.tensors import load_tensors
-from src.models.mnist_cnn import MnistCnn
+from src.tasks.mnist import MnistCnn
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back, refusal
 from tests.launching import Launch, Whole
 

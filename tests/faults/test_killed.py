@@ -18,10 +18,12 @@ import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from src.checkpoint.format import problems
-from src.config import config_from
-from src.data.loading import MicroBatch, training_steps
-from src.process import Signals, UserError, exit_codes
+from src.config.config import config_from
+from src.config.errors import UserError
+from src.distributed.process import Signals, exit_codes
+from src.tasks import TASKS
 from src.tasks.base import Examples
+from src.training.batches import MicroBatch, training_steps
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Started, Whole, slow
 
@@ -132,10 +134,10 @@ def test_told_to_end_a_process_has_nothing_to_say_that_another_said(
     noticed. Tried without `die`: the launcher sends no other for 30 seconds, and the same is said twice."""
     seen: list[signal.Signals] = []
     monkeypatch.setattr(signal, "raise_signal", seen.append)
-    monkeypatch.setattr("src.process.GRACE_SECONDS", 0)
+    monkeypatch.setattr("src.distributed.process.GRACE_SECONDS", 0)
     monkeypatch.setenv("LOCAL_RANK", rank)
     stop_signals = Signals()
-    monkeypatch.setattr("src.process.SIGNALS", stop_signals)
+    monkeypatch.setattr("src.distributed.process.SIGNALS", stop_signals)
     stop_signals.catch()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises((RuntimeError, SystemExit)), exit_codes():
@@ -148,7 +150,7 @@ def test_whichever_exchange_times_out_first_the_one_that_is_waited_for_says_so(
 ) -> None:
     """The first of them closes the connection, and gloo says something else of the others: which one the loop waits
     for is a matter of chance. Tried without that other text: a traceback, and nobody is said to hang."""
-    monkeypatch.setattr("src.process.GRACE_SECONDS", 0)
+    monkeypatch.setattr("src.distributed.process.GRACE_SECONDS", 0)
     store, timeout = HashStore(), timedelta(seconds=0.5)
     with ThreadPoolExecutor() as pool:
         groups: list[Any] = [*pool.map(lambda rank: ProcessGroupGloo(store, rank, 2, timeout), range(2))]
@@ -226,7 +228,7 @@ class Losing:
 
 def first_window(dataset: Examples) -> list[MicroBatch]:
     """As loaded by another process."""
-    config = config_from({"task": {"name": "mnist", "shift": 0, "rotation": 0}, "num_workers": 1})
+    config = config_from({"task": {"name": "mnist", "shift": 0, "rotation": 0}, "num_workers": 1}, TASKS)
     facts = {"rank": 0, "world_size": 1, "steps_per_epoch": 1, "total_steps": 1, "device": torch.device("cpu")}
     run: Any = SimpleNamespace(config=config, train_set=dataset, **facts)
     return next(training_steps(run, 0))

@@ -12,8 +12,10 @@ import torch
 import yaml
 
 from src.checkpoint import format, resume
-from src.config import config_from, load_config
-from src.process import UserError
+from src.checkpoint.folder import run_settings
+from src.config.config import config_from
+from src.config.errors import UserError
+from src.tasks import TASKS
 from tests.faults.runs import (
     EACH_STEP,
     SHORT,
@@ -145,7 +147,7 @@ def test_a_record_that_was_cut_is_not_written_on(whole: Whole, tmp_path: Path) -
     assert refusal(folder)[0].startswith(f"{record} has 100 bytes, and had ")
     assert record.read_text() == text[:100]
     record.write_text('{"a": "note"}\n' + text)
-    config, checkpoint = load_config([f"--output_dir={folder}"]), folder / "checkpoints" / "step_00000024"
+    config, checkpoint = run_settings([f"--output_dir={folder}"]), folder / "checkpoints" / "step_00000024"
     with pytest.raises(ValueError, match="has other lines than when"):
         resume._require_whole_record(config, checkpoint, format.read_state(checkpoint))
 
@@ -192,7 +194,7 @@ def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
         ({"epochs": 9, "max_steps": 300}, {"epochs": 10, "max_steps": 300}, False),
     ):
         saved = dataclasses.replace(state, config=state.config | then)
-        config = config_from(state.config | now)
+        config = config_from(state.config | now, TASKS)
         if is_refused:
             with pytest.raises(ValueError, match="the learning rate's schedule then spans 2[0-9]+ steps, not "):
                 resume._note_changes(config, Path("step_00000024"), saved)

@@ -13,7 +13,7 @@ import torch
 from src.checkpoint import format
 from src.checkpoint.tensors import read, saved_tensors
 from src.checkpoint.write import CheckpointWriter
-from src.process import exit_codes
+from src.distributed.process import exit_codes
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back, weights
 from tests.launching import Launch, Run, Started, Whole
 

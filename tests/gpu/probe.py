@@ -33,7 +33,7 @@ class Probe:
     steps: list[dict[str, int]]
     """Of each step, how often each thing happened, by the names that null_gpu.c gives them."""
     places: dict[str, int]
-    """Where in this project the last step waited for the device, as `sync_stream src/optim.py`, and how often."""
+    """Where in this project the last step waited for the device, as `sync_stream src/training/x.py`, and how often."""
     kernels: dict[str, int]
     """Kernels and collectives of the last step, by name; of a collective with the bytes of one rank's part."""
     evaluation: dict[str, int]
@@ -79,10 +79,10 @@ def main(result: str, *arguments: str) -> None:
     import torch.distributed as dist
 
     import train
-    from src.config import load_config
-    from src.cuda_graph import RecordedStep
-    from src.data.loading import CountedSteps, evaluation_batches, training_steps
-    from src.preemption import StopSignal
+    from src.checkpoint.folder import run_settings
+    from src.distributed.stop import StopSignal
+    from src.training.batches import CountedSteps, evaluation_batches, training_steps
+    from src.training.cuda_graph import RecordedStep
 
     null: Any = ctypes.CDLL("libcuda.so.1")
     null.null_gpu_kind_name.restype = ctypes.c_char_p
@@ -108,11 +108,11 @@ def main(result: str, *arguments: str) -> None:
         dist.init_process_group("cuda:nccl,cpu:fake", store=dist.HashStore(), rank=0, world_size=size)
         real: Any = dist.new_group
         dist.new_group = lambda *a, backend=None, **k: real(*a, backend="fake" if backend == "gloo" else backend, **k)
-    run = train.build(load_config([*arguments]))
+    run = train.build(run_settings([*arguments]))
     assert run
     measured: Any = lambda steps: nullcontext(next(steps))  # noqa: E731
-    if find_spec("src.performance"):  # it may have been thrown out
-        measured = import_module("src.performance").Performance(run).step
+    if find_spec("src.tracking.performance"):  # it may have been thrown out
+        measured = import_module("src.tracking.performance").Performance(run).step
     found, milliseconds = [], []
     take_step = RecordedStep(run, train.train_step) if run.config.cuda_graphs else train.train_step
     stop = StopSignal(run.accelerator, run.config)

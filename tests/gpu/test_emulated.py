@@ -17,7 +17,7 @@ TEXT = ("--task.name=causal_lm", "--task.sequence_length=64", "--global_batch_si
 SIZES = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 SCRATCH = tuple(f"--task.architecture.{name}={value}" for name, value in SIZES.items())
-needs_text = needs("src/tasks/causal_lm.py")
+needs_text = needs("src/tasks/text/causal_lm.py")
 BF16 = ("--mixed_precision=bf16",)
 """Where attention is torch's varlen kernel on a GPU, and convolutions are channels-last."""
 YAMLS = {
@@ -60,7 +60,7 @@ def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
     gpu: Launch, whole: Whole, tasks: dict[str, tuple[str, ...]], tmp_path: Path, yaml: str, kind: str
 ) -> None:
     """Tried with each of these taken out: the question whether a device has an index, the move of offloaded shards to
-    the CPU, the filters of warnings in src/distributed.py, the devices of fork_rng."""
+    the CPU, the filters of warnings in src/distributed/accelerator.py, the devices of fork_rng."""
     arguments, processes = (*tasks[kind], *SHORT), YAMLS[yaml]
     first, run = (
         gpu(yaml, *arguments, f"--max_steps={steps}", folder=tmp_path / "run", processes=processes).succeeded()

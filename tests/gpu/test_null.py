@@ -33,7 +33,7 @@ def kinds(probe: Probe, *names: str) -> list[int]:
 
 
 probed = cache(steps_of)
-text = (pytest.mark.slow, needs("src/tasks/causal_lm.py"))
+text = (pytest.mark.slow, needs("src/tasks/text/causal_lm.py"))
 EAGER = llama(64, 4)
 COMPILED = (*EAGER, "--compile=true")
 FSDP = llama(64, 8)
@@ -62,22 +62,22 @@ def test_a_step_waits_for_nothing_and_allocates_nothing(
     assert kinds(probe, "graph_launch") == ["--cuda_graphs=true" in arguments]
 
 
-@needs("src/tasks/causal_lm.py")
+@needs("src/tasks/text/causal_lm.py")
 @pytest.mark.slow
 def test_an_evaluation_does_not_wait_for_each_batch() -> None:
     """Tried without output_size in repeat_interleave: one wait for each."""
     assert sum(probed(*EAGER, steps=12).evaluation.get(kind, 0) for kind in ("sync_stream", "sync_device")) == 0
 
 
-@needs("src/tasks/causal_lm.py")
+@needs("src/tasks/text/causal_lm.py")
 @pytest.mark.slow
 def test_offloaded_parameters_wait_to_be_told_whether_the_step_is_left_out() -> None:
     """Tried without the copy to their device in step_if_finite: it is read before it has arrived."""
     probe = steps_of(*EAGER, processes=1, FSDP_OFFLOAD_PARAMS="true")
-    assert probe.places["sync_stream src/optim.py"] == 1
+    assert probe.places["sync_stream src/training/optim.py"] == 1
 
 
-@needs("src/tasks/causal_lm.py")
+@needs("src/tasks/text/causal_lm.py")
 @pytest.mark.slow
 def test_fsdp_exchanges_each_shard_as_often_as_its_strategy_says() -> None:
     """Parameters in bf16, gathered for the forward pass and, but for the last block, again for the backward pass;
@@ -93,7 +93,7 @@ def test_fsdp_exchanges_each_shard_as_often_as_its_strategy_says() -> None:
     }, (counts, ends)  # fmt: skip
 
 
-@needs("src/tasks/causal_lm.py")
+@needs("src/tasks/text/causal_lm.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [("--task.attention=flex",), ("--task.attention=flex", "--compile=true")])
 def test_flex_attention_compiles_for_the_gpu(more: tuple[str, ...]) -> None:
@@ -102,14 +102,14 @@ def test_flex_attention_compiles_for_the_gpu(more: tuple[str, ...]) -> None:
     assert any("flex_attention" in name for name in probe.kernels)
 
 
-@needs("src/tasks/causal_lm.py")
+@needs("src/tasks/text/causal_lm.py")
 @pytest.mark.slow
 def test_fp8_computes_in_fp8() -> None:
     probe = steps_of(*llama(64, 8), processes=1, ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="AO")
     assert any("scaled" in name.lower() or "fp8" in name.lower() or "e4m3" in name.lower() for name in probe.kernels)
 
 
-@needs("src/tasks/causal_lm.py")
+@needs("src/tasks/text/causal_lm.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "kernel"), [("raise RuntimeError", "FA2"), ("return q.clone(), q[..., 0].T.float()", "FA4")]
@@ -122,7 +122,7 @@ def test_a_newer_flash_attention_is_used_if_it_works(tmp_path: Path, does: str, 
     assert probe.tuned == [f"varlen attention by {kernel}"]
 
 
-@needs("src/tasks/causal_lm.py")
+@needs("src/tasks/text/causal_lm.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "shape", "batch", "processes"), [("1.1B, one GPU", TINYLLAMA, 4, 0), ("8B, 8 GPUs", LLAMA_8B, 8, 8)]

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from src.config import load_config
-from src.launch_guard import Launcher, launch_errors
-from src.machines import Machines, differences
-from src.process import UserError
+from src.checkpoint.folder import run_settings
+from src.config.errors import UserError
+from src.distributed.launch_guard import Launcher, launch_errors
+from src.distributed.machines import Machines, differences
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Rounding, Run, Whole, slow
 from tests.machines.hosts import Hosts, Running, missing, words
@@ -243,7 +243,7 @@ def test_a_way_is_slow_if_no_message_was_fast(
     machines.names, machines._hosts = ["machine 0 (host1)", "machine 1 (host2)"], ["host1", "host2"]
     machines._heard = [(b"", 0.0)] * 2
     machines._store = network  # type: ignore[assignment]
-    monkeypatch.setattr("src.machines.time", network)
+    monkeypatch.setattr("src.distributed.machines.time", network)
     monkeypatch.setattr(machines._left, "wait", lambda _: False)
     with pytest.raises(IndexError):  # after the last message
         machines._watch(1, math.inf)
@@ -253,11 +253,11 @@ def test_a_way_is_slow_if_no_message_was_fast(
 
 def test_what_differs_is_named_on_one_line_per_machine() -> None:
     names = ["machine 0 (a)", "machine 1 (b)", "machine 2 (c)"]
-    first = {"src/optim.py": "00ff00ff", "torch": "2.15.0", "FSDP_VERSION": "2"}
-    same, other = dict(first), {"src/optim.py": "12345678", "torch": "2.14.0", "extra": "1"}
+    first = {"src/training/optim.py": "00ff00ff", "torch": "2.15.0", "FSDP_VERSION": "2"}
+    same, other = dict(first), {"src/training/optim.py": "12345678", "torch": "2.14.0", "extra": "1"}
     assert list(differences(names, [first, same, other])) == [
-        "machine 2 (c) has src/optim.py 12345678, torch 2.14.0, FSDP_VERSION None, extra 1; "
-        "machine 0 (a) has src/optim.py 00ff00ff, torch 2.15.0, FSDP_VERSION 2, extra None"
+        "machine 2 (c) has src/training/optim.py 12345678, torch 2.14.0, FSDP_VERSION None, extra 1; "
+        "machine 0 (a) has src/training/optim.py 00ff00ff, torch 2.15.0, FSDP_VERSION 2, extra None"
     ]
     wrong = {"mistakes": "sed: unknown\nepochs: must be more"}
     assert list(differences(names, [first, wrong, same])) == [
@@ -282,6 +282,6 @@ def test_a_machine_rank_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_processes_that_are_no_multiple_of_the_machines_are_refused() -> None:
     launcher = Launcher([], Namespace(num_processes=5, num_machines=2), "mine.yaml", {}, [], {})
-    assert list(launch_errors(launcher, load_config([]), 4, False)) == [
+    assert list(launch_errors(launcher, run_settings([]), 4, False)) == [
         "5 processes were asked for, but mine.yaml starts 4: take a multiple of the 2 machines"
     ]

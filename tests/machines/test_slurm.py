@@ -175,7 +175,7 @@ def test_slurm_tells_it_to_save_before_its_time_ends_and_a_cancelled_job_stays_a
 
 
 @pytest.mark.slow
-@needs("src/sweep.py")
+@needs("src/tools/sweep.py")
 def test_an_array_trains_the_trials_of_a_sweep(cluster: Cluster, tmp_path: Path) -> None:
     """Each in a folder of its own, and one that is told to save goes on alone. Afterwards the sweep only ranks them."""
     folder, file = tmp_path / "sweep", tmp_path / "sweep.yaml"
@@ -191,7 +191,7 @@ def test_an_array_trains_the_trials_of_a_sweep(cluster: Cluster, tmp_path: Path)
     assert [task["Restarts"] for task in tasks] == ["0", "1"]
     records = [(folder / f"trial-0{task}/metrics.jsonl").read_bytes() for task in range(2)]
 
-    command = [sys.executable, "-m", "src.sweep", str(file), "--trials=2", *settings]
+    command = [sys.executable, "-m", "src.tools.sweep", str(file), "--trials=2", *settings]
     ranked = subprocess.run(command, cwd=PROJECT, env=clean_environment(), capture_output=True, text=True)
     assert "best model: " in ranked.stdout, ranked.stdout + ranked.stderr
     assert [(folder / f"trial-0{task}/metrics.jsonl").read_bytes() for task in range(2)] == records

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from src.config import load_config
-from src.process import exit_codes
+from src.checkpoint.folder import run_settings
+from src.distributed.process import exit_codes
 
 End = tuple[Any, list[str]]
 """The exit code, 0 where it would train, and what train.py told a user who erred."""
@@ -25,7 +25,7 @@ End = tuple[Any, list[str]]
 
 def build(arguments: list[str]) -> tuple[Any, Any, Any, Any]:
     """Return the task, its two datasets and its model, built as train.py does it."""
-    task: Any = load_config(arguments).task
+    task: Any = run_settings(arguments).task
     return task, *task.build_datasets(), task.build_model()
 
 

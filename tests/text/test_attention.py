@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from src.models import attention
-from src.models.causal_lm import LanguageModel, small_model
-from src.process import UserError
-from src.tasks.causal_lm import CausalLM
-from src.tasks.text_classification import TextClassification
+from src.config.errors import UserError
+from src.tasks.text import attention
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.language_model import LanguageModel, small_model
+from src.tasks.text.text_classification import TextClassification
 from tests.launching import Launch, mistakes
 from tests.text.test_language_model import SMALL, LargestTensor, build
 from tests.text.tiny import LLAMA, questions

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from src.config import load_config
-from src.data.byte_tokenizer import byte_tokenizer
+from src.checkpoint.folder import run_settings
+from src.tasks.text.byte_tokenizer import byte_tokenizer
 from tests.launching import Launch
 from tests.text import tiny
 from tests.text.ending import build, end_of
@@ -574,7 +574,7 @@ def test_the_auxiliary_loss_of_a_mixture_of_experts() -> None:
 
 @pytest.mark.parametrize(("value", "expected"), [("20000.0", 20000.0), ("1e4", 1e4), ("'1'x", "'1'x"), ('"x"', "x")])
 def test_fields_within_fields_are_numbers_too(value: str, expected: object) -> None:
-    task: Any = load_config(command(*NEW, write({}), f"architecture.rope_parameters.rope_theta={value}")).task
+    task: Any = run_settings(command(*NEW, write({}), f"architecture.rope_parameters.rope_theta={value}")).task
     assert task.architecture["rope_parameters"] == {"rope_theta": expected}
     assert type(task)(architecture="{rms_norm_eps: 1e-5}").architecture == {"rms_norm_eps": 1e-5}
 

@@ -18,7 +18,7 @@ from tests.test_canaries import launched
 
 
 def test_fsdp_cannot_wrap_a_block_around_the_input_embeddings(tmp_path: Path) -> None:
-    """src/models/pretrained.py: why fsdp_blocks leaves BertEmbeddings out."""
+    """src/tasks/text/pretrained.py: why fsdp_blocks leaves BertEmbeddings out."""
     code = """
 import torch
 from accelerate import Accelerator, PartialState
@@ -49,7 +49,7 @@ def test_evaluate_imports_transformers_pipelines() -> None:
 
 
 def test_flash_attention_recognises_packed_documents_in_a_single_row_only() -> None:
-    """src/models/causal_lm.py: why it is told of them."""
+    """src/tasks/text/language_model.py: why it is told of them."""
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
     assert _is_packed_sequence(positions[:1], batch_size=1)
     assert not _is_packed_sequence(positions, batch_size=2)
@@ -65,7 +65,7 @@ def causal_mask(attention: str) -> Any:
 
 @pytest.mark.parametrize(("attention", "size"), [("sdpa", (2, 1, 5, 5)), ("without a mask", None)])
 def test_transformers_makes_no_mask_for_attention_that_names_none(attention: str, size: tuple[int, ...] | None) -> None:
-    """src/models/attention.py: why the kernel is registered, but no mask. Else packed documents have a dense one."""
+    """text/attention.py: why the kernel is registered, but no mask. Else packed documents have a dense one."""
     AttentionInterface.register("without a mask", lambda *_: None)
     mask = causal_mask(attention)
     assert (None if mask is None else tuple(mask.shape)) == size
@@ -74,13 +74,13 @@ def test_transformers_makes_no_mask_for_attention_that_names_none(attention: str
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # transformers asks torch in a way that will be removed
 def test_the_blocks_of_flex_attention_keep_packed_documents_apart() -> None:
-    """src/models/attention.py: why transformers may make them. On a GPU it is tried before training."""
+    """src/tasks/text/attention.py: why transformers may make them. On a GPU it is tried before training."""
     blocks = causal_mask("flex_attention")
     assert torch.equal(create_mask(blocks.mask_mod, 2, 1, 5, 5, device="cpu"), causal_mask("sdpa"))
 
 
 def test_cudnn_attention_is_switched_off_in_all_threads() -> None:
-    """src/models/pretrained.py: the backward pass runs in threads of its own."""
+    """src/tasks/text/pretrained.py: the backward pass runs in threads of its own."""
     found = []
     for is_on in (True, False):
         torch.backends.cuda.enable_cudnn_sdp(is_on)

@@ -32,7 +32,7 @@ def test_a_classifier_is_well(launch: Launch, tmp_path: Path) -> None:
 def test_packed_documents_that_see_each_other_are_found_out(launch: Launch, tmp_path: Path) -> None:
     fault = Fault(
         "positions that go on where packed documents meet", "ddp", {"Data"}, "packed documents see each other",
-        ("src/data/packing.py", "position_ids[row, start:] = places[: width - start]", "pass"),
+        ("src/tasks/text/packing.py", "position_ids[row, start:] = places[: width - start]", "pass"),
         arguments=(
             "--task.name=causal_lm", "--task.dataset=questions.jsonl", "--task.sequence_length=64",
             "--global_batch_size=8", *LLAMA,

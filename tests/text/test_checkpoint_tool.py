@@ -1,11 +1,11 @@
-"""python -m src.checkpoint export, of transformers."""
+"""python -m src.tools.checkpoints export, of transformers."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
-from src.checkpoint.__main__ import main
+from src.tools.checkpoints import main
 from tests.launching import Launch
 from tests.text import tiny
 

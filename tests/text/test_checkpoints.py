@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from src.checkpoint import resume
-from src.checkpoint.output_folder import changed_settings
-from src.config import config_from
-from src.tasks.text_classification import TextClassification
+from src.checkpoint.folder import changed_settings
+from src.config.config import config_from
+from src.tasks import TASKS
+from src.tasks.text.text_classification import TextClassification
 from tests.faults.runs import SHORT, assert_same_run, curve, cut_back, killed_and_resumed
 from tests.launching import Launch, Whole, slow
 from tests.text import tiny
@@ -95,7 +96,8 @@ def test_a_change_within_a_mapping_is_a_change() -> None:
     """Tried with comparing only what is no mapping."""
     then, now = (
         config_from(
-            {"task": {"name": "causal_lm", "architecture": {"model_type": "llama", **more}}, "output_dir": "nowhere"}
+            {"task": {"name": "causal_lm", "architecture": {"model_type": "llama", **more}}, "output_dir": "nowhere"},
+            TASKS,
         )
         for more in ({"hidden_size": 32}, {"hidden_size": 32, "hidden_act": "relu"})
     )

@@ -9,10 +9,10 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PreTrainedConfig
 
-from src.data.byte_tokenizer import byte_tokenizer
-from src.data.classification import label_names, length_grouped, sorted_labels
-from src.run import in_one_line
-from src.tasks.text_classification import TextClassification
+from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.labels import label_names, length_grouped, sorted_labels
+from src.tasks.text.text_classification import TextClassification
+from src.training.run import in_one_line
 
 Classifier = Callable[..., TextClassification]
 

@@ -10,10 +10,10 @@ import pytest
 from datasets import Dataset
 from tokenizers import processors
 
-from src.data.byte_tokenizer import byte_tokenizer
-from src.data.documents import Chunker, RowFormat
-from src.data.packing import pack, unpacked
-from src.tasks.causal_lm import CausalLM
+from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.documents import Chunker, RowFormat
+from src.tasks.text.packing import pack, unpacked
 
 END = "<|endoftext|>"
 LLAMA = {"model_type": "llama"}
@@ -245,7 +245,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 def test_a_long_text_is_tokenized_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["ab\ncd\n" * 5 + "x" * 30 + "ü", "short", "", "é\n" * 20]
     whole = chunks(TEXT, length=10, t=texts)[:]
-    monkeypatch.setattr("src.data.documents.SLICE", 7)
+    monkeypatch.setattr("src.tasks.text.documents.SLICE", 7)
     assert chunks(TEXT, length=10, t=texts)[:] == whole
     assert sum(whole["bytes"]) == len("".join(texts).encode())
 
@@ -305,7 +305,7 @@ def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.
     assert written() == cached
     CausalLM(**settings, train_on_prompts=True).build_datasets()
     assert (others := written()).keys() > cached.keys()
-    monkeypatch.setattr("src.data.text.CODE", ["a change of it"])
+    monkeypatch.setattr("src.tasks.text.source.CODE", ["a change of it"])
     CausalLM(**settings).build_datasets()
     assert written().keys() > others.keys()
 

@@ -1,4 +1,4 @@
-"""python -m src.evaluate, of transformers."""
+"""python -m src.tools.evaluate, of transformers."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from src.checkpoint.output_folder import saved_settings
-from src.evaluate import main
-from src.process import UserError
-from src.tasks.causal_lm import CausalLM
+from src.checkpoint.folder import saved_settings
+from src.config.errors import UserError
+from src.tasks.text.causal_lm import CausalLM
+from src.tools.evaluate import main
 from tests.launching import Launch, Run
 from tests.text import tiny
 

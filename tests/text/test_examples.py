@@ -15,7 +15,7 @@ from examples.dpo import Dpo
 from examples.make_text import write
 from examples.token_classification import TokenClassification
 from src.checkpoint.tensors import saved_tensors
-from src.process import UserError
+from src.config.errors import UserError
 from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import Launch, Rounding, Whole, mistakes, needs, slow
 
@@ -26,7 +26,7 @@ WATCH = """
 import torch
 from accelerate.utils import set_seed
 from examples.dpo import Dpo
-from src.terminal import say
+from src.config.terminal import say
 export = Dpo.export_sharded
 def watched(task, model, *arguments):
     set_seed(0)
@@ -79,7 +79,7 @@ def test_it_learns_the_same_on_any_number_of_processes(
         assert alone.losses[0] == pytest.approx(math.log(2), rel=1e-7)
 
 
-@needs("src/evaluate.py")
+@needs("src/tools/evaluate.py")
 @pytest.mark.parametrize("name", ["dpo", "token_classification"])
 @pytest.mark.parametrize("part", ["model", "checkpoints/step_00000030"])
 def test_its_metrics_are_those_of_the_training(
@@ -89,7 +89,7 @@ def test_its_metrics_are_those_of_the_training(
     own reference: a loss of log 2."""
     run = whole("fsdp", *task[name], *STEPS, processes=2)
     words = (str(run.folder / part), f"--output={tmp_path}/predictions.parquet")
-    found = json.loads(launch("cpu", *words, script="src/evaluate.py").succeeded().stdout)
+    found = json.loads(launch("cpu", *words, script="src/tools/evaluate.py").succeeded().stdout)
     assert found == pytest.approx({metric: run.summary[metric] for metric in found}, rel=1e-4)
     assert len(pq.read_table(tmp_path / "predictions.parquet")) == found["eval/examples"]
     auto: Any = AutoModelForCausalLM if name == "dpo" else AutoModelForTokenClassification

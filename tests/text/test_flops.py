@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from src.models.causal_lm import LanguageModel
-from src.models.flops import causal_pairs
-from src.models.lora import Lora
-from src.tasks.causal_lm import CausalLM
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.flops import causal_pairs
+from src.tasks.text.language_model import LanguageModel
+from src.tasks.text.lora import Lora
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,

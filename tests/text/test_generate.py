@@ -1,4 +1,4 @@
-"""python -m src.generate: what transformers generates of the export, from wherever the model comes."""
+"""python -m src.tools.generate: what transformers generates of the export, from wherever the model comes."""
 
 import io
 import shutil
@@ -15,8 +15,8 @@ import transformers
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from src.generate import main
-from src.process import UserError
+from src.config.errors import UserError
+from src.tools.generate import main
 from tests.launching import PROJECT, Launch, Run, clean_environment
 from tests.text import tiny
 
@@ -56,7 +56,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
                 seen[-1].extend(value.tolist())
             super().put(value)
 
-    monkeypatch.setattr("src.generate.TextStreamer", Streamer)
+    monkeypatch.setattr("src.tools.generate.TextStreamer", Streamer)
     return seen
 
 
@@ -163,7 +163,7 @@ def test_what_is_no_language_model_is_one_line(launch: Launch, models: Path, tmp
 
 def test_signals_end_it_without_a_traceback(runs: dict[str, Run]) -> None:
     """Ctrl-C in a chat, and a reader that has enough. Tried without: BrokenPipeError."""
-    words = [sys.executable, "-m", "src.generate", str(runs["bytes"].folder)]
+    words = [sys.executable, "-m", "src.tools.generate", str(runs["bytes"].folder)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     options: dict[str, Any] = {"cwd": PROJECT, "env": clean_environment(), "text": True, **pipes}
     with subprocess.Popen([*words, "--prompt=the", "--temperature=9"], **options) as piped:

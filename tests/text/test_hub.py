@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from src.config import load_config
-from src.export import push_to_hub
+from src.checkpoint.export import push_to_hub
+from src.checkpoint.folder import run_settings
 from tests.launching import PROJECT, Launch, Run, run_command
 from tests.text import tiny
 from tests.text.ending import End
@@ -92,7 +92,7 @@ def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(
 def test_a_folder_is_a_model_too_such_as_the_one_that_a_run_exported(online: Run, server: Hub, tmp_path: Path) -> None:
     folder, data = online.folder / "model", server.folder / "datasets/team/data"
     arguments = [*CLASSIFIER, f"--task.model={folder}", f"--task.dataset={data}", f"--output_dir={tmp_path}/run"]
-    task: Any = load_config(arguments).task
+    task: Any = run_settings(arguments).task
     task.build_datasets()
     exported = AutoModelForSequenceClassification.from_pretrained(folder)
     assert torch.equal(logits(task.build_model(), task._tokenizer), logits(exported, task._tokenizer))
@@ -165,7 +165,7 @@ def test_an_upload_that_must_fail_is_refused(
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(ValueError) as refused:  # noqa: PT011 (all of its text is compared)
-        load_config([f"--output_dir={tmp_path}/run", f"--push_to_hub={name}"])
+        run_settings([f"--output_dir={tmp_path}/run", f"--push_to_hub={name}"])
     assert str(refused.value) == says
 
 
@@ -185,7 +185,7 @@ def test_an_upload_that_fails_after_training_says_how_to_repeat_it(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.setenv("HF_TOKEN", "dummy")
-    config = load_config([f"--output_dir={tmp_path}/run", "--push_to_hub=me/other"])
+    config = run_settings([f"--output_dir={tmp_path}/run", "--push_to_hub=me/other"])
     monkeypatch.delenv("HF_TOKEN")
     folder = config.folder / "model"
     folder.mkdir(parents=True)

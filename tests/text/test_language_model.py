@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.model_transforms import transform
-from src.models import causal_lm
-from src.models.causal_lm import LanguageModel
-from src.models.lora import Lora
-from src.tasks.causal_lm import CausalLM
+from src.tasks.text import language_model as causal_lm
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.language_model import LanguageModel
+from src.tasks.text.lora import Lora
+from src.training.transforms import transform
 from tests.text.tiny import LLAMA
 
 SMALL = {

@@ -18,18 +18,19 @@ from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import src.checkpoint.export
 import src.checkpoint.resume
-import src.export
-import src.run
+import src.training.run
 from src.checkpoint.tensors import saved_tensors
 from src.checkpoint.write import CheckpointWriter
-from src.config import config_from
-from src.data.byte_tokenizer import byte_tokenizer
-from src.distributed import build_accelerator, prepare
-from src.models.lean import NewWeights, empty
-from src.process import UserError
-from src.tasks.causal_lm import CausalLM
-from src.tasks.text_classification import TextClassification
+from src.config.config import config_from
+from src.config.errors import UserError
+from src.distributed.accelerator import build_accelerator, prepare
+from src.tasks import TASKS
+from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.lean import NewWeights, empty
+from src.tasks.text.text_classification import TextClassification
 from tests.launching import Launch, Rounding, Whole, slow
 from tests.text.tiny import LLAMA, SIZES, questions
 
@@ -330,16 +331,16 @@ def measure() -> None:
         start_saving(checkpoints, state)
         checkpoints.poll(wait=True)
 
-    build, src.run.new_model = src.run.new_model, new_model  # type: ignore[assignment]
+    build, src.training.run.new_model = src.training.run.new_model, new_model  # type: ignore[assignment]
     CausalLM.load_weights = watched("load", CausalLM.load_weights)  # type: ignore[method-assign]
     start_saving, CheckpointWriter.save = CheckpointWriter.save, watched("save", save)  # type: ignore[method-assign]
-    src.export.export_model = watched("export", src.export.export_model)
+    src.checkpoint.export.export_model = watched("export", src.checkpoint.export.export_model)
     resume = watched("resume", src.checkpoint.resume.load_checkpoint)
     src.checkpoint.resume.load_checkpoint = load_checkpoint
 
 
 def main(what: str, *arguments: str) -> None:
-    accelerator, _ = build_accelerator(config_from({"task": {"name": "mnist"}}))
+    accelerator, _ = build_accelerator(config_from({"task": {"name": "mnist"}}, TASKS))
     for folder in arguments:
         for lora in ({}, {"r": 2}, {"r": 2, "base_dtype": "bf16"}):
             compare(accelerator, folder, lora)

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from src.models import causal_lm
-from src.models.causal_lm import CHUNK_ON_GPU, LanguageModel
-from src.models.chunked_loss import linear_cross_entropy
-from src.models.lora import Lora
+from src.tasks.text import language_model as causal_lm
+from src.tasks.text.chunked_loss import linear_cross_entropy
+from src.tasks.text.language_model import CHUNK_ON_GPU, LanguageModel
+from src.tasks.text.lora import Lora
 from tests.text.test_language_model import batch, build, gradients
 
 TOKENS, WIDTH, VOCABULARY = 1216, 128, 2048
@@ -154,7 +154,7 @@ def test_a_chunk_fills_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_torchs_own_rounds_the_loss_to_half_precision() -> None:
-    """src/models/chunked_loss.py: why it is not used."""
+    """src/tasks/text/chunked_loss.py: why it is not used."""
     states, weight, targets = layer(torch.bfloat16)
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=64, acc_dtype=torch.float32)
     loss = F.linear_cross_entropy(states, weight, targets, reduction="sum", options=options)

@@ -7,7 +7,7 @@ import pytest
 from tests.launching import Launch
 from tests.text import tiny
 
-A_PEAK = "import src.performance; src.performance.peak_flops = lambda name, precision: 1e12"
+A_PEAK = "import src.tracking.performance; src.tracking.performance.peak_flops = lambda name, precision: 1e12"
 
 
 def test_the_operations_of_a_step_are_the_same_under_any_strategy(launch: Launch, models: Path, tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from torch.distributed.tensor import DTensor
 
-from src.config import Optim, config_from
-from src.distributed import build_accelerator, grad_square_sum, prepare, sharded_units
-from src.models import causal_lm
-from src.optim import build_optimizers, local_gradients
-from src.tasks.causal_lm import CausalLM
+from src.config.config import Optim, config_from
+from src.distributed.accelerator import build_accelerator, prepare, sharded_units
+from src.tasks import TASKS
+from src.tasks.text import language_model as causal_lm
+from src.tasks.text.causal_lm import CausalLM
+from src.training.gradients import grad_square_sum, local_gradients
+from src.training.optim import build_optimizers
 from tests.launching import Launch
 from tests.text.tiny import LLAMA
 
@@ -125,7 +127,7 @@ def sharded_and_whole(accelerator: Accelerator, kind: str) -> dict[str, Any]:
 
 
 def main(what: str) -> None:
-    accelerator, launch = build_accelerator(config_from({"task": {"name": "mnist"}}))
+    accelerator, launch = build_accelerator(config_from({"task": {"name": "mnist"}}, TASKS))
     if what in SHAPES:
         lines = [{"strategy": launch.strategy, **bytes_after_a_step(accelerator, what)}]
     else:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from src.models.lean import empty
-from src.models.lora import Lora
+from src.tasks.text.lean import empty
+from src.tasks.text.lora import Lora
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizes.md"
 PROCESSES = 8

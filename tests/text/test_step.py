@@ -15,9 +15,9 @@ from accelerate.utils import set_seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from src.config import load_config
-from src.models import attention
-from src.preemption import StopSignal
+from src.checkpoint.folder import run_settings
+from src.distributed.stop import StopSignal
+from src.tasks.text import attention
 from tests.launching import Launch
 from tests.text.tiny import LLAMA
 
@@ -56,7 +56,7 @@ def test_a_step_of_four_micro_batches_asks_only_whether_it_is_finite(launch: Lau
 # --------------------------------------------------------------------------------------------- in a process of its own
 def main() -> None:
     set_seed(0)
-    run = train.build(load_config(sys.argv[1:]))
+    run = train.build(run_settings(sys.argv[1:]))
     assert run
     attention.varlen_attn = lambda query, *_, **__: query  # the kernel is a GPU's
     run.model.set_attention("varlen")  # type: ignore[operator]

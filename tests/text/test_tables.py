@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from src.data.loading import fetch
-from src.tasks.causal_lm import CausalLM
-from src.tasks.text_classification import TextClassification
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.text_classification import TextClassification
+from src.training.batches import fetch
 from tests.launching import Launch
 from tests.text import tiny
 

@@ -31,7 +31,7 @@ CHECKPOINTED = ("--activation_checkpointing=true",)
 COMPILED = ("--compile=true", *CHECKPOINTED)
 UNTRANSLATED = "import functools, torch\ntorch.compile = functools.partial(torch.compile, backend='aot_eager')"
 """As a compiler, but for the translation into C++, which takes a minute."""
-FEW_LOGITS = "import src.models.causal_lm as m; m.CHUNK = 5000"
+FEW_LOGITS = "import src.tasks.text.language_model as m; m.CHUNK = 5000"
 """Of 19 tokens at a time, as if the vocabulary were large."""
 LM_METRICS = ("eval/perplexity", "eval/bits_per_byte", "eval/accuracy")
 METRICS = {

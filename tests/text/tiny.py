@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from src.data.byte_tokenizer import byte_tokenizer
+from src.tasks.text.byte_tokenizer import byte_tokenizer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2}

@@ -1,0 +1,139 @@
+"""Data-parallel training by hand, for any task: what DDP does, one step at a time.
+
+    torchrun --standalone --nproc-per-node=2 -m src.check.reference --config=configs/mnist.yaml [--key.sub=value]...
+
+It is the second implementation that `train.py --check` compares the first with: there is no Accelerator in it, no DDP
+and no FSDP, no accumulation, mixed precision or checkpoints. docs/learn/2-data-parallelism.md explains each collective.
+
+Every process has the whole model and computes the gradients of its share of each batch. A `broadcast` of the weights at
+the start, and in each step an `all_reduce` of two numbers (the loss and the number of its targets, which it is divided
+by) and of each gradient keep them one model. DDP computes the same, but faster: it reduces buckets of 25 MB, and starts
+on each while the backward pass goes on. `python -m benchmarks.data_parallel` measures both against this file.
+
+Sources: https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html, and Li et al. 2020 for what DDP does,
+https://arxiv.org/abs/2006.15704.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.utils import send_to_device, set_seed
+from torch import Tensor, nn
+
+from src.checkpoint.folder import run_settings
+from src.config.config import Config
+from src.distributed.process import exit_codes
+from src.tasks.base import Examples, Task
+from src.training.batches import evaluate_alone, fetch
+from src.training.gradients import float64_zeros
+from src.training.optim import build_optimizers, lr_at, set_lr
+from src.training.run import new_model
+
+
+def own_share(config: Config, dataset: Examples, epoch: int, rank: int, world_size: int) -> Iterator[np.ndarray]:
+    """Yield the indices of this process's examples in each step of an epoch, int64: every world_size-th of the global
+    batch, from its own rank on; at the epoch's end there can be none. torch's DistributedSampler deals in the same way,
+    if `set_epoch` tells it the epoch."""
+    random = np.random.default_rng([config.seed, epoch])  # the same on all processes
+    order = config.task.order(dataset, random, config.global_batch_size)
+    for start in range(0, len(order), config.global_batch_size):
+        yield order[start : start + config.global_batch_size][rank::world_size]
+
+
+def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
+    """Add to the gradients of `model` those of the summed loss of this process's batches.
+
+    Returns:
+        The sum of the loss and the number of its targets, float64, shape ().
+    """
+    device = next(model.parameters()).device
+    sums = float64_zeros(2, device)
+    for batch in batches:
+        loss_sum, num_targets = task.loss(model, send_to_device(batch, device))
+        loss_sum.backward()
+        sums += torch.stack([loss_sum.detach().to(sums), torch.as_tensor(num_targets, device=device).to(sums)])
+    return sums[0], sums[1]
+
+
+def average_gradients(model: nn.Module, num_targets: Tensor) -> None:
+    """Turn each process's gradients into those of the mean loss over the targets of the whole batch."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:  # this process had no example left
+                parameter.grad = torch.zeros_like(parameter)
+            all_reduce(parameter.grad)
+            parameter.grad /= num_targets.clamp(min=1).to(parameter.grad.dtype)
+
+
+def all_reduce(tensor: Tensor) -> Tensor:
+    """Sum `tensor` over all processes, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> dict[str, float]:
+    """Return loss and, on process 0, metrics over the whole dataset, computed by this process alone."""
+    is_training = model.training
+    loss, outputs = evaluate_alone(task, model.eval(), dataset, batch_size, next(model.parameters()).device)
+    model.train(is_training)
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    return {"loss": loss, "examples": len(dataset), **(task.metrics(outputs) if is_main else {})}
+
+
+def main(argv: list[str]) -> None:
+    """Train, and print each step's loss."""
+    config = run_settings(argv)
+    task = config.task
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    if rank > 0:
+        dist.barrier()
+    train_set, eval_set = task.build_datasets()
+    if rank == 0:
+        dist.barrier()
+    model = new_model(config, device.type, "fp32")[0].to(device)  # seeded alike on all processes
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+    optimizers = build_optimizers(config.optim, model)
+    set_seed((config.seed + rank) % 2**32)  # dropout of its own on each
+
+    steps_per_epoch = -(-len(train_set) // config.global_batch_size)
+    total_steps, schedule_steps = config.steps(steps_per_epoch)
+    started, step = time.perf_counter(), 0
+    while step < total_steps:
+        epoch = step // steps_per_epoch
+        epoch_set = task.augmented(train_set, [config.seed, epoch, 1])
+        for indices in islice(own_share(config, train_set, epoch, rank, world_size), total_steps - step):
+            batches = [fetch(task, epoch_set, indices.tolist())] if len(indices) else []
+            loss_sum, num_targets = map(all_reduce, backward(task, model, batches))
+            average_gradients(model, num_targets)
+            if config.optim.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
+            set_lr(optimizers, lr_at(step, config.optim, schedule_steps, steps_per_epoch))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+            if rank == 0:
+                print(f"step {step}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
+    milliseconds = 1000 * (time.perf_counter() - started) / total_steps
+    metrics = evaluate(task, model, eval_set, 1000)  # by all, as a model may be collective
+    if rank == 0:
+        scores = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        print(f"{milliseconds:.2f} ms per step, {world_size} processes; evaluation: {scores}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with exit_codes("reference"):
+        main(sys.argv[1:])

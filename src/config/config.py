@@ -1,0 +1,294 @@
+"""The settings of a run and where they come from: the defaults in this file < yaml files < the command line."""
+
+import os
+import re
+import sys
+from bisect import bisect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Annotated, Any, Literal
+
+from huggingface_hub import constants, get_token
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
+
+from src.config.errors import UserError, cause
+from src.config.settings import Settings, describe, nearest, read_arguments, validate
+from src.config.tracking import Trackers, Wandb
+
+USAGE = """\
+accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
+
+Settings, with their defaults (a yaml given by --config overrides them, the command line overrides both).
+The task's own are shown for the chosen one: --task.name={tasks}
+"""
+RENAMED = {"task.learn_all": "task.train_on_prompts"}
+"""Settings of earlier versions by name, and their names now."""
+NOT_READ = ("trackers", "alerts", "log_norms")
+"""Settings of a saved run that nothing depends on: trackers need not be installed here, others have changed or left."""
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Optim(Settings):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "sgd", "adadelta", "muon"] = "adamw"
+    """The optimizer. muon takes the hidden weight matrices and leaves the rest to adamw, at the same rate."""
+    lr: PositiveFloat = 3e-3
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay, decoupled for adamw and muon. Biases, norms and other vectors never decay."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """Decay rates of adamw's first and second moment."""
+    momentum: Share = 0.9
+    """Momentum of sgd and muon."""
+    max_grad_norm: PositiveFloat | None = None
+    """Global L2 norm that gradients are clipped to; null: no clipping."""
+    schedule: Literal["constant", "linear", "cosine", "step", "one_cycle"] = "one_cycle"
+    """Shape of the learning-rate curve: see lr_at in src/training/optim.py."""
+    warmup_steps: NonNegativeFloat = 0.3
+    """Steps until the peak is reached; a value below 1 is a share of the schedule."""
+    final_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the end of linear, cosine and one_cycle, as a share of the peak."""
+    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """Factor that schedule=step multiplies the learning rate by."""
+    decay_epochs: PositiveFloat = 1.0
+    """Epochs between two such multiplications."""
+
+
+class Checkpoint(Settings):
+    """Which checkpoints are kept, and which one is exported."""
+
+    mirror: str | None = None
+    """Folder, or URL as fsspec has them (s3://…, hf://…), that checkpoints are copied to, as run_name; null: none."""
+    keep_last: PositiveInt = 2
+    """How many of the newest checkpoints to keep."""
+    keep_best: NonNegativeInt = 0
+    """How many more to keep, the best by `metric`. Above 0, each evaluation is followed by a checkpoint."""
+    metric: str = "eval/loss"
+    """Metric that ranks the evaluations for keep_best and export_best."""
+    mode: Literal["min", "max"] | None = None
+    """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
+    export_best: bool = False
+    """Export the best checkpoint at the end instead of the last. Implies keep_best=1."""
+    accept_changes: bool = False
+    """Continue even if changed settings or data make this a different run from the one that was saved."""
+
+    @property
+    def num_best(self) -> int:
+        """How many of the best to keep."""
+        return max(self.keep_best, self.export_best)
+
+
+class EarlyStopping(Settings):
+    """Stopping before the last step, once a metric no longer improves."""
+
+    metric: str | None = None
+    """Evaluation metric to watch, such as eval/loss; null: no early stopping."""
+    mode: Literal["min", "max"] | None = None
+    """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
+    patience: PositiveInt = 3
+    """Evaluations in a row without an improvement after which to stop."""
+    min_delta: NonNegativeFloat = 0.0
+    """Change in the metric that an improvement must exceed."""
+
+
+class Config(Settings):
+    """All settings of a run."""
+
+    run_name: str = ""
+    """Name of the run; empty: the task's name."""
+    output_dir: Annotated[str, Field(min_length=1)] = "runs/{run_name}"
+    """Folder that the run writes into."""
+    seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
+    """Seed of the initial weights, the order of the data, the augmentation and the dropout."""
+    epochs: PositiveInt | None = 10
+    """Passes over the training data, which the learning-rate schedule spans."""
+    max_steps: PositiveInt | None = None
+    """Optimizer steps to take, overriding epochs. Fewer: the same curve, cut short. More: the schedule stretches."""
+    global_batch_size: PositiveInt = 64
+    """Examples per optimizer step, over all processes and accumulated micro-batches."""
+    micro_batch_size: PositiveInt | None = None
+    """Examples per forward pass of a process; null: global_batch_size / processes, without accumulation."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them: less memory, a third more time."""
+    compile: bool = False
+    """Compile the model, a transformer block by block. The first steps then take a minute."""
+    cuda_graphs: bool = False
+    """Compile the model so that its kernels are launched all at once: for small models, on one NVIDIA GPU."""
+    fsdp_reduce_each_micro_batch: bool = True
+    """Reduce gradients after each micro-batch; false: after the last, as DDP does, which takes the memory of all of
+    them on each process, in fp32, but exchanges less."""
+    ddp_comm_hook: Literal["bf16", "fp16"] | None = None
+    """Type that DDP casts gradients to while it sums them over the processes, for slow connections; null: none."""
+    num_workers: NonNegativeInt = 0
+    """Processes that load data for each training process; 0: it loads the data itself."""
+    profile_steps: str | None = None
+    """The first and the last step to profile, such as 10:15, into `profile` in output_dir; null: none."""
+    log_every: PositiveInt = 50
+    """Steps between records of the training metrics."""
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations; null: at the end of each epoch. The last step is always followed by one."""
+    save_every: PositiveInt = 500
+    """Steps between checkpoints. The last step is always followed by one."""
+    resume: str = "auto"
+    """auto: from the newest valid checkpoint in output_dir, or from the start if there is no run; never: refuse an
+    output_dir that holds a run; or a checkpoint's folder, even another run's, or wandb:entity/project/name:alias."""
+    max_hours: PositiveFloat | None = None
+    """Hours after which to save and stop, so that the run can be continued; null: no limit."""
+    max_bad_steps: PositiveInt = 10
+    """Steps in a row skipped because of gradients that are not finite, after which the run fails."""
+    timeout_minutes: PositiveFloat = 30.0
+    """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
+    trackers: Trackers = ["wandb"]
+    """What records the run besides metrics.jsonl: any of wandb, trackio and tensorboard."""
+    check: bool = False
+    """Check whether this run would be right, instead of training; `--check` alone is enough. See docs/check.md."""
+    dry_run: bool = False
+    """Do all up to the first step, write nothing, and say what the run would do; `--dry-run` alone is enough."""
+    push_to_hub: str | None = None
+    """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
+    task: Any
+    """The settings of the task that `task.name` picks: a src.tasks.base.Task."""
+    optim: Optim = Optim()
+    checkpoint: Checkpoint = Checkpoint()
+    early_stopping: EarlyStopping = EarlyStopping()
+    wandb: Wandb = Wandb()
+
+    def model_post_init(self, _: Any) -> None:
+        self.run_name = self.run_name or self.task.name
+
+    @property
+    def folder(self) -> Path:
+        """output_dir, filled in. `wandb agent` repeats one command: each trial of a sweep gets a folder of its own."""
+        trial = f"-{os.environ['WANDB_RUN_ID']}" if "WANDB_SWEEP_ID" in os.environ else ""
+        return Path(self.output_dir.replace("{run_name}", self.run_name + trial))
+
+    def steps(self, steps_per_epoch: int) -> tuple[int, int]:
+        """Return the optimizer steps to take, and those that the learning-rate schedule spans."""
+        planned = (self.epochs or 0) * steps_per_epoch
+        total = self.max_steps or planned
+        return total, max(total, planned)
+
+    def micro_batch(self, world_size: int) -> int:
+        """Return the examples per forward pass of one of `world_size` processes."""
+        return self.micro_batch_size or self.global_batch_size // world_size
+
+    def accumulation(self, world_size: int) -> int:
+        """Return the micro-batches per optimizer step on each of `world_size` processes."""
+        return self.global_batch_size // (self.micro_batch(world_size) * world_size)
+
+
+def load_config(
+    argv: list[str],
+    tasks: Mapping[str, str],
+    also: Callable[[Config], Iterator[str]] | None = None,
+    fetch: Callable[[Config, list[str]], set[str]] | None = None,
+) -> Config:
+    """Read the settings; if `argv` asks for --help, print them and exit with code 0.
+
+    Args:
+        tasks: where each task's class is, by name.
+        also: yields what else is wrong with settings whose places in the file system are known, one line each.
+        fetch: replaces what settings name elsewhere by what it has downloaded; appends mistakes, and returns the names
+            of the settings that it could not replace.
+
+    Raises:
+        UserError: the settings have mistakes; all of them, one per line.
+    """
+    wants_help = "--help" in argv or "-h" in argv
+    mistakes: list[str] = []
+    values, written = read_arguments([a for a in argv if a not in ("--help", "-h")], mistakes)
+
+    name = str(values.get("task.name", "mnist"))
+    if name not in tasks:
+        mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(tasks))} ({', '.join(tasks)})")
+        values = {key: value for key, value in values.items() if not key.startswith("task.")}
+        name = "mnist"
+    config_class = _config_class(name, tasks)
+    if wants_help:
+        print(USAGE.format(tasks=" | ".join(tasks)), describe(config_class), sep="\n")
+        sys.exit(0)
+
+    config, bad = validate(config_class, values, written, mistakes, RENAMED)
+    assert isinstance(config, Config)
+    if not bad & {"global_batch_size", "micro_batch_size"}:
+        mistakes.extend(_batch_errors(config, int(os.environ.get("WORLD_SIZE", "1"))))
+    if not (config.epochs or config.max_steps):
+        mistakes.append("epochs and max_steps are both null: set one of them")
+    steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.profile_steps or "1:1")
+    if not steps or int(steps[1]) > int(steps[2]):
+        mistakes.append(f"profile_steps={config.profile_steps}: write the first step and the last, such as 10:15")
+    if (warmup := config.optim.warmup_steps) > 1 and warmup % 1:
+        mistakes.append(f"optim.warmup_steps={warmup}: must be a whole number of steps, or below 1, a share of all")
+    if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():
+        mistakes.append(
+            "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
+        )
+    if config.push_to_hub:
+        mistakes.extend(_hub_errors(config.push_to_hub))
+    if fetch:
+        bad |= fetch(config, mistakes)
+    if also and not bad & {"run_name", "output_dir", "resume"}:
+        mistakes.extend(also(config))
+    if not any(name.startswith("task") for name in bad):
+        mistakes.extend(config.task.validation_errors())
+        if config.task.metric_names is not None:
+            names = ["loss", "examples", *config.task.metric_names]
+            mistakes.extend(metric_errors(config, [f"eval/{name}" for name in names]))
+    if mistakes:
+        raise UserError("\n".join(dict.fromkeys(mistakes)))
+    return config
+
+
+def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
+    """Return the settings that a checkpoint or config.yaml holds. `tasks` are those of `load_config`.
+
+    Raises:
+        UserError: they are not a run's settings, or another version's.
+    """
+    try:
+        used = {name: value for name, value in saved.items() if name not in NOT_READ}
+        return _config_class(saved["task"]["name"], tasks).model_validate(used)
+    except (KeyError, ValidationError) as error:
+        raise UserError(f"not the settings of a run: {cause(error)}") from error
+
+
+def _config_class(task: str, tasks: Mapping[str, str]) -> type[Config]:
+    # the task's file, and the libraries that it needs, are imported now: those of the others never
+    task_class = resolve_name(tasks[task])
+    return create_model("Config", __base__=Config, task=(task_class, Field(default_factory=task_class)))
+
+
+def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
+    size, micro = config.global_batch_size, config.micro_batch_size
+    unit = (micro or 1) * world_size
+    if size % unit == 0:
+        return
+    product = f"{micro} (micro_batch_size) x {world_size} processes = {unit}" if micro else f"{unit} processes"
+    nearest_sizes = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
+    line = f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size="
+    line += " or ".join(map(str, nearest_sizes))
+    if micro and size % world_size == 0:
+        divisors = [d for d in range(1, size // world_size + 1) if size // world_size % d == 0]
+        above = bisect(divisors, micro)
+        line += ", micro_batch_size=" + " or ".join(map(str, divisors[above - 1 : above + 1]))
+    yield line
+
+
+def metric_errors(config: Config, names: Collection[str]) -> Iterator[str]:
+    """Yield a line for each metric that the settings judge by but an evaluation, whose results have `names`, lacks."""
+    for setting, name in (("checkpoint", config.checkpoint.metric), ("early_stopping", config.early_stopping.metric)):
+        if name is not None and name not in names:
+            hint = nearest(name, list(names))
+            yield f"{setting}.metric={name}: the evaluation has no such metric{hint} ({', '.join(names)})"
+
+
+def _hub_errors(repository: str) -> Iterator[str]:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        yield f"push_to_hub={repository}: must be USER/NAME"
+    elif constants.HF_HUB_OFFLINE:
+        yield f"push_to_hub={repository}: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
+    elif get_token() is None:
+        yield f"push_to_hub={repository}: no credentials; `hf auth login` first"

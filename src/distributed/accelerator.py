@@ -1,0 +1,267 @@
+"""The processes of a run: the only place that builds an Accelerator, and what the processes tell each other.
+
+Without a GPU every yaml runs as its CPU stand-in: the same processes, on gloo, sharding for real.
+"""
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.optim import SGD
+
+from src.config.config import Config
+from src.config.errors import UserError
+from src.config.settings import nearest
+from src.distributed.launch_guard import (
+    Launcher,
+    choose_precision,
+    driver_errors,
+    find_launcher,
+    graph_errors,
+    is_set,
+    launch_errors,
+)
+
+warnings.filterwarnings("ignore", "Slicing a flattened dim")  # what Accelerate does for HSDP
+warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor", FutureWarning)  # its gather, on NCCL
+# DDP says so of weights with one input channel, whose memory is the same channels-last; of others it matters
+warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
+HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+LIBRARIES = ("torch", "accelerate", "transformers")
+"""A checkpoint records the versions of those that are installed: another one's arithmetic may round differently."""
+
+GPU_CONTEXT = 2**30
+"""Bytes of GPU memory that a process may take besides what it allocates: for CUDA itself, NCCL and cuBLAS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What was asked for and what runs: printed, saved in summary.json and sent to W&B."""
+
+    config_file: str | None
+    """The accelerate yaml; None if a launcher other than Accelerate's, or none, started the processes."""
+    requested: dict[str, Any]
+    """The yaml's (or command line's) distributed_type, num_processes and mixed_precision."""
+    strategy: str
+    """single, ddp, or fsdp or hsdp, followed by _grad_op, _offload or both."""
+    num_processes: int
+    device: str
+    precision: str
+    """fp32, bf16, fp16 or fp8; weights and optimizer are fp32 in all of them."""
+    backend: str | None
+    """Of the collectives: nccl, gloo, ...; None in a single process."""
+    comm_hook: str | None
+    """Type that DDP casts gradients to on their way to the other processes: bf16 or fp16; None: no cast."""
+    note: str | None
+    """Why what runs differs from the yaml, if the machine makes it differ."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
+    """Join the processes that the launcher started.
+
+    Raises:
+        UserError: what would run is not what was asked for; one line per reason.
+    """
+    launcher = find_launcher()
+    world_size, local_world_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    wants_cpu, wants_fsdp = is_set("ACCELERATE_USE_CPU"), is_set("ACCELERATE_USE_FSDP")
+    wants_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    errors = [] if wants_cpu else list(driver_errors())
+    has_gpu = torch.accelerator.is_available() and not (world_size > 1 and torch.backends.mps.is_available())
+    on_cpu = wants_cpu or not has_gpu
+    is_stand_in = on_cpu and not wants_cpu
+    precision, note = choose_precision(launcher, wants_precision, is_stand_in)
+    errors += launch_errors(launcher, config, world_size, wants_fsdp)
+    if config.cuda_graphs:
+        errors += graph_errors(config, not on_cpu and torch.cuda.is_available(), world_size, precision)
+    gpus = torch.accelerator.device_count()
+    if not on_cpu and local_world_size > gpus:
+        add = f"add --num_processes={gpus * (world_size // local_world_size)}"
+        errors.append(f"{local_world_size} processes on this machine, but it has {gpus} GPU(s): {add}")
+    if errors:
+        raise UserError("\n".join(errors))
+
+    _set_up_cpu(launcher, on_cpu, local_world_size)
+    if precision != "fp8":
+        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model anyway
+    timeout = timedelta(minutes=config.timeout_minutes)
+    comm_hook = config.ddp_comm_hook if world_size > 1 else None
+    ddp = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType(comm_hook or "no"),
+        gradient_as_bucket_view=True,  # else each gradient is copied out of the bucket that it was reduced in
+    )
+    no_scaler = GradScalerKwargs(enabled=False)  # Progress.update_loss_scale takes its place
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=precision,
+        fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if wants_fsdp else None,
+        kwargs_handlers=[no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp],
+    )
+    if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, but report fp16
+        accelerator.native_amp = True
+    if accelerator.num_processes != world_size:
+        alone = f"each sees {accelerator.num_processes}: refusing to train separate models"
+        raise UserError(f"{world_size} processes were started, but {alone}")
+    if wants_fsdp and not accelerator.is_fsdp2:
+        raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
+
+    config_file, yaml = (launcher.config_file, launcher.config) if launcher else (None, {})
+    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+    precision = "fp32" if precision == "no" else precision
+    if is_stand_in:
+        stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
+        started = processes(world_size) + (f" on {backend}" if backend else "")
+        note = f"no GPU here: {stand_in}, {started}{', sharding for real' if wants_fsdp else ''}, {precision}"
+    if mesh := accelerator.torch_device_mesh:  # its groups have not taken over the timeout
+        for group in mesh.get_all_groups():
+            torch.distributed.set_timeout(timeout, group)
+    kind = yaml.get("distributed_type", "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO")
+    return accelerator, Launch(
+        config_file=config_file,
+        requested={"distributed_type": kind, "num_processes": world_size, "mixed_precision": wants_precision},
+        strategy=_strategy(accelerator),
+        num_processes=accelerator.num_processes,
+        device=accelerator.device.type,
+        precision=precision,
+        backend=backend,
+        comm_hook=comm_hook,
+        note=note,
+    )
+
+
+def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) -> None:
+    """Set this process's floating-point mode and number of threads, before any are started: they inherit the mode."""
+    if on_cpu:  # AdamW's averages for dead units become subnormal numbers, which are ten times as slow
+        torch.set_flush_denormal(True)
+    if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
+
+
+def processes(number: int) -> str:
+    """Return `1 process` or `4 processes`."""
+    return f"{number} process{'es' if number > 1 else ''}"
+
+
+def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:
+    if on_cpu:  # Accelerate shards only what it takes for a GPU job
+        PartialState(cpu=True, timeout=timeout)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin()
+    if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    if precision in HALF_PRECISION:  # Accelerate's default reduces gradients in half precision too
+        policy = MixedPrecisionPolicy(HALF_PRECISION[precision], reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = policy
+    return plugin
+
+
+def _strategy(accelerator: Accelerator) -> str:
+    if not accelerator.is_fsdp2:
+        return "ddp" if accelerator.use_distributed else "single"
+    plugin = accelerator.state.fsdp_plugin
+    grad_op = "" if plugin.reshard_after_forward else "_grad_op"
+    offload = "_offload" if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else ""
+    return f"{'hsdp' if num_replicas(accelerator) > 1 else 'fsdp'}{grad_op}{offload}"
+
+
+def num_replicas(accelerator: Accelerator) -> int:
+    """Return how many processes hold the same gradients: under FSDP one, under HSDP the replicas of each shard."""
+    if not accelerator.is_fsdp2:
+        return accelerator.num_processes
+    return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
+
+
+def find_shard(accelerator: Accelerator) -> tuple[int, int] | None:
+    """Return which shard of the model is this process's, and their number; None if it is not sharded."""
+    number = accelerator.num_processes // num_replicas(accelerator)
+    return (accelerator.process_index % number, number) if accelerator.is_fsdp2 else None
+
+
+@contextlib.contextmanager
+def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
+    """Do as accelerator.local_main_process_first, but have the others wait as long as it takes: collectives give up
+    after minutes, while downloading and tokenizing can take hours.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    patient: Any = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
+    if not accelerator.is_local_main_process:
+        torch.distributed.barrier(patient)
+    yield
+    if accelerator.is_local_main_process:
+        torch.distributed.barrier(patient)
+
+
+def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return what `accelerator.prepare` makes of the model; under FSDP make sure that blocks were wrapped, not only the
+    whole model. Optimizers are built afterwards and not prepared: Accelerate's wrapper around them handles loss scales
+    and accumulation, which the loop does itself.
+
+    Raises:
+        UserError: FSDP found no blocks to wrap.
+    """
+    name = type(model).__name__
+    if accelerator.is_fsdp2:
+        from_yaml = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+        classes = {type(module).__name__ for module in model.modules()}
+        for block in from_yaml or getattr(model, "_no_split_modules", None) or []:
+            if block not in classes:
+                where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
+                raise UserError(f"{where} names {block}, which {name} does not have{nearest(block, sorted(classes))}")
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare(model)
+    model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it insists on an optimizer
+    if sharded_units(model) < 2:
+        raise UserError(
+            f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
+            f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
+        )
+    return model
+
+
+def sharded_units(model: nn.Module) -> int:
+    """Return how many units FSDP gathers and frees one after the other, including the root; 0 without FSDP."""
+    return sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@contextlib.contextmanager
+def naming_full_gpus() -> Iterator[None]:
+    """Turn a lack of GPU memory into one line where most of what is missing is held by other processes.
+
+    Raises:
+        UserError: they hold more than a tenth of the GPU.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if not torch.cuda.is_available():  # another kind of device
+            raise
+        free, total = torch.cuda.mem_get_info()
+        others = total - free - torch.cuda.memory_reserved() - GPU_CONTEXT
+        if others < total / 10:
+            raise
+        held = f"other processes hold about {others / 2**30:.0f} of its {total / 2**30:.0f} GiB"
+        advice = "end them (nvidia-smi lists them), or set CUDA_VISIBLE_DEVICES to another GPU"
+        raise UserError(f"GPU {torch.cuda.current_device()} is full, {held}: {advice}") from error

@@ -1,0 +1,71 @@
+"""A run that is told to end saves first: SIGTERM, SIGINT, SIGUSR1, or the end of its time."""
+
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+
+from src.config.config import Config
+from src.distributed.process import SIGNALS
+
+ASK_SECONDS = 0.5
+"""How long an evaluation goes on before its processes ask each other again whether to stop."""
+
+
+class StopSignal:
+    """Turns signals and max_hours into a request, which the loop honours between steps."""
+
+    def __init__(self, accelerator: Accelerator, config: Config) -> None:
+        SIGNALS.answer_by(None)  # from now on, the loop does
+        self._max_hours = config.max_hours
+        self._deadline = psutil.Process().create_time() + (config.max_hours or math.inf) * 3600
+        # a group of its own, on the CPU: asking all processes must not wait for the device
+        self._group: Any = None
+        if accelerator.num_processes > 1:
+            timeout = timedelta(minutes=config.timeout_minutes)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        self._world_size = accelerator.num_processes
+        self._calls, self._calls_between, self._asked = 0, 1, time.monotonic()
+
+    @property
+    def reason(self) -> str | None:
+        """Why this process should stop; None if it was not asked to."""
+        return SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.time() > self._deadline else None)
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.reason is not None
+
+    def begin_sum(self, values: list[float]) -> Callable[[], list[float]]:
+        """Begin to add up numbers over the processes, on the host: neither waits for the device. Return a function that
+        waits for the sums. Collective."""
+        if self._group is None:
+            return lambda: values
+        sums = torch.tensor(values, dtype=torch.float64)
+        work = torch.distributed.all_reduce(sums, group=self._group, async_op=True)
+
+        def wait() -> list[float]:
+            work.wait()
+            return sums.tolist()
+
+        return wait
+
+    def poll(self) -> bool:
+        """Return whether any process was asked to stop: the same answer on all, which must call this equally often. The
+        calls between two exchanges double until they take ASK_SECONDS. Collective."""
+        if self._group is None:
+            return self.requested
+        self._calls += 1
+        if self._calls < self._calls_between:
+            return False
+        requests, seconds = self.begin_sum([float(self.requested), time.monotonic() - self._asked])()
+        calls = self._calls * ASK_SECONDS * (self._world_size / max(seconds, 1e-6))
+        self._calls_between = max(1, int(min(2 * self._calls_between, calls)))
+        self._calls, self._asked = 0, time.monotonic()
+        return requests > 0

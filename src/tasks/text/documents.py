@@ -1,0 +1,160 @@
+"""From rows of text to chunks of tokens: what a causal language model reads, and which tokens it has to predict.
+
+A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where it is not to
+be learnt. Raw text that is longer makes several chunks; prompts and chats are cut off.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerFast
+
+from src.tasks.text.chats import Spans, normalize_chat, normalize_tools, render_chat
+from src.tasks.text.source import ColumnKind, cached_map
+
+SLICE = 2**20
+"""Characters that are tokenized at once: a tokenizer's Python objects take 260 times the memory of the text."""
+INTS, INT = List(Value("int32")), Value("int32")
+CHUNK_FEATURES = Features(
+    {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "bytes": INT, "truncated": Value("bool")}
+)
+"""Columns of a table of chunks: `targets` is how many labels are to be learnt, `bytes` their size in UTF-8, without end
+marks and whatever else a tokenizer or a chat template adds to the text."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Which columns hold what; either text, or prompt and completion, or messages, with tools or without."""
+
+    text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    messages: str | None = None
+    tools: str | None = None
+
+    @property
+    def columns(self) -> dict[str, ColumnKind]:
+        """The columns and what their values are."""
+        kinds: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
+        return {name: kinds.get(role, "text") for role, name in vars(self).items() if name}
+
+
+@dataclass(frozen=True)
+class Chunker:
+    """Makes chunks from rows. With `train_on_prompts`, prompts and all turns have labels too, not only completions and
+    the assistant's turns."""
+
+    row_format: RowFormat
+    tokenizer: PreTrainedTokenizerFast
+    sequence_length: int
+    train_on_prompts: bool
+
+    def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
+        """Return a table with the columns of CHUNK_FEATURES; the second time, even in another process, from the cache.
+        Raise a UserError if a chat template does not work (see `render_chat`)."""
+        rows = rows.select_columns([*self.row_format.columns])
+        return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Return the columns of CHUNK_FEATURES for a batch of rows."""
+        rows = [self._render(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
+        # a chat template writes its own special tokens
+        prefix, suffix = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)
+        encoded = _encode([text for text, *_ in rows], self.tokenizer, prefix, suffix)
+        chunks: list[dict[str, Any]] = []
+        for (text, targets, contents), tokens in zip(rows, encoded, strict=True):
+            chunks += self._cut(text, targets, contents, tokens, len(suffix))
+        return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
+
+    def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None, Spans | None]:
+        """Return a row as one text, which parts of it are to be learnt, and which are counted as bytes (None: all)."""
+        columns = self.row_format
+        if columns.text:
+            return row[columns.text], None, None
+        if columns.messages:
+            chat, tools = normalize_chat(row[columns.messages]), normalize_tools(row.get(columns.tools))
+            return render_chat(chat, tools, self.tokenizer, self.train_on_prompts)
+        prompt, completion = row[columns.prompt], row[columns.completion]
+        spans = None if self.train_on_prompts else [(len(prompt), len(prompt + completion))]
+        return prompt + completion, spans, spans
+
+    def _cut(
+        self, text: str, targets: Spans | None, contents: Spans | None, tokens: np.ndarray, num_suffix: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
+        the last `num_suffix` are always learnt."""
+        ids, starts, ends = tokens
+        so_far = np.maximum.accumulate(ends)
+        # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
+        starts = np.where(starts == ends, np.concatenate([[0], so_far])[:-1], starts)
+        loss_mask = np.full(len(ids), targets is None)
+        for first, last in targets or []:
+            loss_mask |= (ends > first) & (starts < last) & (ends > starts)
+        loss_mask[len(ids) - num_suffix :] = True
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)  # in UTF-8
+        is_counted = np.full(len(codes), contents is None)
+        for first, last in contents or []:
+            is_counted[first:last] = True
+        bytes_until = np.concatenate([[0], (sizes * is_counted).cumsum(dtype=np.int64)])
+        labels, num_bytes = np.where(loss_mask, ids, -100), np.diff(bytes_until[so_far], prepend=0) * loss_mask
+        size = len(ids) - 1  # the last token is predicted, and predicts nothing
+        splits = self.row_format.text is not None
+        for first in range(0, size if splits else min(size, 1), self.sequence_length):
+            last = min(first + self.sequence_length, size)
+            predicted = slice(first + 1, last + 1)
+            yield {
+                "input_ids": ids[first:last],
+                "labels": labels[predicted],
+                "length": last - first,
+                "targets": int(loss_mask[predicted].sum()),
+                "bytes": int(num_bytes[predicted].sum()),
+                "truncated": last < size and not splits,
+            }
+
+
+def cut_texts(batch: dict[str, list[str]], column: str, part: slice) -> dict[str, list[str]]:
+    """Return this part of each text in a batch."""
+    return {column: [text[part] for text in batch[column]]}
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Return what a document begins and ends with: the eos token at the end, even if the tokenizer adds none."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    ids, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
+    first, last = is_special.index(0), len(ids) - is_special[::-1].index(0)
+    eos = tokenizer.eos_token_id
+    return ids[:first], ids[last:] + ([eos] if eos is not None and eos not in ids[last:] else [])
+
+
+def _encode(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, prefix: list[int], suffix: list[int]
+) -> list[np.ndarray]:
+    """Return each text's tokens, between `prefix` and `suffix`, and the characters where they start and end; each int32
+    of shape (3, tokens). Long texts are cut into slices of about SLICE characters, at the end of a line if possible."""
+    a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
+    slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
+    found = [[_without_text(prefix, 0)] for _ in texts]
+    sizes = accumulate(end - start for _, start, end in slices)
+    for _, group in groupby(zip(slices, sizes, strict=True), key=lambda part: part[1] // SLICE):
+        together = [part for part, _ in group]
+        encoded = tokenizer(
+            [texts[i][start:end] for i, start, end in together],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,  # "longer than the model's maximum": we cut
+        )
+        for (i, start, _), ids, offsets in zip(together, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
+            found[i].append(np.vstack([np.array(ids, np.int32), positions]))
+    return [np.hstack([*parts, _without_text(suffix, len(text))]) for parts, text in zip(found, texts, strict=True)]
+
+
+def _without_text(ids: list[int], position: int) -> np.ndarray:
+    return np.array([ids, [position] * len(ids), [position] * len(ids)], np.int32)

@@ -1,0 +1,68 @@
+"""Labelled texts for a classifier: the labels' names, the texts' tokens, batches of similar lengths."""
+
+import re
+from functools import partial
+from typing import Any
+
+import numpy as np
+from datasets import ClassLabel, Dataset
+from transformers import PreTrainedTokenizerFast
+
+from src.tasks.text.source import cached_map
+
+MEGA_BATCH = 50
+"""Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
+
+
+def label_names(parts: list[Dataset], column: str) -> list[list[str]]:
+    """Return the labels of each part's rows as text, without white space around it; names if the dataset has names for
+    its numbers. If all are whole numbers, 1.0 is written as 1: pandas turns 1 into 1.0 if another row has none."""
+    found = []
+    for rows in parts:
+        feature = rows.features[column]
+        names = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
+        # a number without a name, such as -1 for unknown, stays a number
+        found.append([names.get(label, str(label).strip()) for label in rows[column][:]])
+    if all(re.fullmatch(r"-?[0-9]+(\.0+)?", name) for name in set().union(*found)):
+        return [[name.partition(".")[0] for name in names] for names in found]
+    return found
+
+
+def sorted_labels(labels: list[str]) -> list[str]:
+    """Return each label once, sorted: numbers by value, names alphabetically."""
+    are_numbers = all(re.fullmatch("-?[0-9]+", label) for label in set(labels))
+    return sorted(set(labels), key=int if are_numbers else None)
+
+
+def tokenize_texts(
+    rows: Dataset, labels: list[int], tokenizer: PreTrainedTokenizerFast, sequence_length: int, desc: str
+) -> Dataset:
+    """Return a table of the model's inputs, made from all columns (on a second call, from the cache), with `label`,
+    `row`, `length` in tokens, and whether the text was `truncated`."""
+    tokenize = partial(_tokenize, columns=rows.column_names, tokenizer=tokenizer, sequence_length=sequence_length)
+    tokenized = cached_map(rows, tokenize, f"tokenizing {desc}")
+    return tokenized.add_column("label", labels).add_column("row", range(len(rows)))
+
+
+def _tokenize(
+    batch: dict[str, list[Any]], columns: list[str], tokenizer: PreTrainedTokenizerFast, sequence_length: int
+) -> dict[str, list[Any]]:
+    encoded = tokenizer(*(batch[name] for name in columns), truncation=True, max_length=sequence_length)
+    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer that remembers it has another fingerprint
+    return {
+        **encoded,
+        "length": [len(ids) for ids in encoded["input_ids"]],
+        "truncated": [bool(encoding.overflowing) for encoding in encoded.encodings or []],
+    }
+
+
+def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
+    """Return indices, each once, in an order in which a batch has texts of similar lengths and the batches are
+    shuffled; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
+    order = random.permutation(len(lengths))
+    size = MEGA_BATCH * batch_size
+    parts = [order[i : i + size] for i in range(0, len(order), size)]
+    order = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+    whole = len(order) // batch_size * batch_size
+    batches = random.permutation(order[:whole].reshape(-1, batch_size))
+    return np.concatenate([batches.reshape(-1), order[whole:]])

@@ -1,0 +1,57 @@
+"""Low-rank adapters: their settings, and how a model gets them."""
+
+import warnings
+from typing import Annotated, Literal
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from pydantic import Field, PositiveInt
+from transformers import PreTrainedModel
+
+from src.config.errors import UserError, explained
+from src.config.settings import Settings
+from src.tasks.text.lean import ORIGINAL_HEAD
+
+
+class Lora(Settings):
+    """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small matrices are trained in place of the weights."""
+
+    r: PositiveInt | None = None
+    """Rank of the adapters; null: no adapters, all weights are trained."""
+    alpha: PositiveInt = 16
+    """Scale of what the adapters add to a layer's output: alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout rate of the adapters' input."""
+    target_modules: list[str] = []
+    """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
+    base_dtype: Literal["bf16", "fp32", "nf4"] | None = None
+    """Type in which the frozen weights are kept; null: bf16 if a GPU computes in it, else fp32. Adapters, and a
+    classifier's head, are fp32."""
+    merge: bool = False
+    """Also export the model with the adapters added to its weights, into model/merged. A classifier's always are."""
+
+    def add_adapters(
+        self, model: PreTrainedModel, task_type: Literal["CAUSAL_LM", "SEQ_CLS"], revision: str | None
+    ) -> PeftModel:
+        """Return `model`, of this revision on the Hub, with new adapters; its own weights are frozen, except for a
+        classifier's head. Raise a UserError if `target_modules` names layers that it does not have, or that cannot be
+        adapted."""
+        assert self.r
+        layers = [name for name, _ in model.named_modules()]
+        absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
+        if absent:
+            raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
+        targets = self.target_modules or "all-linear"
+        config = LoraConfig(
+            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=targets, task_type=task_type
+        )
+        with explained("task.lora.target_modules: ", ValueError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
+            adapted = get_peft_model(model, config, revision=revision)
+        for layer in adapted.modules():  # again, as peft loses the values where the model is on the meta device
+            if isinstance(layer, LoraLayer):
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+        for name, parameter in adapted.named_parameters():
+            if self.base_dtype == "bf16" and not parameter.requires_grad and ORIGINAL_HEAD not in name:
+                parameter.data = parameter.data.bfloat16()
+        return adapted

@@ -1,0 +1,114 @@
+"""Several chunks of text in one sequence: less padding, and nothing dropped."""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of one or more chunks: a map-style dataset of which an example is a list of chunks, each with
+    `input_ids` and `labels` of shape (length,), int32, and `bytes`, an int."""
+
+    chunks: Dataset
+    """A table of chunks: see documents.py. In arrow's format, as datasets is slow to make arrays of it."""
+    rows: np.ndarray
+    """The chunks' rows in the table, sequence by sequence; shape (chunks,), int64."""
+    starts: np.ndarray
+    """Where in `rows` each sequence begins, and where the last ends; shape (sequences + 1,), int64."""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitems__(self, indices: list[int]) -> list[list[dict[str, Any]]]:
+        groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
+        table = self.chunks[np.concatenate(groups)]
+        names = ("input_ids", "labels", "bytes")
+        values = zip(*(_values(table[name]) for name in names), strict=True)
+        chunks = (dict(zip(names, chunk, strict=True)) for chunk in values)
+        return [[next(chunks) for _ in group] for group in groups]
+
+    def describe(self, sequence_length: int) -> dict[str, float]:
+        """Return counts, and the share of `padding` if each sequence is padded to `sequence_length`."""
+        columns = self.chunks.with_format("numpy").select_columns(["length", "targets", "truncated"])[:]
+        tokens = int(columns["length"].sum(dtype=np.int64))
+        return {
+            "sequences": len(self),
+            "tokens": tokens,
+            "targets": int(columns["targets"].sum(dtype=np.int64)),
+            "padding": 1 - tokens / (len(self) * sequence_length),
+            "truncated": int(columns["truncated"].sum()),
+            "without_targets": int((columns["targets"] == 0).sum()),
+        }
+
+
+def batch_tensors(samples: list[list[dict[str, Any]]], width: int, padding: int) -> tuple[dict[str, Tensor], list[int]]:
+    """Return what LanguageModel.loss takes of examples, rows of `width` tokens with `padding` at their end; and where
+    in the flattened batch each document ends, padding being one too."""
+    places = np.arange(width)
+    input_ids = np.full((len(samples), width), padding)
+    labels = np.full((len(samples), width), -100)
+    position_ids = np.tile(places, (len(samples), 1))
+    ends = []
+    for row, sample in enumerate(samples):
+        start = 0
+        for chunk in sample:
+            end = start + len(chunk["input_ids"])
+            input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
+            position_ids[row, start:] = places[: width - start]
+            ends.append(row * width + end)
+            start = end
+        ends.append((row + 1) * width)
+    index = np.flatnonzero(labels != -100)
+    arrays = {"input_ids": input_ids, "position_ids": position_ids, "index": index, "targets": labels.flat[index]}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}, ends
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return a column's values, numbers or lists of them, as ints or arrays."""
+    if not pa.types.is_list(column.type):
+        return column.to_pylist()
+    lists = column.combine_chunks()
+    return np.split(lists.flatten().to_numpy(), np.cumsum(lists.value_lengths())[:-1])
+
+
+def unpacked(chunks: Dataset) -> Sequences:
+    """Return a sequence for each chunk."""
+    return Sequences(chunks.with_format("arrow"), np.arange(len(chunks)), np.arange(len(chunks) + 1))
+
+
+def pack(chunks: Dataset, sequence_length: int) -> Sequences:
+    """Return sequences of up to `sequence_length` tokens, by best-fit decreasing: the longest chunk first, each into
+    the sequence with the least room that it fits into. Within a few percent of the fewest possible sequences.
+
+    Source: Johnson 1973, "Near-optimal bin packing algorithms"; for language models Ding et al. 2024,
+    https://arxiv.org/abs/2404.10830.
+    """
+    lengths = chunks.with_format("numpy")["length"][:]
+    order = np.argsort(-lengths, kind="stable")
+    sequences: list[list[int]] = []
+    by_room: list[list[list[int]]] = [[] for _ in range(sequence_length + 1)]  # sequences by the room left in them
+    rooms: list[int] = []  # those that a sequence has, in ascending order
+    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        i = bisect_left(rooms, length)
+        if i == len(rooms):  # it fits into none: a new sequence is the one with room, taken and put back as the others
+            sequences.append([])
+            by_room[sequence_length].append(sequences[-1])
+            rooms.append(sequence_length)
+        room = rooms[i]
+        sequence = by_room[room].pop()
+        if not by_room[room]:
+            del rooms[i]
+        sequence.append(row)
+        if left := room - length:
+            if not by_room[left]:
+                insort(rooms, left)
+            by_room[left].append(sequence)
+    starts = np.cumsum([0, *map(len, sequences)])
+    return Sequences(chunks.with_format("arrow"), np.concatenate(sequences), starts)

@@ -1,0 +1,221 @@
+"""Labels for texts, or pairs of them, with any encoder of transformers: `--task.name=text_classification`."""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from pydantic import Field, PositiveInt, PrivateAttr
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
+
+from src.config.errors import UserError
+from src.tasks import load_metric
+from src.tasks.base import Table, Task
+from src.tasks.tables import label_columns, label_tables
+from src.tasks.text.labels import label_names, length_grouped, sorted_labels, tokenize_texts
+from src.tasks.text.lean import NewWeights
+from src.tasks.text.lora import Lora
+from src.tasks.text.pretrained import ModelSource, check_fit, fsdp_blocks, save, save_merged, save_sharded
+from src.tasks.text.source import ColumnKind, TextSource, table_checksum
+
+SHOWN = 20
+"""Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
+MOST_CHARACTERS = 200
+"""Of a text in a table."""
+
+
+class TextClassification(TextSource, ModelSource, Task):
+    """Tells which label a text, or a pair of texts, has."""
+
+    name: Literal["text_classification"] = "text_classification"
+    """The task to train."""
+    text_column: str = "text"
+    """Column of texts."""
+    text_pair_column: str | None = None
+    """Column of second texts, if pairs are labelled."""
+    label_column: str = "label"
+    """Column of labels, names or numbers. Only those in the training data exist."""
+    sequence_length: PositiveInt = 256
+    """Tokens that the model sees at most. Longer texts are cut off."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the training target that all labels share equally; the evaluation's loss has none."""
+    pad_token: str | None = None
+    """A token to pad with where the tokenizer has none of its own."""
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
+    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
+    _labels: list[str] = PrivateAttr(default_factory=list)
+    _texts: Dataset = PrivateAttr()
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from self.source_errors()
+        yield from self.model_errors()
+        if not self.model:
+            yield "task.model is not set: name a model on the Hub or a local folder"
+        if self.text_pair_column == self.text_column:
+            yield f"task.text_pair_column={self.text_pair_column}: is task.text_column already"
+
+    def build_datasets(self) -> tuple[Dataset, Dataset]:
+        texts = [name for name in (self.text_column, self.text_pair_column) if name]
+        columns: dict[str, ColumnKind] = {**dict.fromkeys(texts, "text"), self.label_column: "label"}
+        train, evaluation = self.usable_parts(*self.load_rows(), columns)
+        train_ids, eval_ids = self._label_ids(*label_names([train, evaluation], self.label_column))
+        tokenizer, length = self._tokenizer, self.sequence_length
+        train, eval_texts = train.select_columns(texts), evaluation.select_columns(texts)
+        train = tokenize_texts(train, train_ids, tokenizer, length, "training data")
+        evaluation = tokenize_texts(eval_texts, eval_ids, tokenizer, length, "evaluation data")
+        by_length = np.argsort(evaluation.with_format("numpy")["length"][:], kind="stable")
+        self._texts = eval_texts.select(by_length)
+        return train, evaluation.select(by_length)  # batches of similar lengths need less padding
+
+    def _label_ids(self, train: list[str], evaluation: list[str]) -> tuple[list[int], list[int]]:
+        """Return the labels of both parts as positions among those that the model was trained on, or else among the
+        training data's, which are kept."""
+        names = self._labels or sorted_labels(train)
+        known: dict[Any, Any] = self._config.label2id or {}
+        if set(names) == set(known):  # a head that knows them keeps its order
+            names = sorted(names, key=known.__getitem__)
+        where = f"task.label_column={self.label_column}"
+        if len(names) < 2:
+            raise UserError(f"{where}: all rows to train on have the same label, {names[0]}")
+        if unseen := ", ".join(sorted({*train, *evaluation} - set(names))):
+            says = f"is in the data to evaluate on, but not in the data to train on ({', '.join(names)})"
+            raise UserError(f"{where}: {unseen} {says}")
+        self._labels, ids = names, {name: i for i, name in enumerate(names)}
+        return [ids[label] for label in train], [ids[label] for label in evaluation]
+
+    def data_state(self) -> dict[str, Any]:
+        return {"labels": self._labels}
+
+    def load_data_state(self, state: dict[str, Any]) -> None:
+        self._labels = state["labels"]
+
+    def fingerprint(self, dataset: Dataset) -> str:
+        return table_checksum(dataset, ["input_ids", "label"])
+
+    def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
+        columns = dataset.select_columns(["length", "truncated", "label"]).with_format("numpy")[:]
+        counts = Counter(columns["label"].tolist())
+        return {
+            "tokens": int(columns["length"].sum()),
+            "truncated": int(columns["truncated"].sum()),
+            "skipped_rows": self._skipped_rows[part],
+            "labels": len(counts),
+            **{f"label {self._labels[label]}": count for label, count in counts.most_common(SHOWN)},
+        }
+
+    def order(self, train: Dataset, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
+        return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        width = max(sample["length"] for sample in samples)
+        pads = {"input_ids": self._tokenizer.pad_token_id, "token_type_ids": 0, "attention_mask": 0}
+        inputs = {
+            name: torch.tensor([sample[name] + [pad] * (width - sample["length"]) for sample in samples])
+            for name, pad in pads.items()
+            if name in samples[0]
+        }
+        labels = torch.tensor([sample["label"] for sample in samples])
+        return {"inputs": inputs, "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
+
+    def count_tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
+        return batch["tokens"], batch["inputs"]["input_ids"].numel()
+
+    def build_model(self) -> Any:
+        return self._with_adapters(self.load_model(self.auto_class, self._model_config, new_head=True))
+
+    def build_empty_model(self, rank: int, world_size: int) -> Any:
+        weights = NewWeights(rank, world_size)
+        model = self.empty_model(self.auto_class, self._model_config, weights, new_head=True)
+        if model is None:
+            return None
+        with weights:
+            adapted = self._with_adapters(model)
+        self._new_weights = weights.parts(adapted)
+        return adapted
+
+    def _with_adapters(self, model: Any) -> Any:
+        model._no_split_modules = fsdp_blocks(model)
+        return self.lora.add_adapters(model, "SEQ_CLS", self.revision) if self.lora.r else model
+
+    @property
+    def _model_config(self) -> PreTrainedConfig:
+        config = self._config
+        config.id2label = dict(enumerate(self._labels))
+        config.label2id = {label: i for i, label in enumerate(self._labels)}
+        config.problem_type = "single_label_classification"
+        config.pad_token_id = self._tokenizer.pad_token_id
+        if type(config) not in self.auto_class._model_mapping:
+            raise UserError(f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}")
+        return config
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        config = self.load_config()
+        check_fit(self.sequence_length, config, self._tokenizer)
+        return config
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        tokenizer = self.load_tokenizer()
+        if self.pad_token and self.pad_token not in tokenizer.get_vocab():
+            raise UserError(f"task.pad_token={self.pad_token}: the tokenizer has no such token")
+        if self.pad_token:
+            tokenizer.pad_token = self.pad_token
+        if tokenizer.pad_token_id is None:
+            hint = f"such as --task.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else "one of its tokens"
+            raise UserError(f"task.model={self.model}: its tokenizer has no pad token; set task.pad_token, {hint}")
+        return tokenizer
+
+    def count_targets(self, batch: dict[str, Any]) -> int:
+        return len(batch["labels"])
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+        logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
+        return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing), len(labels)
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
+        outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
+        return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
+
+    def import_metrics(self) -> None:
+        load_metric("Accuracy")
+
+    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        labels = {name: outputs[name] for name in ("predictions", "references")}
+        f1 = load_metric("F1").compute(**labels, labels=len(self._labels))
+        return load_metric("Accuracy").compute(**labels) | f1 | load_metric("Matthews").compute(**labels)
+
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+        def show(index: int) -> dict[str, str]:
+            texts = zip(("text", "text_pair"), self._texts[index].values(), strict=False)
+            return {name: text[:MOST_CHARACTERS] for name, text in texts}
+
+        return label_tables(outputs, self._labels, show)
+
+    def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+        if self.lora.r:  # adapters alone would not say which labels there are
+            save_merged(self.build_model(), self._tokenizer, weights, folder)
+        else:
+            save(model, self._tokenizer, weights, folder)
+
+    def load_export(self, folder: Path) -> Any:
+        self.model, self.revision, self.lora = str(folder), None, Lora()  # adapters were added to the weights
+        self._labels = list((self._config.id2label or {}).values())
+        return self.build_model()
+
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
+        return save_sharded(model, self._tokenizer, folder, accelerator)
+
+    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
+        return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}
+
+    def card(self) -> dict[str, Any]:
+        return {"pipeline_tag": "text-classification", **self.model_card(), **self.source_card()}

@@ -1,0 +1,87 @@
+"""Evaluate a trained model, as its training did: prints the metrics, and writes what it says of each example.
+
+Settings of the task name other data: --task.dataset=other.tsv, all of which counts unless it has an evaluation split.
+Computes in fp32, on a GPU if there is one; as trained in bf16:
+accelerate launch --mixed_precision bf16 -m src.tools.evaluate
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+from accelerate import Accelerator
+from pyarrow import parquet
+
+from src.checkpoint.export import unfinished_place
+from src.checkpoint.load import config_of, find_model, load_model
+from src.config.config import RENAMED, Config
+from src.config.errors import UserError
+from src.config.settings import flatten, read_arguments, validate
+from src.distributed.process import exit_codes
+from src.tasks.mnist import read_pictures
+from src.tasks.returned import returned
+from src.training.batches import evaluate_alone
+
+MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer", "pad_token")
+"""Settings of tasks, and groups of them, that would make another model."""
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser("python -m src.tools.evaluate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("source", help="a run's output folder, its model, or a checkpoint")
+    parser.add_argument("pictures", nargs="*", help="of digits, to predict instead of evaluating")
+    parser.add_argument("--output", type=Path, help="FILE.parquet to write; predictions.parquet beside the model")
+    options, settings = parser.parse_known_args(argv)
+    path = find_model(options.source)
+    config = _with_settings(config_of(path), settings)
+    task, pictures = config.task, options.pictures
+    if pictures and task.name != "mnist":
+        raise UserError(f"{pictures[0]}: only the task mnist predicts pictures, not {task.name}")
+    output = options.output or (None if pictures else path.with_name("predictions.parquet"))
+    if output and (output.exists() or output.suffix != ".parquet"):
+        wrong = "exists already" if output.exists() else "predictions are written as .parquet"
+        raise UserError(f"{output}: {wrong}; name another file by --output=")
+    accelerator = Accelerator()
+    model = accelerator.prepare_model(load_model(path, config), evaluation_mode=True).eval()
+    dataset = read_pictures(pictures) if pictures else task.build_datasets()[1]
+    loss, outputs = evaluate_alone(task, model, dataset, config.micro_batch(1), accelerator.device)
+    columns = task.predictions(outputs, dataset)
+    if pictures:
+        del columns["label"]  # nobody has said
+        for row, name in enumerate(pictures):
+            print(name, json.dumps({column: values[row] for column, values in columns.items()}))
+    else:
+        metrics = {"loss": loss, "examples": len(dataset), **returned(task, "metrics", outputs)}
+        print(json.dumps({f"eval/{name}": value for name, value in metrics.items()}, indent=2))
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pa.table(columns), unfinished_place(output))
+        unfinished_place(output).rename(output)
+        print(f"predictions: {output}", file=sys.stderr)
+
+
+def _with_settings(config: Config, arguments: list[str]) -> Config:
+    """Return `config` with other settings of its task. Raise a UserError if they have mistakes, one per line, or would
+    change the model."""
+    mistakes: list[str] = []
+    values, written = read_arguments(arguments, mistakes)
+    for name, how in written.items():
+        group, setting, *_ = [*name.split("."), ""]
+        if group != "task" or setting in MODEL_SETTINGS:
+            mistakes.append(f"{how}: does not say which data to evaluate on, as other settings of the task do")
+    saved = dict(flatten(config.model_dump(mode="json")))
+    if "task.dataset" in values and "task.eval_from" in saved:
+        saved["task.eval_from"] = "all"
+    new, bad = validate(type(config), saved | values, written, mistakes, RENAMED)
+    assert isinstance(new, Config)
+    mistakes.extend(new.task.validation_errors() if not bad else [])
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return new
+
+
+if __name__ == "__main__":
+    with exit_codes("evaluate"):
+        main(sys.argv[1:])

@@ -1,0 +1,241 @@
+"""Which process sees which example at which step, and how per-example results come back in order.
+
+The order of the data is a function of the seed and the epoch alone, and a global batch holds the same examples
+however many processes share it. Nothing is padded, repeated or dropped: the last batches are smaller, and a process
+that has no example left computes on a dummy batch of weight 0, because FSDP's forward and backward are collective.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply, send_to_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from src.config.terminal import bar
+from src.distributed.process import ignore_signals_in_worker
+from src.distributed.stop import StopSignal
+from src.tasks.base import Examples, Task
+from src.tasks.returned import returned
+from src.training.progress import StepCounts
+from src.training.run import Run
+
+T = TypeVar("T")
+EVALUATION_FACTOR = 4
+"""How many micro-batches are evaluated at once: nothing is kept for a backward pass."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one process passes through the model at once."""
+
+    data: Any
+    """What the task's `collate` returned, on the device."""
+    num_examples: int
+    """0 if it is a dummy."""
+    counts: tuple[int, int, int]
+    """Targets (0: unknown), tokens without and with padding; as if it were no dummy."""
+
+    @property
+    def weight(self) -> float:
+        """1.0; 0.0 for a dummy."""
+        return float(self.num_examples > 0)
+
+
+@dataclass(frozen=True)
+class ShardedBatchSampler:
+    """One process's part of each chunk of micro_batch_size x world_size examples: every world_size-th. Iterating yields
+    lists of indices, one per micro-batch."""
+
+    order: np.ndarray
+    """Indices into the dataset in the order of a single process; shape (examples,), int64."""
+    global_batch_size: int
+    """Examples per step, over all processes and micro-batches."""
+    micro_batch_size: int
+    rank: int
+    world_size: int
+
+    def steps(self) -> Iterator[list[np.ndarray]]:
+        """Yield this process's indices for each step, an array per micro-batch: the same number on all processes."""
+        chunk = self.micro_batch_size * self.world_size
+        for start in range(0, len(self.order), self.global_batch_size):
+            batch = self.order[start : start + self.global_batch_size]
+            yield [batch[i : i + chunk][self.rank :: self.world_size] for i in range(0, len(batch), chunk)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps():
+            for indices in step:
+                yield indices.tolist() or self.order[:1].tolist()
+
+
+def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[list[MicroBatch]]:
+    """Return this process's micro-batches of each optimizer step after `first` steps, up to and including `last` (None:
+    the run's last one). Nothing is replayed."""
+    return _on_device(run, _training_steps(run, first, run.total_steps if last is None else last))
+
+
+def _training_steps(run: Run, first: int, last: int) -> Iterator[list[MicroBatch]]:
+    config, dataset, step = run.config, run.train_set, first
+    sizes = config.global_batch_size, config.micro_batch(run.world_size)
+    while step < last:
+        epoch, done_in_epoch = divmod(step, run.steps_per_epoch)
+        order = config.task.order(dataset, np.random.default_rng([config.seed, epoch]), config.global_batch_size)
+        order = order[done_in_epoch * config.global_batch_size :]
+        augmented = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: not the random numbers of the order
+        for micro_batches in islice(_load(run, augmented, order, *sizes, epoch), last - step):
+            step += 1
+            yield micro_batches
+
+
+class CountedSteps:
+    """Steps, and what all processes' micro-batches of each have. The processes exchange that while they compute the
+    step before: waiting for it would hold all of them up."""
+
+    def __init__(self, steps: Iterator[list[MicroBatch]], stop: StopSignal) -> None:
+        self._steps, self._stop = steps, stop
+        self._begin_next()
+
+    def __next__(self) -> tuple[list[MicroBatch], StepCounts]:
+        """Return the next step's micro-batches on this process, and the sums over those of all. Collective."""
+        micro_batches, counts = self._upcoming, self._exchanged()
+        self._begin_next()
+        return micro_batches, counts
+
+    def is_stop_requested(self) -> bool:
+        """Return whether a process was asked to stop before the latest step began: the same on all. Collective."""
+        return self._exchanged().stop_requests > 0
+
+    def _begin_next(self) -> None:
+        self._upcoming = next(self._steps, [])
+        counts = np.zeros(3)  # nothing, after the last step
+        for batch in self._upcoming:
+            counts += batch.weight * np.array(batch.counts)
+        sums = self._stop.begin_sum([*counts.tolist(), self._stop.requested])
+        self._exchanged = lambda: StepCounts(*sums())
+
+
+def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
+    """Yield this process's part of the evaluation set, in order."""
+    size = EVALUATION_FACTOR * run.config.micro_batch(run.world_size)
+    global_batch_size = size * run.world_size
+    batches = _on_device(run, _load(run, run.eval_set, np.arange(len(run.eval_set)), global_batch_size, size))
+    for (batch,) in bar("batches evaluated", iterable=batches, total=-(-len(run.eval_set) // global_batch_size)):
+        yield batch
+
+
+def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int) -> Tensor:
+    """Return per-example outputs of all processes, shape (num_examples, ...), in the order of the dataset, on the CPU.
+    `outputs` are those of this process's `evaluation_batches`, shape (share, ...). Collective."""
+    world_size = accelerator.num_processes
+    missing = -(-num_examples // world_size) - len(outputs)  # 0 or 1, as shares are every world_size-th example
+    padded = torch.cat([outputs, outputs.new_zeros(missing, *outputs.shape[1:])])
+    gathered = accelerator.gather(padded).view(world_size, *padded.shape)
+    return gathered.transpose(0, 1).flatten(0, 1)[:num_examples].cpu()
+
+
+def examples_seen(run: Run, step: int) -> int:
+    """Return the training examples in the first `step` optimizer steps, over all processes."""
+    epochs, steps = divmod(step, run.steps_per_epoch)
+    return epochs * len(run.train_set) + steps * run.config.global_batch_size
+
+
+@torch.no_grad()
+def evaluate_alone(
+    task: Task, model: nn.Module, dataset: Examples, batch_size: int, device: torch.device
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss over the targets of the dataset, all of it in this process, and what Task.evaluate returned
+    of each example by name, on the CPU."""
+    total, num_targets, found = 0.0, 0.0, []
+    for start in range(0, len(dataset), batch_size):
+        batch = fetch(task, dataset, list(range(start, min(start + batch_size, len(dataset)))))
+        loss, targets, outputs = returned(task, "evaluate", model, send_to_device(batch, device))
+        total, num_targets = total + float(loss), num_targets + float(targets)
+        found.append({name: output.cpu() for name, output in outputs.items()})
+    return total / max(num_targets, 1), {name: torch.cat([batch[name] for batch in found]) for name in found[0]}
+
+
+def fetch(task: Task, dataset: Any, indices: list[int]) -> Any:
+    """Return a batch of these examples."""
+    return task.collate(samples(dataset, indices))
+
+
+def samples(dataset: Any, indices: list[int]) -> Any:
+    """Return these examples as the dataset has them, for Task.collate."""
+    fetch_batch = getattr(dataset, "__getitems__", None)
+    return fetch_batch(indices) if fetch_batch else [dataset[i] for i in indices]
+
+
+def _load(
+    run: Run, dataset: Examples, order: np.ndarray, global_batch_size: int, micro_batch_size: int, epoch: int = 0
+) -> Iterator[list[MicroBatch]]:
+    config = run.config
+    sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.rank, run.world_size)
+    batches: Iterator[Any]
+    if config.num_workers == 0:  # a DataLoader would take as long as a small model's step
+        batches = (fetch(config.task, dataset, indices) for indices in sampler)
+    else:
+        # for what examples draw themselves: its own for each process and epoch
+        seed = int(np.random.default_rng([config.seed, epoch, run.rank]).integers(2**63))
+        loader: DataLoader[Any] = DataLoader(
+            dataset,  # type: ignore[arg-type]  # torch's Dataset need not have a length
+            batch_sampler=sampler,
+            collate_fn=config.task.collate,
+            num_workers=config.num_workers,
+            worker_init_fn=ignore_signals_in_worker,
+            generator=torch.Generator().manual_seed(seed),  # torch's own is the one that dropout draws from
+        )
+        batches = _name_dead_workers(loader)
+    for step in sampler.steps():
+        yield [_micro_batch(config.task, next(batches), len(indices)) for indices in step]
+
+
+def _micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
+    return MicroBatch(data, num_examples, (task.count_targets(data), *task.count_tokens(data)))
+
+
+def _on_device(run: Run, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+    """Return the steps with their data on the device. Collating and copying take place while it is at work on the step
+    before; not if a CPU computes itself, or replays graphs faster than another thread gets its turn."""
+    if run.device.type == "cpu":
+        return steps
+    copied = map(partial(_copy, device=run.device), steps)
+    return copied if run.config.cuda_graphs else in_background(copied)
+
+
+def _copy(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    if device.index is not None:  # a single process's has none; each thread has a current device of its own
+        torch.accelerator.set_device_index(device)
+    if device.type == "cuda":  # from other memory, a copy would wait until the device has finished
+        step = [replace(batch, data=recursively_apply(_pinned, batch.data)) for batch in step]
+    return [replace(batch, data=send_to_device(batch.data, device, non_blocking=True)) for batch in step]
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if tensor.is_cpu else tensor
+
+
+def in_background(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items, each made by another thread while the caller works on the one before."""
+    with ThreadPoolExecutor(1) as thread:
+        upcoming = thread.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = thread.submit(next, items, None)
+            yield item
+
+
+def _name_dead_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the loader's batches. torch reports a worker's death, unless it died while handing over a batch: raise a
+    RuntimeError for that."""
+    try:
+        yield from loader
+    except (ConnectionError, EOFError) as error:
+        if "DataLoader worker" in str(error):  # the dataset's own
+            raise
+        raise RuntimeError("a DataLoader worker died: was it killed for lack of memory?") from error

@@ -1,0 +1,39 @@
+"""What only training on a CPU gains from: on a GPU nothing here is used, and without it a CPU is merely slower."""
+
+from torch import nn
+
+from src.training.cpu import mkl
+from src.training.cpu.dropout import Dropout
+from src.training.cpu.malloc import keep_freed_memory, return_freed_memory
+
+
+def tune_for_cpu(model: nn.Module, precision: str, is_sharded: bool = False) -> list[str]:
+    """Speed up this process and `model`, in place: its layers change their class, but keep their names and weights.
+
+    Args:
+        precision: fp32, bf16, fp16 or fp8.
+        is_sharded: whether FSDP shards it, as memory is then worth more than time.
+
+    Returns:
+        What was done, for the start-up summary.
+    """
+    done = []
+    if is_sharded and return_freed_memory():
+        done.append("freed memory is given back")
+    elif not is_sharded and keep_freed_memory():
+        done.append("freed memory is kept")
+    _change_class(model, nn.Dropout, Dropout)
+    if mkl.is_slow():
+        if precision == "fp32" and _change_class(model, nn.Linear, mkl.Linear):
+            done.append("oneDNN in place of MKL")
+        if precision == "bf16" and mkl.avoid_in_attention(model):
+            done.append("attention without MKL")
+    return done
+
+
+def _change_class(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> bool:
+    """Turn layers of class `old` itself into `new`, as fully_shard does, which loses no hook or tie; return if any."""
+    layers = [module for module in model.modules() if type(module) is old]
+    for layer in layers:
+        layer.__class__ = new
+    return bool(layers)

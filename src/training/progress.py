@@ -1,0 +1,234 @@
+"""How far a run has got: what the loop counts, and what each checkpoint keeps of it."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from src.config.config import Config, EarlyStopping
+from src.config.errors import UserError
+
+SMALLEST_LOSS_SCALE = 2.0**-24
+GROWTH_INTERVAL = 2000
+"""Finite steps in a row after which the loss scale is doubled."""
+LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+
+
+class StepCounts(NamedTuple):
+    """Sums over the micro-batches of all processes in a step, known on the host before it begins."""
+
+    targets: float
+    """What the loss is a mean over: examples or tokens; 0: the task knows it only by its loss."""
+    tokens: float
+    """Without padding; 0 if the task is not text."""
+    padded_tokens: float
+    """With padding."""
+    stop_requests: float
+    """Processes that were asked to stop."""
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step reports."""
+
+    counts: StepCounts
+    lr: float
+    sums: Tensor
+    """The loss sum and the number of targets as Task.loss returned them, on this process; shape (2,), float64."""
+    norm: Tensor
+    """The L2 norm of the gradients over all processes, before clipping; shape (), float64."""
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm, for which this waits for the device; None: not finite, and the step was not taken."""
+        norm = self.norm.item()
+        return norm if math.isfinite(norm) else None
+
+
+def summed(accelerator: Accelerator, results: list[StepResult]) -> list[list[float]]:
+    """Return the loss sum and the number of targets of each step, at least one, over all processes, for which this
+    waits for the device. One exchange for all of them, as each one would hold the step up. Collective."""
+    sums = torch.stack([result.sums for result in results])
+    return accelerator.reduce(sums, "sum").tolist()
+
+
+def mean_loss(accelerator: Accelerator, result: StepResult) -> float:
+    """Return a step's loss, the mean over its targets on all processes. Collective."""
+    ((loss_sum, num_targets),) = summed(accelerator, [result])
+    return loss_sum / max(num_targets, 1)
+
+
+@dataclass
+class Progress:
+    """The counters of a run, saved as JSON, which keeps each float to the last bit.
+
+    An interval begins after a step that is a multiple of log_every, and ends with the next one.
+    """
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included. With the seed, it says which examples come next."""
+    skipped: int = 0
+    """Steps that were skipped because a gradient was not finite."""
+    skipped_in_a_row: int = 0
+    loss_scale: float = 2.0**16
+    """What the loss is multiplied by in fp16; 1.0 in other precisions."""
+    finite_in_a_row: int = 0
+    """Steps since the loss scale last changed."""
+    interval: list[float] = field(default_factory=lambda: [0.0] * 4)
+    """Loss sum, targets, tokens without and with padding, over all processes, in this interval."""
+    interval_seconds: float = 0.0
+    """Time in this interval, evaluations excluded."""
+    training_seconds: float = 0.0
+    """Time before this interval, evaluations excluded."""
+    seconds: float = 0.0
+    """Time since the first step, evaluations included, the time between two sessions of a run excluded."""
+    tokens: float = 0.0
+    """Without padding, before this interval."""
+    train_loss: float | None = None
+    """The loss in the last training record; None: no step in it had a finite one."""
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Results of each evaluation by name, by the step it came after."""
+    best: float | None = None
+    """The score that early stopping compares with."""
+    evaluations_without_gain: int = 0
+
+    def __post_init__(self) -> None:
+        self.evaluations = {int(step): results for step, results in self.evaluations.items()}  # JSON's keys are text
+        self._unread: list[StepResult] = []
+        self.start_clock()
+
+    @property
+    def last_evaluated(self) -> int:
+        """The step that the last evaluation came after; 0: none yet."""
+        return next(reversed(self.evaluations), 0)
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """The results of the last evaluation; empty: none yet."""
+        return self.evaluations.get(self.last_evaluated, {})
+
+    def start_clock(self) -> None:
+        """Begin to count time, before the first step of a session."""
+        self._clock = time.perf_counter()
+
+    def tick(self, is_training: bool = True) -> None:
+        """Count the time since the last tick, as training or as evaluation."""
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self.interval_seconds += (now - self._clock) * is_training
+        self._clock = now
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Exclude the time inside from what is counted as training."""
+        self.tick()
+        yield
+        self.tick(is_training=False)
+
+    def add_step(self, result: StepResult) -> None:
+        """Keep what a step reports until `read_steps`."""
+        self._unread.append(result)
+
+    def read_steps(self, accelerator: Accelerator, is_fp16: bool, max_bad_steps: int) -> bool:
+        """Count the steps that were added since the last call, for which this waits for the device: a step whose loss
+        is not finite doesn't count in the interval. Return whether there were `max_bad_steps` bad ones in a row.
+        Collective.
+
+        Raises:
+            UserError: the task's `loss` and `count_targets` disagree.
+        """
+        if not self._unread:
+            return False
+        results, self._unread = self._unread, []
+        sums = summed(accelerator, results)
+        norms = torch.stack([result.norm for result in results]).tolist()
+        for result, (loss_sum, num_targets), grad_norm in zip(results, sums, norms, strict=True):
+            counts = result.counts
+            if counts.targets not in (0, num_targets):
+                counted = f"count_targets said {counts.targets:,.0f}"
+                raise UserError(f"the task's loss is of {num_targets:,.0f} targets, but its {counted}: make them agree")
+            if math.isfinite(loss_sum):
+                step = (loss_sum, num_targets, counts.tokens, counts.padded_tokens)
+                self.interval = [total + n for total, n in zip(self.interval, step, strict=True)]
+            self.update_loss_scale(grad_norm, is_fp16)
+            if self.skipped_in_a_row >= max_bad_steps:
+                return True
+        return False
+
+    def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> bool:
+        """Update the loss scale; return whether the step was taken: a global norm decides, alike on all processes.
+
+        In fp16 the loss is multiplied by `loss_scale`, halved after each overflow, so that small gradients survive:
+        Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of torch.amp.GradScaler,
+        which looks for overflows optimizer by optimizer, not in the model as a whole.
+        """
+        if math.isfinite(grad_norm):
+            self.skipped_in_a_row = 0
+            self.finite_in_a_row += 1
+            if is_fp16 and self.finite_in_a_row % GROWTH_INTERVAL == 0:
+                self.loss_scale *= 2
+            return True
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.finite_in_a_row = 0
+        if is_fp16 and self.loss_scale > SMALLEST_LOSS_SCALE:
+            self.loss_scale /= 2
+            self.skipped_in_a_row = 0  # in fp16 an overflow is no sign of trouble as long as a smaller scale can help
+        return False
+
+    def explain_bad_steps(self, config: Config, is_fp16: bool, newest: Path | None) -> str:
+        """Return a message that says why the run ends. `newest` is the last checkpoint."""
+        advice = "use bf16" if is_fp16 else "lower optim.lr, set optim.max_grad_norm or look for bad values in the data"
+        fault = f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped"
+        return f"{fault}: {advice}; the last checkpoint is {newest or 'none'}"
+
+    def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
+        """Return means over the interval, of `num_examples` on all processes, and the steps skipped so far."""
+        loss_sum, num_targets, tokens, padded_tokens = self.interval
+        metrics = {
+            "train/loss": loss_sum / num_targets if num_targets else None,
+            "perf/samples_per_second": num_examples / self.interval_seconds,
+        }
+        if tokens:
+            metrics["perf/tokens_per_second"] = tokens / self.interval_seconds
+            metrics["perf/padding"] = 1 - tokens / padded_tokens
+        if is_fp16:
+            metrics["train/loss_scale"] = self.loss_scale
+        if self.skipped or is_fp16:
+            metrics["train/skipped_steps"] = self.skipped
+        return metrics
+
+    def end_interval(self) -> None:
+        """Begin the next interval."""
+        self.training_seconds += self.interval_seconds
+        self.tokens += self.interval[2]
+        self.interval, self.interval_seconds = [0.0] * 4, 0.0
+
+    def count_evaluation(self, results: dict[str, float], settings: EarlyStopping) -> None:
+        """Keep the results of the evaluation after this step, and whether they are an improvement."""
+        self.evaluations[self.step] = results
+        if settings.metric is None or settings.metric not in results:
+            return
+        now = score(results, settings.metric, settings.mode)
+        self.evaluations_without_gain += 1
+        if self.best is None or now > self.best + settings.min_delta:
+            self.best, self.evaluations_without_gain = now, 0
+
+    def is_out_of_patience(self, settings: EarlyStopping) -> bool:
+        """Return whether to end the run: the same on all processes, and after a resume."""
+        return settings.metric is not None and self.evaluations_without_gain >= settings.patience
+
+
+def score(results: Mapping[str, float], metric: str, mode: Literal["min", "max"] | None) -> float:
+    """Return `metric` of an evaluation's results as a number, where higher is better; NaN counts as the worst."""
+    value = results[metric]
+    if math.isnan(value):
+        return -sys.float_info.max
+    return -value if mode == "min" or (mode is None and metric.endswith(LESS_IS_BETTER)) else value

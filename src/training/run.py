@@ -1,0 +1,170 @@
+"""One run, as `build` in train.py has prepared it, and what the start-up summary says about it."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from src.config.config import Config
+from src.distributed.accelerator import HALF_PRECISION, Launch, processes
+from src.tasks.base import Examples, Table, Task
+from src.training.cpu import tune_for_cpu
+from src.training.optim import Schedule
+from src.training.progress import Progress
+from src.training.state import ResumePoint
+
+
+class Evaluation(NamedTuple):
+    """What one evaluation found."""
+
+    metrics: dict[str, float]
+    """Values by name, eval/…."""
+    report: dict[str, Table]
+    """What Task.report returned."""
+    outputs: dict[str, Tensor]
+    """What Task.tables makes more tables from."""
+
+
+@dataclass
+class Run:
+    """What fit, train_step, evaluate and the checks work on."""
+
+    config: Config
+    accelerator: Accelerator
+    launch: Launch
+    resume: ResumePoint
+    """What it continues from."""
+    resume_command: str
+    """The command that continues it."""
+    model: nn.Module
+    """As prepared: wrapped in DDP, or sharded."""
+    optimizers: list[Optimizer]
+    progress: Progress
+    train_set: Examples
+    eval_set: Examples
+    metadata: dict[str, Any]
+    """What each checkpoint records about the run."""
+    facts: dict[str, Any]
+    """Facts about model and data, for summary.json and the start-up summary."""
+
+    def __post_init__(self) -> None:
+        if not self.is_fp16:
+            self.progress.loss_scale = 1.0
+
+    @property
+    def task(self) -> Task:
+        return self.config.task
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_fp16(self) -> bool:
+        return self.launch.precision == "fp16"
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters, cached: walking through the modules takes longer than a small model's update."""
+        return list(self.model.parameters())
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(len(self.train_set) / self.config.global_batch_size)
+
+    @cached_property
+    def total_steps(self) -> int:
+        return self.config.steps(self.steps_per_epoch)[0]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return Schedule(self.config.steps(self.steps_per_epoch)[1], self.steps_per_epoch)
+
+    def is_evaluation_due(self) -> bool:
+        """Return whether an evaluation is due after this step and has not been made yet."""
+        step, every = self.progress.step, self.config.eval_every or self.steps_per_epoch
+        return (step % every == 0 or step == self.total_steps) and step > self.progress.last_evaluated
+
+    def is_evaluated(self) -> bool:
+        """Return whether this step has been evaluated."""
+        return self.progress.step in self.progress.evaluations
+
+    def is_save_due(self) -> bool:
+        """Return whether a checkpoint is due after this step, even if it is not the last one."""
+        is_candidate = self.config.checkpoint.num_best > 0 and self.is_evaluated()
+        return self.progress.step % self.config.save_every == 0 or is_candidate
+
+    def is_read_due(self) -> bool:
+        """Return whether the host needs this step's numbers now: until then, it doesn't wait for the device."""
+        is_last = self.progress.step == self.total_steps
+        return is_last or self.is_fp16 or self.is_log_due() or self.is_evaluation_due() or self.is_save_due()
+
+    def is_log_due(self) -> bool:
+        """Return whether an interval ends with this step."""
+        return self.progress.step % self.config.log_every == 0
+
+
+def new_model(
+    config: Config, device_type: str, precision: str, sharding: tuple[int, int] | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the task's model, the same on all processes, and facts about it by name. `sharding`, of FSDP: which shard
+    is this process's, and their number; the model may then be without weights."""
+    tuned = config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
+    tuned += [name for name in ("compile", "cuda_graphs") if getattr(config, name)]
+    set_seed(config.seed)
+    model = config.task.build_empty_model(*sharding) if sharding else None
+    if model is None:
+        set_seed(config.seed)  # again: it may have drawn before it found out that it can't
+        model = config.task.build_model()
+    if device_type == "cpu":
+        tuned += tune_for_cpu(model, precision, sharding is not None)
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return model, {
+        "parameters": sum(size for size, _ in sizes),
+        "trained_parameters": sum(size for size, is_trained in sizes if is_trained),
+        "tuned": tuned,
+        "built_whole": sharding is not None and not any(p.is_meta for p in model.parameters()),
+    }
+
+
+def startup_summary(run: Run) -> dict[str, str]:
+    """Return the start-up summary's lines on model, data and steps, by title."""
+    config, facts, world_size = run.config, run.facts, run.world_size
+    trained = f", {facts['trained_parameters']:,} of them trained"
+    return {
+        "model": f"{facts['parameters']:,} parameters"
+        + (trained if facts["trained_parameters"] < facts["parameters"] else "")
+        + ("; each process built all of it first" if facts["built_whole"] else ""),
+        "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
+        **{part: in_one_line(figures) for part, figures in facts["data"].items() if figures},
+        "batch": f"{config.global_batch_size} = {config.micro_batch(world_size)} per micro-batch x "
+        f"{processes(world_size)} x {config.accumulation(world_size)} accumulated",
+        "tuned": ", ".join(facts["tuned"]),
+        "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
+    }
+
+
+def in_one_line(figures: dict[str, float]) -> str:
+    """Return figures by name as one line of text; integers are counts, floats are shares."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
+        for name, value in figures.items()
+    )

@@ -1,0 +1,84 @@
+"""What is done to a model between `build_model` and `prepare`, in the order of `transform`.
+
+Activation checkpointing first: each block's forward becomes one that runs again in the backward pass. Compilation
+second, around it, so that the compiler sees the recomputation and can fuse it. DDP or FSDP last, in `prepare`: their
+hooks stay outside what is compiled. All of it reassigns `forward` and nothing else, so that names, classes and the
+state dict are as the task made them. The blocks are those that FSDP wraps: the model's `_no_split_modules` names them.
+"""
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from src.config.config import Config
+from src.config.errors import UserError
+
+INPUTS_OF_BLOCKS = r"L\['(args|kwargs)'\]"
+"""As the compiler calls them: blocks of transformers take (*args, **kwargs)."""
+
+
+def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
+    """Apply what the settings ask for, in place.
+
+    Raises:
+        UserError: the model names no blocks, or this machine has no compiler.
+    """
+    blocks = repeating_blocks(model)
+    if config.activation_checkpointing:
+        if not blocks:
+            raise UserError(
+                f"activation_checkpointing: name the repeating blocks of {type(model).__name__} in its "
+                f"_no_split_modules"
+            )
+        for block in blocks:  # dropout draws the same numbers both times, unlike with fsdp_activation_checkpointing
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.compile:
+        _require_compiler()
+        logging.getLogger("torch._dynamo.convert_frame").addFilter(_say_limit_in_one_line)
+        blocks = [block for block in blocks if any(block.children())]
+        for module in blocks or [model]:  # one compilation for all blocks; the whole model where they are single layers
+            compiled = torch.compile(module.forward)
+            has_rows = blocks and config.micro_batch(accelerator.num_processes) > 1
+            module.forward = partial(_forward, module.forward, compiled) if has_rows else compiled
+        if blocks:  # else the first size of a batch is compiled for itself, and the second once more for any other
+            torch.compiler.config.dynamic_sources = f"{INPUTS_OF_BLOCKS}.*"
+
+
+def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a block, compiled unless its batch has a single row, left over from larger ones: the compiler takes a size
+    of one for a constant, and would compile everything once more."""
+    rows = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return (plain if rows == 1 else compiled)(*args, **kwargs)
+
+
+def _say_limit_in_one_line(record: logging.LogRecord) -> bool:
+    """Say in a line that torch compiles no more, in place of its paragraph; leave other messages as they are."""
+    if isinstance(record.args, tuple) and record.msg.startswith("torch._dynamo hit config"):
+        _, limit, function, reason, *_ = record.args
+        record.msg = "compile=true: %s runs UNCOMPILED, and slower, but for %s kinds of input: %s"
+        record.args = (function, limit, str(reason).partition("\n")[0])
+    return True
+
+
+def repeating_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the classes in the model's `_no_split_modules`; none if it has no such list."""
+    names = getattr(model, "_no_split_modules", None) or []
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _require_compiler() -> None:
+    if torch.accelerator.is_available():
+        if not find_spec("triton"):
+            raise UserError("compile=true needs triton for this GPU: install it, or set compile=false")
+    elif not shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
+        raise UserError("compile=true needs a C++ compiler such as g++: install one, or set compile=false")
