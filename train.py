@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list, get_int_from_env, set_seed
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from src.check import run_checks
+from src.check import run_checks  # room: check
 from src.checkpoint.export import export_model, push_to_hub
 from src.checkpoint.folder import run_settings
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
@@ -34,15 +34,22 @@ from src.distributed.accelerator import (
     naming_full_gpus,
     prepare,
 )
-from src.distributed.launch_guard import resume_command
-from src.distributed.machines import MACHINES
+from src.distributed.launcher import resume_command
+from src.distributed.machines import MACHINES  # room: machines
 from src.distributed.stop import StopSignal
 from src.tasks.returned import Examined, returned
-from src.tracking.artifacts import fetch_artifacts
-from src.tracking.performance import Performance
+from src.tracking.artifacts import fetch_artifacts  # room: wandb
+from src.tracking.performance import Performance  # room: performance
 from src.tracking.tracker import Tracker, dry_run, stop_at_start
-from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, gather_in_order, training_steps
-from src.training.cuda_graph import RecordedStep
+from src.training.batches import (
+    CountedSteps,
+    MicroBatch,
+    TrainStep,
+    evaluation_batches,
+    gather_in_order,
+    training_steps,
+)
+from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import StepCounts, StepResult
@@ -55,29 +62,38 @@ def main() -> None:
 
 
 @exit_codes()
-@MACHINES.named()
+@MACHINES.named()  # room: machines
 @naming_full_gpus()
 def train_or_check(argv: list[str]) -> None:
     config = settings(argv)
     run = build(config)
     if run is None:  # it has already finished
         return
-    is_good = run_checks(run, train_step, evaluate, restore) if config.check else fit(run)
-    SIGNALS.release()
-    run.accelerator.wait_for_everyone()  # gloo sometimes aborts where one process leaves before the others are done
-    if is_good and config.push_to_hub and run.is_main and not config.check:
+    if config.check:  # room: check
+        is_right = run_checks(run, train_step, evaluate, restore)  # room: check
+        leave(run)  # room: check
+        sys.exit(0 if is_right else 1)  # room: check
+    is_done = fit(run)
+    leave(run)
+    if is_done and config.push_to_hub and run.is_main:
         push_to_hub(config)
-    run.accelerator.end_training()
-    if not is_good and (config.check or (get_int_from_env(["GROUP_WORLD_SIZE"], 1) > 1 and not config.dry_run)):
+    if not is_done and get_int_from_env(["GROUP_WORLD_SIZE"], 1) > 1 and not config.dry_run:
         sys.exit(1)  # stopped, on several machines: after 0, launchers wait for minutes and report success
 
 
-@MACHINES.alike
+def leave(run: Run) -> None:
+    """Leave the process group, once all processes are done: gloo sometimes aborts where one of them leaves earlier."""
+    SIGNALS.release()
+    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
+
+
+@MACHINES.alike  # room: machines
 def settings(argv: list[str]) -> Config:
     """Return the settings of the run; raise a UserError with all their mistakes."""
     return run_settings(
         argv,
-        fetch_artifacts,
+        fetch_artifacts,  # room: wandb
     )
 
 
@@ -96,14 +112,16 @@ def build(config: Config) -> Run | None:
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return None
-    if config.check or config.dry_run:  # there is nothing to save
+    if config.dry_run:  # there is nothing to save
         SIGNALS.release()
+    elif config.check:  # room: check
+        SIGNALS.release()  # room: check
     elif accelerator.is_main_process:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
     with local_main_process_first(accelerator):  # it downloads and tokenizes
         datasets = returned(task, "build_datasets")
     fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_local_main_process else []
-    MACHINES.require_same_data(fingerprints)
+    MACHINES.require_same_data(fingerprints)  # room: machines
     train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
 
     model, facts = new_model(config, launch.device, launch.precision, find_shard(accelerator))
@@ -129,14 +147,17 @@ def restore(run: Run) -> None:
 
 def fit(run: Run) -> bool:
     """Train to the last step. Return whether it got there; if not, it was told to stop and has saved."""
-    config, progress, performance = run.config, run.progress, Performance(run)
+    config, progress = run.config, run.progress
+    performance = Performance(run)  # room: performance
     if config.dry_run:
         return dry_run(run)
     with Tracker(run) as tracker:
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.say)
         steps, is_stopping = CountedSteps(training_steps(run, progress.step), stop), False
-        take_step = RecordedStep(run, train_step) if config.cuda_graphs else train_step
+        take_step: TrainStep = train_step
+        if config.cuda_graphs:  # room: cuda_graphs
+            take_step = RecordedStep(run, train_step)  # room: cuda_graphs
         if run.is_main and run.device.type != "cpu":
             run.task.import_metrics()
         progress.start_clock()
@@ -162,8 +183,11 @@ def fit(run: Run) -> bool:
             if is_last or is_stopping:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
-            with performance.step(steps) as (micro_batches, counts):
-                result = take_step(run, micro_batches, counts)
+            performance.begin_step()  # room: performance
+            micro_batches, counts = next(steps)
+            performance.begin_computing(micro_batches)  # room: performance
+            result = take_step(run, micro_batches, counts)
+            performance.end_step()  # room: performance
             is_stopping = steps.is_stop_requested()
             progress.add_step(result)
             tracker.advance()
@@ -172,7 +196,10 @@ def fit(run: Run) -> bool:
                 checkpoints.close()
                 raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
-                tracker.log_training(result, performance.metrics() | MACHINES.metrics())
+                measured: dict[str, float] = {}
+                measured |= performance.metrics()  # room: performance
+                measured |= MACHINES.metrics()  # room: machines
+                tracker.log_training(result, measured)
 
         checkpoints.poll(wait=True)
         if is_stopping:

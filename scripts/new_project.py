@@ -1,6 +1,6 @@
 """Make a new project from this one: `make new NAME=my-project DEST=../my-project TASK=dpo WITHOUT="wandb report"`.
 
-Nothing needs to be installed. docs/make-it-yours.md says what goes and what stays, and has the commands that are run.
+Nothing needs to be installed. docs/make-it-yours.md says what goes and what stays.
 """
 
 import os
@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
+from rooms import FILES, throw_out
+
 TEMPLATE = Path(__file__).resolve().parent.parent
-ROOMS = dict(re.findall(r"^```sh (\S+)\n(.*?)^```", (TEMPLATE / "docs/make-it-yours.md").read_text(), re.M | re.S))
-"""The commands that throw out a part, by its name."""
-RENAME = ROOMS.pop("rename")
 TASKS = dict(re.findall(r'"(\w+)": "([\w.]+)\.\w+"', (TEMPLATE / "src/tasks/__init__.py").read_text()))
 """Each task's module. The map is read as text: importing it would import torch."""
 SECTION = re.compile(r"^## .*?(?=^## |\Z)", re.M | re.S)
@@ -36,9 +35,9 @@ def main(name: str, folder: str, task: str, without: str) -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy, follow_symlinks=False)
         code, config = train_by_default(project, task)
-        commit(project, name)
-        commands = "".join(ROOMS[room] for room in rooms) + RENAME.replace("my-project", name)
-        subprocess.run(["bash", "-ec", commands], cwd=project, check=True)
+        throw_out(set(rooms), project)
+        rename(project, name)
+        commit(project, name)  # git lists what is left
         write_docs(project, rooms, name=name, task=task, code=code, config=config)
         shutil.rmtree(project / ".git")
         commit(project, name)
@@ -62,19 +61,28 @@ def mistakes(name: str, dest: Path, task: str, without: list[str]) -> Iterator[s
         yield f"DEST={dest}: is inside this project; name a folder outside of it, such as DEST=../my-project"
     elif not folder.is_dir() or not os.access(folder, os.W_OK):
         yield f"DEST={dest}: cannot be made in {folder}; name another folder, such as DEST=../my-project"
-    for variable, word, known in [("TASK", task, TASKS), *(("WITHOUT", room, ROOMS) for room in without)]:
+    for variable, word, known in [("TASK", task, TASKS), *(("WITHOUT", room, FILES) for room in without)]:
         if word not in known:
             guess = "".join(f", did you mean {match}?" for match in get_close_matches(word, known, 1))
             yield f"{variable}={word}: not known{guess} ({', '.join(known)})"
-        elif known is ROOMS and TASKS.get(task, "?").replace(".", "/") + "." in ROOMS[word]:
+        elif known is FILES and is_part_of(TASKS.get(task, "?").replace(".", "/"), word):
             yield f"WITHOUT={word}: the task {task} needs it"
-    missing = [tool for tool in ("git", "bash") if not shutil.which(tool)]
-    if not answers("sed", "--version"):  # BSD's refuses that, and `-i` without a suffix
-        missing.append("GNU sed (on macOS: brew install gnu-sed, then PATH as it says)")
-    if missing:
-        yield f"needs {' and '.join(missing)}"
+    if not shutil.which("git"):
+        yield "needs git"
     elif not answers("git", "-C", str(TEMPLATE), "ls-files", "--error-unmatch", __file__):
         yield f"{TEMPLATE} is not a git checkout: run `git init && git add --all` there first"
+
+
+def is_part_of(module: str, room: str) -> bool:
+    """Return whether a task's file is one of the room's, by its path without a suffix."""
+    return any(f"{module}.".startswith((f"{path}/", path.replace("*", ""))) for path in FILES[room].split())
+
+
+def rename(project: Path, name: str) -> None:
+    """Give the project its name wherever this one's stands: the package's, and the default one in W&B."""
+    for file in project.rglob("*"):
+        if file.is_file() and not file.is_symlink() and b"accelerate-template" in (content := file.read_bytes()):
+            file.write_bytes(content.replace(b"accelerate-template", name.encode()))
 
 
 def answers(*command: str) -> bool:
@@ -130,12 +138,13 @@ def replace(file: Path, changes: dict[str, str]) -> None:
 
 def write_docs(project: Path, rooms: list[str], **names: str) -> None:
     """Write a README, and leave no link to a file that is gone: only its text, and no row of a table without others."""
-    readme, by_hand = project / "README.md", project / "docs/make-it-yours.md"
+    readme = project / "README.md"
     useful = re.compile("## (Choosing how to run|Adding a task|Further reading)\n")
     stub = (TEMPLATE / "scripts/stub_README.md").read_text().format(**names)
     readme.write_text(stub + "".join(part for part in SECTION.findall(readme.read_text()) if useful.match(part)))
-    gone = re.compile(rf"## (In one command|Rename it)\n|.*^```sh ({'|'.join(rooms)})$", re.M | re.S)
-    by_hand.write_text(SECTION.sub(lambda part: "" if gone.match(part[0]) else part[0], by_hand.read_text()))
+    if (by_hand := project / "docs/make-it-yours.md").exists():
+        gone = re.compile(rf"^\| `({'|'.join(rooms)})` \|.*\n", re.M)
+        by_hand.write_text(gone.sub("", by_hand.read_text()))
     for page in map(project.joinpath, git(project, "ls-files", "*.md").splitlines()):
         old = text = page.read_text()
         for path in re.findall(r"\]\(([^):]+)\)", old):

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from src.config.errors import UserError
-from src.distributed.launch_guard import choose_precision, find_launcher
+from src.distributed.accelerator import choose_precision
+from src.distributed.launcher import find_launcher
 from src.tasks.mnist import IDX_FILES
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command
 

@@ -90,13 +90,15 @@ def test_the_figures_are_those_of_the_steps_and_the_host_does_not_wait_between_r
     def steps() -> Any:
         while True:
             Event.handed_over += 1
-            yield [SimpleNamespace(weight=weight, data=989, counts=(5, 989, 1024)) for weight in (1.0, 0.0)], None
+            yield [SimpleNamespace(weight=weight, data=989, counts=(5, 989, 1024)) for weight in (1.0, 0.0)]
 
     measured, batches = Performance(run), steps()
     for _ in range(2):
         for i in range(1, 4):
-            with measured.step(batches):
-                Event.handed_over += 3
+            measured.begin_step()
+            measured.begin_computing(next(batches))
+            Event.handed_over += 3
+            measured.end_step()
             Event.done += 5 * i  # it lags behind
             Event.handed_over += 10
         waits = Event.waits

@@ -45,7 +45,7 @@ def log(logger, step):
 for fault in ("none", "hangs", "hangs at the finish", "a full disk", "raises"):
     folder = Path("run", fault)
     folder.mkdir(parents=True)
-    for logger in start_trackers(config, print, dir=folder, config={"run_name": "x"}):
+    for logger in start_trackers(config, print, 'x', dir=folder, config={"run_name": "x"}):
         print("CASE", fault, logger.title, logger.where, sep="|")
         log(logger, 1)
         tracker = logger._tracker

@@ -25,9 +25,9 @@ from src.checkpoint.format import write_json
 from src.config.errors import UserError
 from src.config.terminal import say
 from src.distributed.process import lost_peers
-from src.tracking.report import report_line
+from src.tracking.report import report_line  # room: report
 from src.tracking.tracker import start_loggers
-from src.training.cuda_graph import TrainStep
+from src.training.batches import TrainStep
 from src.training.run import Run
 
 CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
@@ -97,4 +97,5 @@ def _report(run: Run, rows: list[Row], seconds: float) -> None:
         logger.summarize({"check/passed": not failed})
         logger.finish(exit_code=1 if failed else 0)
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks passed"
-    say(f"{verdict}, in {seconds:.0f} s; {file}", report_line(config.folder))
+    say(f"{verdict}, in {seconds:.0f} s; {file}")
+    say(report_line(config.folder))  # room: report

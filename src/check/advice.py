@@ -28,7 +28,7 @@ ADVICE = {
     "Same start": {
         "build_model": "build_model makes other weights on each process for the same seed: it draws from something "
         "that accelerate.utils.set_seed doesn't seed",
-        "weights": "processes built different models: seed all alike before build_model (new_model in src/training), and "
+        "weights": "processes built different models: seed all alike before build_model (src/training/run.py), and "
         "only after it each in its own way, for dropout",
         "random numbers": "dropout drops the same units on every process, so that a global batch has less variety "
         "than on one: add the process's rank to the seed once the model is built",

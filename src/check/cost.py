@@ -18,8 +18,7 @@ from src.check.findings import Row, finding, gather
 from src.check.reference import backward
 from src.check.start import blocks_to_wrap, largest_shard
 from src.check.subject import Subject, autocast
-from src.distributed.accelerator import num_replicas
-from src.tracking.performance import peak_memory
+from src.distributed.accelerator import num_replicas, peak_memory
 from src.training.batches import MicroBatch
 from src.training.run import Run
 

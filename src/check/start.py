@@ -24,7 +24,7 @@ from src.check.findings import Row, WorstError, finding, finding_alike, gather, 
 from src.check.reference import own_share
 from src.check.subject import Subject, checksum, named_tensors, shard_like
 from src.distributed.accelerator import num_replicas, sharded_units
-from src.distributed.launch_guard import is_set
+from src.distributed.launcher import is_set
 from src.training.batches import MicroBatch, evaluate_alone, evaluation_batches, fetch, samples, training_steps
 from src.training.gradients import to_local
 from src.training.run import Run

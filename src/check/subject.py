@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from src.check.findings import gather
 from src.distributed.stop import StopSignal
-from src.training.batches import CountedSteps, MicroBatch, training_steps
-from src.training.cuda_graph import TrainStep
+from src.training.batches import CountedSteps, MicroBatch, TrainStep, training_steps
 from src.training.gradients import to_local
 from src.training.optim import build_optimizers
 from src.training.progress import Progress, StepResult

@@ -106,12 +106,15 @@ def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterato
     try:
         if any(len(os.fsencode(part)) > 255 for part in folder.parts):
             yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
-        elif config.check and config.dry_run:
-            yield "dry_run: writes nothing, and check writes check.json; choose one of them"
-        elif config.check or (config.checkpoint.mirror and mirrored is None):
-            yield from _write_errors(folder)
-        else:
-            yield from (*_run_errors(config, mirrored or []), *_write_errors(folder))
+            return
+        yield from _write_errors(folder)
+        if config.check and config.dry_run:  # room: check
+            yield "dry_run: writes nothing, and check writes check.json; choose one of them"  # room: check
+        if config.check:  # room: check
+            return  # room: check
+        if config.checkpoint.mirror and mirrored is None:  # room: mirror
+            return  # room: mirror
+        yield from _run_errors(config, mirrored or [])
     except OSError as error:
         yield f"output_dir={folder}: cannot look at {error.filename}, {error.strerror}; {ELSEWHERE}"
 

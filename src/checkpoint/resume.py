@@ -25,7 +25,7 @@ from src.checkpoint.folder import (
     parent_checkpoint,
     saved_settings,
 )
-from src.checkpoint.mirror import Mirror
+from src.checkpoint.mirror import Mirror  # room: mirror
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
 from src.checkpoint.tensors import frozen_square_sum, load_tensors, require_same_frozen
 from src.config import terminal
@@ -72,10 +72,12 @@ def checkpoint_metadata(
 def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     """Return the newest valid checkpoint of the output folder, or else the one to branch off from; raise a UserError if
     none is valid, or if the settings now make it a different run. Collective."""
-    if config.check:
-        return ResumePoint()
+    if config.check:  # room: check
+        return ResumePoint()  # room: check
     own = config.folder / "checkpoints"
-    mirror = Mirror(accelerator, config, _lock) if config.checkpoint.mirror and not config.dry_run else None
+    mirror: Any = None
+    if config.checkpoint.mirror and not config.dry_run:  # room: mirror
+        mirror = Mirror(accelerator, config, _lock)  # room: mirror
     if accelerator.is_main_process and not config.dry_run:
         _lock(config.folder)
         if own.is_symlink() and own.exists():

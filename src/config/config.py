@@ -14,7 +14,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from src.config.errors import UserError, cause
 from src.config.settings import Settings, describe, nearest, read_arguments, validate
-from src.config.tracking import Trackers, Wandb
+from src.config.trackers import Trackers  # room: trackers wandb
+from src.config.tracking import Wandb  # room: wandb
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
@@ -60,8 +61,8 @@ class Optim(Settings):
 class Checkpoint(Settings):
     """Which checkpoints are kept, and which one is exported."""
 
-    mirror: str | None = None
-    """Folder, or URL as fsspec has them (s3://…, hf://…), that checkpoints are copied to, as run_name; null: none."""
+    mirror: str | None = None  # room: mirror
+    """Folder or URL of fsspec (s3://…, hf://…) to copy checkpoints to, as run_name; null: none."""  # room: mirror
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
@@ -115,8 +116,8 @@ class Config(Settings):
     """Recompute activations in the backward pass instead of keeping them: less memory, a third more time."""
     compile: bool = False
     """Compile the model, a transformer block by block. The first steps then take a minute."""
-    cuda_graphs: bool = False
-    """Compile the model so that its kernels are launched all at once: for small models, on one NVIDIA GPU."""
+    cuda_graphs: bool = False  # room: cuda_graphs
+    """Record a step, and launch its kernels all at once: for small models, on one NVIDIA GPU."""  # room: cuda_graphs
     fsdp_reduce_each_micro_batch: bool = True
     """Reduce gradients after each micro-batch; false: after the last, as DDP does, which takes the memory of all of
     them on each process, in fp32, but exchanges less."""
@@ -124,8 +125,8 @@ class Config(Settings):
     """Type that DDP casts gradients to while it sums them over the processes, for slow connections; null: none."""
     num_workers: NonNegativeInt = 0
     """Processes that load data for each training process; 0: it loads the data itself."""
-    profile_steps: str | None = None
-    """The first and the last step to profile, such as 10:15, into `profile` in output_dir; null: none."""
+    profile_steps: str | None = None  # room: performance
+    """The first and the last step to profile, as 10:15, into output_dir/profile; null: none."""  # room: performance
     log_every: PositiveInt = 50
     """Steps between records of the training metrics."""
     eval_every: PositiveInt | None = None
@@ -141,10 +142,12 @@ class Config(Settings):
     """Steps in a row skipped because of gradients that are not finite, after which the run fails."""
     timeout_minutes: PositiveFloat = 30.0
     """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
-    trackers: Trackers = ["wandb"]
-    """What records the run besides metrics.jsonl: any of wandb, trackio and tensorboard."""
-    check: bool = False
-    """Check whether this run would be right, instead of training; `--check` alone is enough. See docs/check.md."""
+    trackers: Trackers = [  # room: trackers wandb
+        "wandb",  # room: wandb
+    ]  # room: trackers wandb
+    """What records the run besides metrics.jsonl: wandb, trackio, tensorboard."""  # room: trackers wandb
+    check: bool = False  # room: check
+    """Check whether this run would be right, instead of training; `--check` is enough: docs/check.md."""  # room: check
     dry_run: bool = False
     """Do all up to the first step, write nothing, and say what the run would do; `--dry-run` alone is enough."""
     push_to_hub: str | None = None
@@ -154,7 +157,7 @@ class Config(Settings):
     optim: Optim = Optim()
     checkpoint: Checkpoint = Checkpoint()
     early_stopping: EarlyStopping = EarlyStopping()
-    wandb: Wandb = Wandb()
+    wandb: Wandb = Wandb()  # room: wandb
 
     def model_post_init(self, _: Any) -> None:
         self.run_name = self.run_name or self.task.name
@@ -217,9 +220,7 @@ def load_config(
         mistakes.extend(_batch_errors(config, int(os.environ.get("WORLD_SIZE", "1"))))
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
-    steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.profile_steps or "1:1")
-    if not steps or int(steps[1]) > int(steps[2]):
-        mistakes.append(f"profile_steps={config.profile_steps}: write the first step and the last, such as 10:15")
+    mistakes.extend(_profile_errors(config.profile_steps))  # room: performance
     if (warmup := config.optim.warmup_steps) > 1 and warmup % 1:
         mistakes.append(f"optim.warmup_steps={warmup}: must be a whole number of steps, or below 1, a share of all")
     if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():
@@ -259,6 +260,12 @@ def _config_class(task: str, tasks: Mapping[str, str]) -> type[Config]:
     # the task's file, and the libraries that it needs, are imported now: those of the others never
     task_class = resolve_name(tasks[task])
     return create_model("Config", __base__=Config, task=(task_class, Field(default_factory=task_class)))
+
+
+def _profile_errors(steps: str | None) -> Iterator[str]:  # room: performance
+    written = re.fullmatch(r"([1-9]\d*):(\d+)", steps or "1:1")  # room: performance
+    if not written or int(written[1]) > int(written[2]):  # room: performance
+        yield f"profile_steps={steps}: write the first step and the last, such as 10:15"  # room: performance
 
 
 def _batch_errors(config: Config, world_size: int) -> Iterator[str]:

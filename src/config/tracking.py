@@ -1,20 +1,8 @@
-"""The settings of what records a run: Weights & Biases and other trackers. The code that does so is in src/tracking."""
+"""The settings of Weights & Biases. What records a run there is in src/tracking/wandb.py."""
 
-from importlib.util import find_spec
-from typing import Annotated, Literal
-
-from pydantic import AfterValidator
+from typing import Literal
 
 from src.config.settings import Settings
-
-
-def _require_installed(names: list[str]) -> list[str]:
-    if absent := [name for name in names if name != "wandb" and find_spec(name) is None]:
-        raise ValueError(f"not installed: pip install {' '.join(absent)}")
-    return names
-
-
-Trackers = Annotated[list[Literal["wandb", "trackio", "tensorboard"]], AfterValidator(_require_installed)]
 
 Keep = Literal["no", "reference", "copy"]
 

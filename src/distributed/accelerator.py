@@ -5,6 +5,7 @@ Without a GPU every yaml runs as its CPU stand-in: the same processes, on gloo, 
 
 import contextlib
 import os
+import resource
 import sys
 import warnings
 from collections.abc import Iterator
@@ -29,15 +30,8 @@ from torch.optim import SGD
 from src.config.config import Config
 from src.config.errors import UserError
 from src.config.settings import nearest
-from src.distributed.launch_guard import (
-    Launcher,
-    choose_precision,
-    driver_errors,
-    find_launcher,
-    graph_errors,
-    is_set,
-    launch_errors,
-)
+from src.distributed.launch_guard import refuse_another_strategy, refuse_wrong_launch  # room: launch_guard
+from src.distributed.launcher import Launcher, find_launcher, what_is_asked
 
 warnings.filterwarnings("ignore", "Slicing a flattened dim")  # what Accelerate does for HSDP
 warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor", FutureWarning)  # its gather, on NCCL
@@ -83,30 +77,17 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     Raises:
         UserError: what would run is not what was asked for; one line per reason.
     """
-    launcher = find_launcher()
-    world_size, local_world_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    wants_cpu, wants_fsdp = is_set("ACCELERATE_USE_CPU"), is_set("ACCELERATE_USE_FSDP")
-    wants_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    errors = [] if wants_cpu else list(driver_errors())
-    has_gpu = torch.accelerator.is_available() and not (world_size > 1 and torch.backends.mps.is_available())
-    on_cpu = wants_cpu or not has_gpu
-    is_stand_in = on_cpu and not wants_cpu
-    precision, note = choose_precision(launcher, wants_precision, is_stand_in)
-    errors += launch_errors(launcher, config, world_size, wants_fsdp)
-    if config.cuda_graphs:
-        errors += graph_errors(config, not on_cpu and torch.cuda.is_available(), world_size, precision)
-    gpus = torch.accelerator.device_count()
-    if not on_cpu and local_world_size > gpus:
-        add = f"add --num_processes={gpus * (world_size // local_world_size)}"
-        errors.append(f"{local_world_size} processes on this machine, but it has {gpus} GPU(s): {add}")
-    if errors:
-        raise UserError("\n".join(errors))
+    launcher, asked = find_launcher(), what_is_asked()
+    on_cpu = asked.cpu or not has_gpu(asked.world_size)
+    is_stand_in = on_cpu and not asked.cpu
+    precision, note = choose_precision(launcher, asked.precision, is_stand_in)
+    refuse_wrong_launch(launcher, config, asked, on_cpu, precision)  # room: launch_guard
 
-    _set_up_cpu(launcher, on_cpu, local_world_size)
+    _set_up_cpu(launcher, on_cpu, asked.local_world_size)
     if precision != "fp8":
         os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model anyway
     timeout = timedelta(minutes=config.timeout_minutes)
-    comm_hook = config.ddp_comm_hook if world_size > 1 else None
+    comm_hook = config.ddp_comm_hook if asked.world_size > 1 else None
     ddp = DistributedDataParallelKwargs(
         comm_hook=DDPCommunicationHookType(comm_hook or "no"),
         gradient_as_bucket_view=True,  # else each gradient is copied out of the bucket that it was reduced in
@@ -115,31 +96,31 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
-        fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if wants_fsdp else None,
+        fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if asked.fsdp else None,
         kwargs_handlers=[no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp],
     )
     if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, but report fp16
         accelerator.native_amp = True
-    if accelerator.num_processes != world_size:
-        alone = f"each sees {accelerator.num_processes}: refusing to train separate models"
-        raise UserError(f"{world_size} processes were started, but {alone}")
-    if wants_fsdp and not accelerator.is_fsdp2:
-        raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
+    refuse_another_strategy(accelerator, asked)  # room: launch_guard
+    if mesh := accelerator.torch_device_mesh:  # its groups have not taken over the timeout
+        for group in mesh.get_all_groups():
+            torch.distributed.set_timeout(timeout, group)
 
     config_file, yaml = (launcher.config_file, launcher.config) if launcher else (None, {})
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     precision = "fp32" if precision == "no" else precision
     if is_stand_in:
         stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
-        started = processes(world_size) + (f" on {backend}" if backend else "")
-        note = f"no GPU here: {stand_in}, {started}{', sharding for real' if wants_fsdp else ''}, {precision}"
-    if mesh := accelerator.torch_device_mesh:  # its groups have not taken over the timeout
-        for group in mesh.get_all_groups():
-            torch.distributed.set_timeout(timeout, group)
-    kind = yaml.get("distributed_type", "FSDP" if wants_fsdp else "MULTI_GPU" if world_size > 1 else "NO")
+        started = processes(asked.world_size) + (f" on {backend}" if backend else "")
+        note = f"no GPU here: {stand_in}, {started}{', sharding for real' if asked.fsdp else ''}, {precision}"
+    kind = yaml.get("distributed_type", "FSDP" if asked.fsdp else "MULTI_GPU" if asked.world_size > 1 else "NO")
     return accelerator, Launch(
         config_file=config_file,
-        requested={"distributed_type": kind, "num_processes": world_size, "mixed_precision": wants_precision},
+        requested={
+            "distributed_type": kind,
+            "num_processes": asked.world_size,
+            "mixed_precision": asked.precision,
+        },
         strategy=_strategy(accelerator),
         num_processes=accelerator.num_processes,
         device=accelerator.device.type,
@@ -148,6 +129,26 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         comm_hook=comm_hook,
         note=note,
     )
+
+
+def has_gpu(world_size: int) -> bool:
+    """Return whether there is an accelerator that this many processes can train on: Apple's has no collectives."""
+    return torch.accelerator.is_available() and not (world_size > 1 and torch.backends.mps.is_available())
+
+
+def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -> tuple[str, str | None]:
+    """Return the mixed precision that runs (no, bf16, fp16, fp8) and, if this machine forces another one than was asked
+    for, why."""
+    if is_stand_in and launcher and not launcher.arguments.mixed_precision:
+        return "no", None  # the yaml means its GPUs; --mixed_precision on the command line means this run
+    if not torch.cuda.is_available():
+        return asked, None
+    has_bf16, gpu = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name()
+    if asked in ("bf16", "fp8") and not has_bf16:
+        return "no", f"{gpu} has no {asked}: training in fp32"
+    if asked == "fp8" and torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
+        return "bf16", f"{gpu} has no fp8: training in bf16"
+    return asked, None
 
 
 def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) -> None:
@@ -265,3 +266,12 @@ def naming_full_gpus() -> Iterator[None]:
         held = f"other processes hold about {others / 2**30:.0f} of its {total / 2**30:.0f} GiB"
         advice = "end them (nvidia-smi lists them), or set CUDA_VISIBLE_DEVICES to another GPU"
         raise UserError(f"GPU {torch.cuda.current_device()} is full, {held}: {advice}") from error
+
+
+def peak_memory(accelerator: Accelerator) -> list[int]:
+    """Return each process's peak memory in bytes: allocated on the GPU, or resident if it trains on the CPU."""
+    if accelerator.device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    else:
+        peak = torch.accelerator.max_memory_allocated()
+    return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()

@@ -5,23 +5,16 @@ it is alone and trains a model of its own. Here each of these ends the run, in o
 """
 
 import os
-import shlex
-import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
-import yaml
-from accelerate.commands.config.config_args import default_config_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate import Accelerator
 
 from src.config.config import Config
-from src.config.errors import explained
-from src.config.settings import nearest, read_yaml
+from src.config.errors import UserError
+from src.config.settings import nearest
+from src.distributed.launcher import Asked, Launcher, is_set
 
 OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
 """Environment variables that Accelerate puts above the script's arguments and the yaml, and its launcher never sets."""
@@ -30,40 +23,33 @@ SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of what only the launcher should set, from the yaml; set in the shell, they add to what the yaml says."""
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """The `accelerate launch` process above this one: its arguments, yaml and environment."""
+def refuse_wrong_launch(launcher: Launcher | None, config: Config, asked: Asked, on_cpu: bool, precision: str) -> None:
+    """Raise a UserError if what would run is not what was asked for; one line per reason.
 
-    words: list[str]
-    arguments: Any
-    config_file: str | None
-    config: dict[str, Any]
-    repeated_keys: list[str]
-    """A line for each key that the yaml repeats."""
-    environment: dict[str, str]
+    Args:
+        on_cpu: whether the processes will train on the CPU.
+        precision: the mixed precision that will run.
+    """
+    errors = [] if asked.cpu else list(driver_errors())
+    errors += launch_errors(launcher, config, asked.world_size, asked.fsdp)
+    if config.cuda_graphs:  # room: cuda_graphs
+        is_cuda = not on_cpu and torch.cuda.is_available()  # room: cuda_graphs
+        errors += graph_errors(config, is_cuda, asked.world_size, precision)  # room: cuda_graphs
+    gpus = torch.accelerator.device_count()
+    if not on_cpu and asked.local_world_size > gpus:
+        add = f"add --num_processes={gpus * (asked.world_size // asked.local_world_size)}"
+        errors.append(f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): {add}")
+    if errors:
+        raise UserError("\n".join(errors))
 
 
-def find_launcher() -> Launcher | None:
-    """Return Accelerate's launcher; None if another one, or none, started this process."""
-    try:
-        parent = psutil.Process(os.getppid())
-        command, environment, folder = parent.cmdline(), parent.environ(), Path(parent.cwd())
-    except psutil.Error:
-        return None
-    names = [Path(word).name for word in command]
-    for start, name in enumerate(names):
-        if name == "accelerate" and names[start + 1 : start + 2] == ["launch"]:
-            words = command[start + 2 :]
-        elif name in ("accelerate-launch", "accelerate.commands.launch"):
-            words = command[start + 1 :]
-        else:
-            continue
-        arguments = launch_command_parser().parse_args(words)
-        file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
-        with explained(f"{file}: ", yaml.YAMLError):
-            config, repeated = read_yaml((folder / file).read_text() if file else "{}")
-        return Launcher(words, arguments, file, config, repeated, environment)
-    return None
+def refuse_another_strategy(accelerator: Accelerator, asked: Asked) -> None:
+    """Raise a UserError if Accelerate has joined the processes in another way than was asked for."""
+    if accelerator.num_processes != asked.world_size:
+        alone = f"each sees {accelerator.num_processes}: refusing to train separate models"
+        raise UserError(f"{asked.world_size} processes were started, but {alone}")
+    if asked.fsdp and not accelerator.is_fsdp2:
+        raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
 
 
 def launch_errors(launcher: Launcher | None, config: Config, world_size: int, wants_fsdp: bool) -> Iterator[str]:
@@ -117,21 +103,6 @@ def _yaml_errors(launcher: Launcher, world_size: int, wants_fsdp: bool) -> Itera
             yield f"{file}: fsdp_config has no key {key}{nearest(key, known)}"
 
 
-def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -> tuple[str, str | None]:
-    """Return the mixed precision that runs (no, bf16, fp16, fp8) and, if this machine forces another one than was asked
-    for, why."""
-    if is_stand_in and launcher and not launcher.arguments.mixed_precision:
-        return "no", None  # the yaml means its GPUs; --mixed_precision on the command line means this run
-    if not torch.cuda.is_available():
-        return asked, None
-    has_bf16, gpu = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name()
-    if asked in ("bf16", "fp8") and not has_bf16:
-        return "no", f"{gpu} has no {asked}: training in fp32"
-    if asked == "fp8" and torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
-        return "bf16", f"{gpu} has no fp8: training in bf16"
-    return asked, None
-
-
 def driver_errors() -> Iterator[str]:
     """Yield that the NVIDIA driver is too old for torch, which would only warn, and train on the CPU."""
     with warnings.catch_warnings():
@@ -154,21 +125,3 @@ def graph_errors(config: Config, is_cuda: bool, world_size: int, precision: str)
         yield "cuda_graphs=true would repeat one loss scale in each step: use bf16, or leave it out"
     if config.optim.name == "muon":
         yield "cuda_graphs=true cannot record muon, which asks the device for its learning rate: use adamw"
-
-
-def resume_command(config: Config) -> str:
-    """Return what the user typed, with --resume=auto added if the run was to branch off or start anew, so that it
-    continues from its own checkpoint."""
-    launcher = find_launcher()
-    if launcher:
-        command = ["accelerate", "launch", *launcher.words]
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        command = psutil.Process(os.getppid()).cmdline()
-    else:
-        command = sys.orig_argv
-    return shlex.join(command if config.resume == "auto" else [*command, "--resume=auto"])
-
-
-def is_set(name: str) -> bool:
-    """Return whether the launcher has set this switch."""
-    return os.environ.get(name, "").lower() == "true"

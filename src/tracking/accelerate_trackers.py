@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import os
 import shlex
-import uuid
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -18,17 +16,6 @@ from src.tracking.loggers import Logger, Record
 
 PROJECT = "accelerate-template"
 """Project of trackio that the run is filed under."""
-
-
-def start_trackers(config: Config, say: Callable[[str], None], /, **arguments: Any) -> list[Any]:
-    """Return the loggers of `config.trackers`; without `dir`, as in a check, W&B's alone. The others take their run's
-    name from the id of W&B's run, or from the one of their own that a checkpoint has kept."""
-    loggers: list[Any] = start_wandb(config, say, **arguments) if "wandb" in config.trackers else []
-    run_id = next((logger.id for logger in loggers), None) or arguments.get("id") or uuid.uuid4().hex[:8]
-    for name, kind in (("trackio", Trackio), ("tensorboard", TensorBoard)):
-        if name in config.trackers and "dir" in arguments:
-            loggers.append(kind(say, arguments["dir"], run_id, arguments["config"]))
-    return loggers
 
 
 class AccelerateLogger(Logger):
@@ -84,17 +71,11 @@ class TensorBoard(AccelerateLogger):
         return None if self.failure else f"  TB         tensorboard --logdir {shlex.quote(str(self._folder))}"
 
 
-def start_wandb(config: Config, say: Callable[[str], None], /, machine: int = 0, **arguments: Any) -> list[Any]:
-    """Import and start the logger of W&B, and return it in a list; an empty list if W&B is disabled, or is not to
-    record this machine."""
-    settings = config.wandb
-    is_disabled = "disabled" in (settings.mode, settings.mode == "auto" and os.environ.get("WANDB_MODE"))
-    if is_disabled or (machine and not settings.machines):
-        return []
-    if settings.machines:
-        arguments["group"] = settings.group or arguments["name"]
-    if machine:
-        arguments |= {"name": f"{arguments['name']} machine-{machine}", "job_type": f"machine-{machine}"}
-    fields = settings.model_dump(exclude={"machines"})
-    # importing wandb takes half a second, for which only the processes that record have to wait
-    return [import_module("src.tracking.wandb").WandbLogger(say, **fields | arguments)]
+def start_trackers(config: Config, say: Callable[[str], None], run_id: str, **arguments: Any) -> list[Any]:
+    """Return the loggers of `config.trackers`, apart from W&B's. They take their run's name from `run_id`."""
+    kinds: dict[str, type[AccelerateLogger]] = {"trackio": Trackio, "tensorboard": TensorBoard}
+    return [
+        kind(say, arguments["dir"], run_id, arguments["config"])
+        for name, kind in kinds.items()
+        if name in config.trackers
+    ]

@@ -1,7 +1,10 @@
-"""Artifacts of Weights & Biases that settings name: `wandb:entity/project/name:alias` in task.model or resume."""
+"""Weights & Biases before there is a run in it: artifacts that settings name are fetched, and its logger started."""
 
+import os
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -43,3 +46,19 @@ def _download(name: str) -> str:
             artifact.download(root=str(folder))
             used.write_text(artifact.qualified_name)
     return str(folder)
+
+
+def start_wandb(config: Config, say: Callable[[str], None], /, machine: int = 0, **arguments: Any) -> list[Any]:
+    """Import and start the logger of W&B, and return it in a list; an empty list if W&B is disabled, or is not to
+    record this machine."""
+    settings = config.wandb
+    mode = os.environ.get("WANDB_MODE", "auto") if settings.mode == "auto" else settings.mode
+    if "wandb" not in config.trackers or mode == "disabled" or (machine and not settings.machines):
+        return []
+    if settings.machines:
+        arguments["group"] = settings.group or arguments["name"]
+    if machine:
+        arguments |= {"name": f"{arguments['name']} machine-{machine}", "job_type": f"machine-{machine}"}
+    fields = settings.model_dump(exclude={"machines"})
+    # importing wandb takes half a second, for which only the processes that record have to wait
+    return [import_module("src.tracking.wandb").WandbLogger(say, **fields | arguments)]

@@ -1,22 +1,17 @@
 """How fast a run trains: the figures perf/… in its records, and profiles of chosen steps. See docs/performance.md."""
 
 import re
-import resource
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.profiler import profile, record_function
 
 from src.config.errors import UserError
-from src.training.batches import CountedSteps, MicroBatch
-from src.training.progress import StepCounts
+from src.distributed.accelerator import peak_memory
+from src.training.batches import MicroBatch
 from src.training.run import Run
 
 PEAKS = {
@@ -68,19 +63,25 @@ class Performance:
             first.register_post_accumulate_grad_hook(lambda _: self._mark("gradient"))
             run.optimizers[0].register_step_pre_hook(lambda *_: self._mark("update"))
 
-    @contextmanager
-    def step(self, steps: CountedSteps) -> Iterator[tuple[list[MicroBatch], StepCounts]]:
-        """Measure what is done inside as one optimizer step; yield the next of `steps`."""
-        with self._profile.step(self._run.progress.step + 1):
-            begin = self._now()
-            micro_batches, counts = next(steps)
-            fetched, self._marks = self._now(), {}
-            yield micro_batches, counts
-            end = self._now()
-        tokens = sum(batch.weight * batch.counts[1] for batch in micro_batches)
-        count = self._run.task.flops
-        flops = sum(b.weight * count(self._model, b.data) for b in micro_batches) if self._peak else 0.0
-        self._pending.append((begin, fetched, self._marks, end, flops, tokens))
+    def begin_step(self) -> None:
+        """Note that an optimizer step begins, with the wait for its data."""
+        self._profile.begin(self._run.progress.step + 1)
+        self._began = self._now()
+
+    def begin_computing(self, micro_batches: list[MicroBatch]) -> None:
+        """Note that this step's data are there."""
+        self._fetched, self._marks, self._micro_batches = self._now(), {}, micro_batches
+
+    def end_step(self) -> None:
+        """Note that the step has been taken, or given to the device."""
+        end = self._now()
+        self._profile.end()
+        tokens = sum(batch.weight * batch.counts[1] for batch in self._micro_batches)
+        flops = 0.0
+        if self._peak:
+            count = self._run.task.flops
+            flops = sum(batch.weight * count(self._model, batch.data) for batch in self._micro_batches)
+        self._pending.append((self._began, self._fetched, self._marks, end, flops, tokens))
         self._read_past()
 
     def metrics(self) -> dict[str, float]:
@@ -145,33 +146,32 @@ class Profile:
         self._folder, self._rank = run.config.folder / "profile", run.rank
         self._has_cuda = run.device.type == "cuda"
         self._profiler: profile | None = None
+        self._step: record_function | None = None
+        self._left = 0
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Profile what is done inside if it is a step to profile; its name in the trace is `step <number>`."""
+    def begin(self, number: int) -> None:
+        """Begin step `number`: profiled if it is one of the chosen, as `step <number>` in the trace."""
         if not self._first <= number <= self._last:
-            yield
             return
         if self._profiler is None:
             if self._has_cuda:
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
             self._profiler = profile()
             self._profiler.start()
-        with record_function(f"step {number}"):
-            yield
-        if number == self._last:
+        self._step = record_function(f"step {number}")
+        self._step.__enter__()
+        self._left = self._last - number
+
+    def end(self) -> None:
+        """End the step; after the last of the chosen, write the profile."""
+        if self._step is None:
+            return
+        self._step.__exit__(None, None, None)
+        self._step = None
+        if self._left == 0 and self._profiler:
             self._profiler.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(self._folder / f"trace_{self._rank}.json"))
             if self._has_cuda:  # https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
                 torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{self._rank}.snapshot"))
                 torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def peak_memory(accelerator: Accelerator) -> list[int]:
-    """Return each process's peak memory in bytes: allocated on the GPU, or resident if it trains on the CPU."""
-    if accelerator.device.type == "cpu":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    else:
-        peak = torch.accelerator.max_memory_allocated()
-    return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()

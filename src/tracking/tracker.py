@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import time
+import uuid  # room: trackers
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,11 +18,11 @@ from src.checkpoint.format import write_json, write_text
 from src.config.config import Config
 from src.config.errors import cause, naming
 from src.config.terminal import bar, fit, say
-from src.distributed.accelerator import Launch, processes
+from src.distributed.accelerator import Launch, peak_memory, processes
 from src.tasks.base import Table
-from src.tracking.accelerate_trackers import start_trackers
-from src.tracking.performance import peak_memory
-from src.tracking.report import report_line
+from src.tracking.accelerate_trackers import start_trackers  # room: trackers
+from src.tracking.artifacts import start_wandb  # room: wandb
+from src.tracking.report import report_line  # room: report
 from src.training.batches import examples_seen
 from src.training.progress import StepResult
 from src.training.run import Evaluation, Run, startup_summary
@@ -39,7 +40,13 @@ def start_loggers(
         arguments: of the W&B run: dir, id, resume, job_type; `machine`, if it is another than the first one.
     """
     arguments["config"] = config.model_dump(mode="json") | {"launch": launch.as_dict()} | origin
-    return start_trackers(config, say, name=config.run_name, **arguments)
+    loggers: list[Any] = []
+    loggers += start_wandb(config, say, name=config.run_name, **arguments)  # room: wandb
+    if "dir" in arguments:  # not in a check  # room: trackers
+        known = [logger.id for logger in loggers] + [arguments.get("id")]  # room: trackers
+        run_id = next(filter(None, known), None) or uuid.uuid4().hex[:8]  # room: trackers
+        loggers += start_trackers(config, say, run_id, **arguments)  # room: trackers
+    return loggers
 
 
 class Tracker:
@@ -185,11 +192,13 @@ class Tracker:
             fit(f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}"),
             f"  model      {folder}/model",
             fit(f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml"),
-            report_line(self.folder),
-            f"  talk       python -m src.tools.generate {folder}" if run.task.name == "causal_lm" else None,
-            f"  evaluate   python -m src.tools.evaluate {folder}" if run.task.name != "causal_lm" else None,
-            *(logger.closing_line() for logger in self._loggers),
+            report_line(self.folder),  # room: report
         ]
+        if run.task.name == "causal_lm":  # room: generate+text
+            lines.append(f"  talk       python -m src.tools.generate {folder}")  # room: generate+text
+        if run.task.name != "causal_lm":  # room: evaluate
+            lines.append(f"  evaluate   python -m src.tools.evaluate {folder}")  # room: evaluate
+        lines += [logger.closing_line() for logger in self._loggers]
         self._bar.set_description_str(self._facts)
         self._bar.close()
         say(*filter(None, lines))

@@ -5,7 +5,7 @@ however many processes share it. Nothing is padded, repeated or dropped: the las
 that has no example left computes on a dummy batch of weight 0, because FSDP's forward and backward are collective.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from src.distributed.process import ignore_signals_in_worker
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Task
 from src.tasks.returned import returned
-from src.training.progress import StepCounts
+from src.training.progress import StepCounts, StepResult
 from src.training.run import Run
 
 T = TypeVar("T")
@@ -47,6 +47,10 @@ class MicroBatch:
     def weight(self) -> float:
         """1.0; 0.0 for a dummy."""
         return float(self.num_examples > 0)
+
+
+TrainStep = Callable[[Run, list[MicroBatch], StepCounts], StepResult]
+"""What train_step in train.py is."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ by as much as the step drew, so that each replay has dropout of its own, the sam
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +15,13 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from src.config.errors import UserError
-from src.training.batches import MicroBatch
+from src.training.batches import MicroBatch, TrainStep
 from src.training.optim import lr_at
 from src.training.progress import StepCounts, StepResult
 from src.training.run import Run
 
 WARM_UP_STEPS = 3
 """Steps before the one that is recorded: libraries choose their algorithms and allocate their workspaces in them."""
-
-TrainStep = Callable[[Run, list[MicroBatch], StepCounts], StepResult]
 
 
 class RecordedStep:

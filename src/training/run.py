@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from src.config.config import Config
 from src.distributed.accelerator import HALF_PRECISION, Launch, processes
 from src.tasks.base import Examples, Table, Task
-from src.training.cpu import tune_for_cpu
+from src.training.cpu import tune_for_cpu  # room: cpu
 from src.training.optim import Schedule
 from src.training.progress import Progress
 from src.training.state import ResumePoint
@@ -128,14 +128,15 @@ def new_model(
     """Return the task's model, the same on all processes, and facts about it by name. `sharding`, of FSDP: which shard
     is this process's, and their number; the model may then be without weights."""
     tuned = config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
-    tuned += [name for name in ("compile", "cuda_graphs") if getattr(config, name)]
+    tuned += ["compile"] if config.compile else []
+    tuned += ["cuda_graphs"] if config.cuda_graphs else []  # room: cuda_graphs
     set_seed(config.seed)
     model = config.task.build_empty_model(*sharding) if sharding else None
     if model is None:
         set_seed(config.seed)  # again: it may have drawn before it found out that it can't
         model = config.task.build_model()
-    if device_type == "cpu":
-        tuned += tune_for_cpu(model, precision, sharding is not None)
+    if device_type == "cpu":  # room: cpu
+        tuned += tune_for_cpu(model, precision, sharding is not None)  # room: cpu
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return model, {
         "parameters": sum(size for size, _ in sizes),

@@ -71,7 +71,6 @@ def steps_of(*arguments: str, steps: int = 5, processes: int = 0, **environment:
 def main(result: str, *arguments: str) -> None:
     import statistics
     import time
-    from contextlib import nullcontext
     from importlib import import_module
     from importlib.util import find_spec
 
@@ -110,9 +109,9 @@ def main(result: str, *arguments: str) -> None:
         dist.new_group = lambda *a, backend=None, **k: real(*a, backend="fake" if backend == "gloo" else backend, **k)
     run = train.build(run_settings([*arguments]))
     assert run
-    measured: Any = lambda steps: nullcontext(next(steps))  # noqa: E731
+    performance: Any = None
     if find_spec("src.tracking.performance"):  # it may have been thrown out
-        measured = import_module("src.tracking.performance").Performance(run).step
+        performance = import_module("src.tracking.performance").Performance(run)
     found, milliseconds = [], []
     take_step = RecordedStep(run, train.train_step) if run.config.cuda_graphs else train.train_step
     stop = StopSignal(run.accelerator, run.config)
@@ -123,8 +122,14 @@ def main(result: str, *arguments: str) -> None:
         if not left:  # it takes longer than what it notes
             null.null_gpu_set_callback(note)
         started = time.perf_counter()
-        with measured(steps) as (micro_batches, counts_of_step):
-            take_step(run, micro_batches, counts_of_step)
+        if performance:
+            performance.begin_step()
+        micro_batches, counts_of_step = next(steps)
+        if performance:
+            performance.begin_computing(micro_batches)
+        take_step(run, micro_batches, counts_of_step)
+        if performance:
+            performance.end_step()
         milliseconds.append(1e3 * (time.perf_counter() - started))
         null.null_gpu_set_callback(None)
         found.append(counts())

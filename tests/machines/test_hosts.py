@@ -18,7 +18,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from src.checkpoint.folder import run_settings
 from src.config.errors import UserError
-from src.distributed.launch_guard import Launcher, launch_errors
+from src.distributed.launch_guard import launch_errors
+from src.distributed.launcher import Launcher
 from src.distributed.machines import Machines, differences
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Rounding, Run, Whole, slow
