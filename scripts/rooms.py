@@ -6,6 +6,7 @@ rooms goes with the last of them if it says `# room: wandb trackers`, and with t
 """
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -92,7 +93,18 @@ def delete(path: Path) -> None:
         path.unlink()
 
 
+def main(names: list[str]) -> None:
+    """Throw the rooms out of this project. Exit with code 2 if one is unknown, or what is deleted would be lost."""
+    project = Path(__file__).resolve().parent.parent
+    if unknown := [name for name in names if name not in FILES]:
+        sys.stderr.write(f"rooms: no such room: {', '.join(unknown)} ({', '.join(FILES)})\n")
+        sys.exit(2)
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=project, capture_output=True, text=True)
+    if status.returncode or status.stdout:
+        sys.stderr.write("rooms: commit your changes first, so that nothing is lost (git status)\n")
+        sys.exit(2)
+    throw_out(set(names), project)
+
+
 if __name__ == "__main__":
-    if unknown := [name for name in sys.argv[1:] if name not in FILES]:
-        sys.exit(f"rooms: no such room: {', '.join(unknown)} ({', '.join(FILES)})")
-    throw_out(set(sys.argv[1:]), Path(__file__).resolve().parent.parent)
+    main(sys.argv[1:])
