@@ -38,9 +38,10 @@ from src.distributed.launcher import resume_command
 from src.distributed.machines import MACHINES  # room: machines
 from src.distributed.stop import StopSignal
 from src.tasks.returned import Examined, returned
-from src.tracking.artifacts import fetch_artifacts  # room: wandb
 from src.tracking.performance import Performance  # room: performance
-from src.tracking.tracker import Tracker, dry_run, stop_at_start
+from src.tracking.summary import dry_run
+from src.tracking.tracker import Tracker, stop_at_start
+from src.tracking.wandb import fetch_artifacts  # room: wandb
 from src.training.batches import (
     CountedSteps,
     MicroBatch,
@@ -150,7 +151,8 @@ def fit(run: Run) -> bool:
     config, progress = run.config, run.progress
     performance = Performance(run)  # room: performance
     if config.dry_run:
-        return dry_run(run)
+        dry_run(run)
+        return False
     with Tracker(run) as tracker:
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.say)

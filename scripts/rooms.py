@@ -30,8 +30,8 @@ FILES = {
     " sweeps/sst2.yaml examples/dpo.* examples/token_classification.* examples/make_text.py src/tools/generate.py"
     " docs/transformers.md docs/sizes.md",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
-    "wandb": "src/tracking/wandb.py src/tracking/artifacts.py src/config/tracking.py tests/test_wandb_logger.py"
-    " tests/test_wandb_settings.py tests/test_wandb_sweep.py",
+    "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
+    " tests/test_wandb_sweep.py",
     "benchmarks": "benchmarks docs/speed.md docs/growth.svg tests/test_benchmarks.py",
     "examples": "examples docs/examples.md tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
@@ -42,7 +42,8 @@ FILES = {
 """The files and folders of each room."""
 SHARED = {
     "src/config/trackers.py": {"wandb", "trackers"},
-    "src/tracking/loggers.py": {"wandb", "trackers"},
+    "src/tracking/guard.py": {"wandb", "trackers"},
+    "src/tracking/recorders.py": {"wandb", "trackers"},
 }
 """Files that go with the last of several rooms."""
 MARK = re.compile(r"(?m)^(.*?)  # room: ([\w+ ]+)\n")

@@ -11,7 +11,6 @@ from src.checkpoint import resume
 from src.checkpoint.folder import read_lines, run_settings
 from src.config.errors import UserError
 from src.tracking import tracker as tracking
-from src.tracking.loggers import Logger
 from src.training.progress import Progress
 
 WHOLE = [{"step": 10, "train/loss": 1.0}, {"step": 20, "train/loss": None, "eval/mistakes": [{"label": "3"}]}]
@@ -33,34 +32,6 @@ def test_a_damaged_line_is_left_out_and_none_beside_it(record: Path) -> None:
     assert list(read_lines(record.with_name("absent"))) == []
 
 
-def test_a_tracker_that_lacks_the_record_gets_all_that_is_whole(record: Path) -> None:
-    """But not what the run has recorded since, which it is told. Tried without leaving lines out: it fails at the
-    first, and gets no more; with the whole file: step 40 comes twice."""
-    with record.open("ab") as file:
-        file.write(b'in/loss": 0.5}\n')
-
-    class Listener(Logger):
-        def __init__(self) -> None:
-            self.got: list[dict[str, Any]] = []
-            super().__init__(print, record.parent, record)
-
-        def start(self) -> None: ...
-
-        def recorded(self) -> list[Any]:
-            with record.open("a") as file:
-                file.write('{"step": 40}\n')
-            return []
-
-        def write(self, numbers: dict[str, Any], tables: dict[str, Any]) -> None:
-            self.got.append(numbers | tables)
-
-    listener = Listener()
-    listener.log({"step": 40}, {})
-    listener.finish(0)
-    assert listener.failure is None
-    assert listener.got == [*WHOLE, {"step": 30, "train/loss": 0.5}, {"step": 40}]
-
-
 def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +47,7 @@ def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
     start: Any = SimpleNamespace(state=state, checkpoint=tmp_path, is_own=lambda _: True)
     of_the_run = {"progress": Progress(step=10), "metadata": {"data": []}, "launch": SimpleNamespace(as_dict=dict)}
     run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, **of_the_run)
-    monkeypatch.setattr(tracking, "_print_summary", lambda *_: None)
+    monkeypatch.setattr(tracking, "print_summary", lambda *_: None)
     with tracking.Tracker(run) as tracker:
         assert tracker.state()["metrics_bytes"] == state.metrics_bytes
     state.metrics_bytes -= 1

@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 
 from src.checkpoint.folder import run_settings
-from tests.launching import Whole, mistakes
+from src.config.errors import UserError
+from src.tracking.wandb import fetch_artifacts
+from tests.launching import Whole
 
 EXPECTED = "resume=wandb:me/digits/checkpoint-x:best: cannot be downloaded, "
 ARGUMENTS = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best")
+
+
+def mistakes(*arguments: str) -> list[str]:
+    with pytest.raises(UserError) as refusal:
+        run_settings([*arguments], fetch_artifacts)
+    return str(refusal.value).splitlines()
 
 
 def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +39,7 @@ def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setattr("wandb.Api", lambda: type("Api", (), {"artifact": artifact})())
     for _ in range(2):
-        config = run_settings([*ARGUMENTS, "--max_steps=8"])
+        config = run_settings([*ARGUMENTS, "--max_steps=8"], fetch_artifacts)
         assert config.resume == "artifacts/me_digits_checkpoint-x:v3"
     assert downloads == [config.resume]
     assert Path(f"{config.resume}.used").read_text() == "me/digits/checkpoint-x:v3"
@@ -58,7 +66,7 @@ def test_nothing_is_downloaded_for_help_or_beside_other_mistakes(monkeypatch: py
 
     monkeypatch.setattr("wandb.login", asked)
     with pytest.raises(SystemExit):
-        run_settings([*ARGUMENTS, "--help"])
+        run_settings([*ARGUMENTS, "--help"], fetch_artifacts)
     assert mistakes(*ARGUMENTS, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]
     batch = "global_batch_size=64: not a multiple of 5 (micro_batch_size) x 1 processes = 5"
     (mistake,) = mistakes(*ARGUMENTS, "--micro_batch_size=5")

@@ -1,4 +1,4 @@
-"""The trackers that a run can choose: Weights & Biases and, through Accelerate's own, trackio and TensorBoard."""
+"""trackio and TensorBoard, through Accelerate's own trackers."""
 
 import contextlib
 import io
@@ -10,72 +10,82 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
-from src.config.config import Config
 from src.tasks.base import Table
-from src.tracking.loggers import Logger, Record
+from src.tracking.guard import Guarded, Record, Recorder, describe
+from src.training.run import Run
 
 PROJECT = "accelerate-template"
 """Project of trackio that the run is filed under."""
 
 
-class AccelerateLogger(Logger):
+class AccelerateRecorder(Recorder):
     """Passes numbers on to one of Accelerate's trackers, which `start` makes."""
 
-    _tracker: GeneralTracker
+    tracker: GeneralTracker
 
-    def __init__(self, say: Callable[[str], None], folder: Path, run_id: str, config: dict[str, Any]) -> None:
-        self.id, self._name, self._config = run_id, f"{config['run_name']}-{run_id}", config
-        with contextlib.redirect_stdout(io.StringIO()):  # of trackio's lines; by this thread, as the other may hang
-            super().__init__(say, folder, folder / "metrics.jsonl")
+    def __init__(self, name: str, run_id: str) -> None:
+        """Keep the name of the run, and the id by which a later session gives it the same name."""
+        self.name, self.id = f"{name}-{run_id}", run_id
 
-    def write(self, record: Record, tables: dict[str, Table]) -> None:
-        self._tracker.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
+    def log(self, record: Record, tables: dict[str, Table]) -> None:
+        numbers = {name: value for name, value in record.items() if name != "step"}
+        self.tracker.log(numbers, step=record["step"])
 
-    def end(self, exit_code: int) -> None:
-        self._tracker.finish()
+    def finish(self, exit_code: int) -> None:
+        self.tracker.finish()
 
 
-class Trackio(AccelerateLogger):
+class Trackio(AccelerateRecorder):
     """Records numbers where trackio's variables say: by default in a database under the user's home."""
 
     title = "trackio"
 
-    def start(self) -> None:
-        self._tracker = TrackioTracker(PROJECT, name=self._name, resume="allow")
-        self._tracker.start()
-        self._tracker.store_init_configuration(self._config)
-        self._folder = import_module("trackio.utils").TRACKIO_DIR
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self.where = f"{self._name} in {self._folder}"
+    def __init__(self, name: str, run_id: str, settings: dict[str, Any]) -> None:
+        super().__init__(name, run_id)
+        self._settings = settings
 
-    def recorded(self) -> list[Record]:
-        return import_module("trackio.sqlite_storage").SQLiteStorage.get_logs(PROJECT, self._name)
+    def start(self) -> None:
+        self.tracker = TrackioTracker(PROJECT, name=self.name, resume="allow")
+        self.tracker.start()
+        self.tracker.store_init_configuration(self._settings)
+        self.where = f"{self.name} in {import_module('trackio.utils').TRACKIO_DIR}"
 
     def closing_line(self) -> str | None:
-        return None if self.failure else f"  trackio    trackio show --project {PROJECT}"
+        return f"  trackio    trackio show --project {PROJECT}"
 
 
-class TensorBoard(AccelerateLogger):
+class TensorBoard(AccelerateRecorder):
     """Records numbers, in single precision, in the run's folder `tensorboard`."""
 
     title = "TB"
 
+    def __init__(self, name: str, run_id: str, folder: Path, first_step: int) -> None:
+        super().__init__(name, run_id)
+        self._first_step = first_step
+        self.where = str(folder / "tensorboard")
+
     def start(self) -> None:
-        self._folder /= "tensorboard"
-        # hides what earlier sessions have written: what counts of it is in metrics.jsonl
-        self._tracker = TensorBoardTracker("", logging_dir=self._folder, purge_step=0)
-        self._tracker.start()
-        self.where = str(self._folder)
+        # of an earlier session that was killed, hide the steps that are taken once more
+        self.tracker = TensorBoardTracker("", logging_dir=self.where, purge_step=self._first_step + 1)
+        self.tracker.start()
 
     def closing_line(self) -> str | None:
-        return None if self.failure else f"  TB         tensorboard --logdir {shlex.quote(str(self._folder))}"
+        return f"  TB         tensorboard --logdir {shlex.quote(self.where)}"
 
 
-def start_trackers(config: Config, say: Callable[[str], None], run_id: str, **arguments: Any) -> list[Any]:
-    """Return the loggers of `config.trackers`, apart from W&B's. They take their run's name from `run_id`."""
-    kinds: dict[str, type[AccelerateLogger]] = {"trackio": Trackio, "tensorboard": TensorBoard}
-    return [
-        kind(say, arguments["dir"], run_id, arguments["config"])
-        for name, kind in kinds.items()
-        if name in config.trackers
-    ]
+def start_trackers(run: Run, say: Callable[[str], None], run_id: str) -> list[Guarded]:
+    """Start trackio and TensorBoard as far as the settings name them.
+
+    Args:
+        say: tells the user that one of them failed.
+        run_id: part of the run's name there.
+    """
+    config = run.config
+    recorders: list[Recorder] = []
+    if "trackio" in config.trackers:
+        recorders.append(Trackio(config.run_name, run_id, describe(run)))
+    if "tensorboard" in config.trackers:
+        recorders.append(TensorBoard(config.run_name, run_id, config.folder, run.progress.step))
+    # trackio prints; this thread silences it, as the recorder's own may hang
+    with contextlib.redirect_stdout(io.StringIO()):
+        return [Guarded(recorder, say, config.folder) for recorder in recorders]

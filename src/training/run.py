@@ -1,4 +1,4 @@
-"""One run, as `build` in train.py has prepared it, and what the start-up summary says about it."""
+"""One run, as `build` in train.py has prepared it."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from src.config.config import Config
-from src.distributed.accelerator import HALF_PRECISION, Launch, processes
+from src.distributed.accelerator import HALF_PRECISION, Launch
 from src.tasks.base import Examples, Table, Task
 from src.training.cpu import tune_for_cpu  # room: cpu
 from src.training.optim import Schedule
@@ -144,28 +144,3 @@ def new_model(
         "tuned": tuned,
         "built_whole": sharding is not None and not any(p.is_meta for p in model.parameters()),
     }
-
-
-def startup_summary(run: Run) -> dict[str, str]:
-    """Return the start-up summary's lines on model, data and steps, by title."""
-    config, facts, world_size = run.config, run.facts, run.world_size
-    trained = f", {facts['trained_parameters']:,} of them trained"
-    return {
-        "model": f"{facts['parameters']:,} parameters"
-        + (trained if facts["trained_parameters"] < facts["parameters"] else "")
-        + ("; each process built all of it first" if facts["built_whole"] else ""),
-        "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
-        **{part: in_one_line(figures) for part, figures in facts["data"].items() if figures},
-        "batch": f"{config.global_batch_size} = {config.micro_batch(world_size)} per micro-batch x "
-        f"{processes(world_size)} x {config.accumulation(world_size)} accumulated",
-        "tuned": ", ".join(facts["tuned"]),
-        "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
-    }
-
-
-def in_one_line(figures: dict[str, float]) -> str:
-    """Return figures by name as one line of text; integers are counts, floats are shares."""
-    return ", ".join(
-        f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
-        for name, value in figures.items()
-    )

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.labels import label_names, length_grouped, sorted_labels
 from src.tasks.text.text_classification import TextClassification
-from src.training.run import in_one_line
+from src.tracking.summary import in_one_line
 
 Classifier = Callable[..., TextClassification]
 
