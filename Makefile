@@ -5,7 +5,7 @@ BIN := .venv/bin
 # One thread per core; without it the launcher prints that it chose so itself.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: help setup uv train test testall lint format clean
+.PHONY: help setup uv train test testall test-machines lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -30,10 +30,14 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 		--run_name=$$name $(ARGS)
 
 test: setup  ## run all but the slow tests, 15 minutes; ARGS='-k parity' for some of them
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
 testall: setup  ## run the slow tests too, more than an hour
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=tests/gpu -n logical --maxprocesses=4 \
+		--dist=worksteal $(ARGS)
+
+test-machines: setup  ## run the tests of several machines, as root: they need network namespaces, and Slurm  # room: machines
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/machines -n 2 --dist=worksteal $(ARGS)  # room: machines
 
 lint: setup  ## run linter, formatter and type checker, changing nothing
 	@$(BIN)/ruff check .

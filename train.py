@@ -35,7 +35,7 @@ from src.distributed.accelerator import (
     prepare,
 )
 from src.distributed.launcher import resume_command
-from src.distributed.machines import MACHINES  # room: machines
+from src.distributed.machines import alike, require_same_data  # room: machines
 from src.distributed.stop import StopSignal
 from src.tasks.returned import Examined, returned
 from src.tracking.performance import Performance  # room: performance
@@ -63,7 +63,6 @@ def main() -> None:
 
 
 @exit_codes()
-@MACHINES.named()  # room: machines
 @naming_full_gpus()
 def train_or_check(argv: list[str]) -> None:
     config = settings(argv)
@@ -89,7 +88,7 @@ def leave(run: Run) -> None:
     run.accelerator.end_training()
 
 
-@MACHINES.alike  # room: machines
+@alike  # room: machines
 def settings(argv: list[str]) -> Config:
     """Return the settings of the run; raise a UserError with all their mistakes."""
     return run_settings(
@@ -122,7 +121,7 @@ def build(config: Config) -> Run | None:
     with local_main_process_first(accelerator):  # it downloads and tokenizes
         datasets = returned(task, "build_datasets")
     fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_local_main_process else []
-    MACHINES.require_same_data(fingerprints)  # room: machines
+    require_same_data(fingerprints)  # room: machines
     train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
 
     model, facts = new_model(config, launch.device, launch.precision, find_shard(accelerator))
@@ -200,7 +199,6 @@ def fit(run: Run) -> bool:
             if run.is_log_due() or progress.step == run.total_steps:
                 measured: dict[str, float] = {}
                 measured |= performance.metrics()  # room: performance
-                measured |= MACHINES.metrics()  # room: machines
                 tracker.log_training(result, measured)
 
         checkpoints.poll(wait=True)

@@ -102,7 +102,7 @@ def test_a_tracker_that_hangs_raises_or_fills_the_disk(launch: Launch, tmp_path:
 
 def test_they_have_each_record_over_a_kill_and_a_resume(launch: Launch, tmp_path: Path, trackio_folder: Path) -> None:
     """Value by value, in one run each; trackio with the settings, but perhaps without the last records
-    of the killed session. TensorBoard keeps single precision. Tried without `purge_step`: TensorBoard has steps twice."""
+    of the killed session. TensorBoard keeps single precision. Tried without `purge_step`: it has steps twice."""
     arguments, folder = (*SHORT, BOTH), tmp_path / "run"
     home: dict[str, Any] = {"TRACKIO_DIR": str(trackio_folder)}
     with Started("cpu", *arguments, folder=folder, **home) as started:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -39,14 +38,11 @@ class Hosts:
     """host1, host2, …, with the addresses 10.77.0.1, …; as a context manager it leaves nothing behind.
 
     Args:
-        slow: of these hosts, the cable's delay in milliseconds and its share of lost packets.
         names: lines of /etc/hosts by host.
     """
 
-    def __init__(
-        self, number: int, slow: dict[int, tuple[float, float]] | None = None, names: dict[int, str] | None = None
-    ) -> None:
-        self.number, self._slow, self._names = number, slow or {}, names or {}
+    def __init__(self, number: int, names: dict[int, str] | None = None) -> None:
+        self.number, self._names = number, names or {}
         self._started: list[subprocess.Popen[bytes]] = []
 
     def name(self, host: int) -> str:
@@ -71,16 +67,7 @@ class Hosts:
         return self
 
     def _connect(self, host: int) -> None:
-        if host in self._slow:
-            relay = [sys.executable, str(Path(__file__).with_name("relay.py")), *map(str, self._slow[host])]
-            inside = ["ip", "netns", "exec", self.name(0), *relay]
-            process = subprocess.Popen(inside, stdout=subprocess.PIPE)
-            self._started.append(process)
-            assert process.stdout
-            assert process.stdout.readline() == b"ready\n"
-            self.ip(0, f"link set far name port{host}")
-        else:
-            self.ip(0, f"link add name near type veth peer name port{host}")
+        self.ip(0, f"link add name near type veth peer name port{host}")
         self.ip(0, f"link set near mtu {MTU} netns {self.name(host)} name eth0")
         self.ip(0, f"link set port{host} mtu {MTU} master bridge up")
         self.ip(host, f"addr add 10.77.0.{host}/24 dev eth0")
@@ -116,8 +103,6 @@ class Hosts:
             shutil.rmtree(Path("/etc/netns", self.name(host)), ignore_errors=True)
         for process in self._started:
             process.wait()
-            if process.stdout:
-                process.stdout.close()
 
     def launch(self, host: int, words: list[str], folder: Path, project: Path = PROJECT, **variables: str) -> "Running":
         """`accelerate launch` there, in the background; its output goes to files beside `folder`."""

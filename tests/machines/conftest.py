@@ -1,0 +1,11 @@
+"""Everything in this folder is for `make test-machines`: it needs root for network namespaces, or Slurm."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.machines)
