@@ -13,12 +13,11 @@ if __name__ == "__main__":  # a signal may come, or the launcher die, during the
     SIGNALS.catch()
 
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, get_int_from_env, set_seed
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.check import run_checks  # room: check
@@ -37,24 +36,18 @@ from src.distributed.accelerator import (
 from src.distributed.launcher import resume_command
 from src.distributed.machines import alike, require_same_data  # room: machines
 from src.distributed.stop import StopSignal
-from src.tasks.returned import Examined, returned
+from src.tasks.returned import examined_loss, returned
 from src.tracking.performance import Performance  # room: performance
 from src.tracking.summary import dry_run
 from src.tracking.tracker import Tracker, stop_at_start
 from src.tracking.wandb import fetch_artifacts  # room: wandb
-from src.training.batches import (
-    CountedSteps,
-    MicroBatch,
-    TrainStep,
-    evaluation_batches,
-    gather_in_order,
-    training_steps,
-)
+from src.training.batches import CountedSteps, MicroBatch, TrainStep, evaluation_batches, training_steps
 from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
+from src.training.evaluation import Evaluation, gather_in_order, metrics_of, score
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import StepCounts, StepResult
-from src.training.run import Evaluation, Run, new_model
+from src.training.run import Run, new_model
 from src.training.transforms import transform
 
 
@@ -216,67 +209,63 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) ->
     """Run forward and backward over this process's part of one global batch, then update the weights.
 
     The loss is the mean over the targets (examples, tokens) of the *global* batch: the sum over a micro-batch, divided
-    by their number in all micro-batches of all processes, which is exchanged first. The host doesn't wait for the
-    device, unless an optimizer cannot leave out a step by itself.
+    by their number in all micro-batches of all processes, which was exchanged before (`counts`). The host doesn't wait
+    for the device, unless an optimizer cannot leave out a step by itself.
     """
-    accelerator, config, progress = run.accelerator, run.config, run.progress
-    task = run.task if progress.step else Examined(run.task)
-    # DDP and FSDP average the gradients over the processes: multiplying by their number gives the sum
-    divisor = counts.targets or config.global_batch_size
-    loss_factor = accelerator.num_processes / divisor * progress.loss_scale
-    sums = float64_zeros(2, run.device)
-    loss_total, num_targets = sums.unbind()  # views: what is added to them is added to `sums`
-    for i, batch in enumerate(micro_batches, start=1):
-        # DDP reduces gradients once, after the last micro-batch; FSDP would have to keep unsharded ones until then
-        is_reduced = i == len(micro_batches) or (accelerator.is_fsdp2 and config.fsdp_reduce_each_micro_batch)
-        with nullcontext() if is_reduced else accelerator.no_sync(run.model):
-            loss_sum, n = task.loss(run.model, batch.data)
-            accelerator.backward(loss_sum * (batch.weight * loss_factor))
-        if batch.weight:
-            loss_total += loss_sum.detach()
-            num_targets += n
+    accelerator, config, progress, task = run.accelerator, run.config, run.progress, run.task
+    is_first = progress.step == 0
 
+    # ------------------------------------------------------------------------------------------ forward and backward
+    # DDP and FSDP average the gradients over the processes: times their number, the mean is the sum again
+    scale = accelerator.num_processes * progress.loss_scale / max(counts.targets, 1)
+    loss_sum = float64_zeros((), run.device)
+    for i, batch in enumerate(micro_batches, start=1):
+        with reducing(run, is_last=i == len(micro_batches)):
+            # model(...), never model.forward(...): FSDP gathers a block's weights in hooks of its call
+            loss = examined_loss(task, run.model, batch.data) if is_first else task.loss(run.model, batch.data)
+            # the weight is 0 for a process that has run out of examples: it only takes part in what is collective
+            accelerator.backward(loss * (scale * batch.weight))
+        if batch.weight:
+            loss_sum += loss.detach()
+
+    # ------------------------------------------------------------------------------------------------ norm and clip
     gradients = local_gradients(run.parameters)
-    unscale: float | Tensor = 1 / progress.loss_scale
-    if not counts.targets:  # the task knows their number only now
-        _, all_targets = accelerator.reduce(sums, "sum")
-        unscale = divisor / all_targets.clamp(min=1) * unscale
+    unscale = 1 / progress.loss_scale  # 1, but in fp16
     norm = grad_norm(accelerator, gradients).mul_(unscale)
     scale_and_clip_(gradients, unscale, norm, config.optim.max_grad_norm)
 
+    # ------------------------------------------------------------------------------------------------------- update
     lr = lr_at(progress.step, config.optim, *run.schedule)
     set_lr(run.optimizers, lr)
     step_if_finite(run.optimizers, norm)  # the same on all processes
     progress.step += 1
-    return StepResult(counts, lr, sums, norm)
+    return StepResult(counts, lr, loss_sum, norm)
 
 
-@torch.no_grad()
+def reducing(run: Run, is_last: bool) -> AbstractContextManager[None]:
+    """Return the context of a micro-batch's forward and backward: whether they end with a reduction of the gradients.
+
+    DDP reduces them once, after the last micro-batch. FSDP would have to keep them unsharded until then.
+    """
+    is_reduced = is_last or (run.accelerator.is_fsdp2 and run.config.fsdp_reduce_each_micro_batch)
+    return nullcontext() if is_reduced else run.accelerator.no_sync(run.model)
+
+
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     """Return loss and metrics over each example exactly once, and what the task's tables are made from; None if told to
     stop meanwhile."""
     accelerator, task = run.accelerator, run.task
-    totals = float64_zeros(3, run.device)  # loss, targets, examples
-    outputs: dict[str, list[Tensor]] = {}
     run.model.eval()
-    for batch in evaluation_batches(run):
-        if stop.poll():
-            run.model.train()
-            return None
-        loss_sum, num_targets, batch_outputs = returned(task, "evaluate", run.model, batch.data)
-        totals[0] += loss_sum * batch.weight
-        totals[1] += num_targets * batch.weight
-        totals[2] += batch.num_examples
-        for name, output in batch_outputs.items():
-            outputs.setdefault(name, []).append(output[: batch.num_examples])
-    report = task.report(run.model, run.device)
+    scores = score(task, run.model, evaluation_batches(run), run.device, stop)
+    report = task.report(run.model, run.device) if scores else {}
     run.model.train()
-    loss_sum, num_targets, num_examples = accelerator.reduce(totals, "sum").tolist()
-    gathered = {name: gather_in_order(accelerator, torch.cat(o), len(run.eval_set)) for name, o in outputs.items()}
-    metrics = [returned(task, "metrics", gathered) if run.is_main else {}]
+    if scores is None:
+        return None
+    loss_sum, targets, examples = accelerator.reduce(scores.totals, "sum").tolist()
+    outputs = {name: gather_in_order(accelerator, o, len(run.eval_set)) for name, o in scores.outputs.items()}
+    metrics = [metrics_of(task, loss_sum / targets, int(examples), outputs) if run.is_main else {}]
     broadcast_object_list(metrics)  # all processes must decide alike on early stopping
-    found = {"loss": loss_sum / num_targets, "examples": int(num_examples), **metrics[0]}
-    return Evaluation({f"eval/{name}": value for name, value in found.items()}, report, gathered)
+    return Evaluation(metrics[0], report, outputs)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def by_hand(argv: list[str]) -> None:
     loss_sum = torch.zeros(())
     model.train()
     for step, indices in enumerate(own_share(config, examples, 0, rank, world_size)):
-        loss, _ = task.loss(model, fetch(task, examples, indices.tolist()))
+        loss = task.loss(model, fetch(task, examples, indices.tolist()))
         (loss * (world_size / BATCH)).backward()
         loss_sum += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)

@@ -94,13 +94,16 @@ class Dpo(TextSource, ModelSource, Task):
         rows = {name: [torch.tensor(answer[name]) for answer in answers] for name in pads}
         return {name: pad_sequence(rows[name], True, pad).unflatten(0, (-1, 2)) for name, pad in pads.items()}
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        return self.evaluate(model, batch)[:2]
+    def count_targets(self, batch: Any) -> int:
+        return len(batch["labels"])  # the loop divides by all pairs
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.evaluate(model, batch)[0]
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = model(**batch).T
         outputs = {"chosen_log_ratio": chosen, "rejected_log_ratio": rejected}
-        return -logsigmoid(self.beta * (chosen - rejected)).sum(), len(chosen), outputs  # the loop divides by all pairs
+        return -logsigmoid(self.beta * (chosen - rejected)).sum(), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         chosen, rejected = (outputs[name].double() for name in self.metric_names[2:])

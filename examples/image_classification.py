@@ -99,16 +99,18 @@ class ImageClassification(Task):
         model.set_submodule(name, nn.Linear(head.in_features, len(self._classes)))
         return model
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        loss, examples, _ = self.evaluate(model, batch)
+    def count_targets(self, batch: Any) -> int:
+        return len(batch[1])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
         for buffer in model.buffers() if self.norm == "batch" and isinstance(model, fsdp.FSDPModule) else ():
             distributed.broadcast(buffer, 0)  # the first process's statistics for all, as DDP does but FSDP does not
-        return loss, examples
+        return self.evaluate(model, batch)[0]
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         logits, labels = model(batch[0]).float(), batch[1]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
-        return nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels), outputs  # no mean
+        return nn.functional.cross_entropy(logits, labels, reduction="sum"), outputs  # no mean
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])

@@ -101,15 +101,18 @@ class TabularRegression(Task):
         model._no_split_modules = ["Block"]
         return model
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
-        return self.evaluate(model, batch)[:2]
+    def count_targets(self, batch: Any) -> int:
+        return len(batch[1])
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.evaluate(model, batch)[0]
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, _ = batch
         found, mean, std = model(inputs).float()[:, 0], *(self._known[name][self.target] for name in ("mean", "std"))
         outputs = {"predictions": found * std + mean, "references": targets * std + mean}
-        # a sum and a count: the loop divides by the rows of all processes, which may have unequal shares
-        return nn.functional.mse_loss(found, targets, reduction="sum"), len(targets), outputs
+        # a sum: the loop divides by the rows of all processes, which may have unequal shares
+        return nn.functional.mse_loss(found, targets, reduction="sum"), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         predictions, references = outputs["predictions"].double(), outputs["references"].double()

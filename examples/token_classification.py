@@ -78,16 +78,16 @@ class TokenClassification(TextClassification):
     def count_targets(self, batch: dict[str, Any]) -> int:
         return batch["targets"]
 
-    def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         logits, labels = model(**batch["inputs"]).logits.float().transpose(1, 2), batch["labels"]
-        return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing), batch["targets"]
+        return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         logits, labels = model(**batch["inputs"]).logits.float().transpose(1, 2), batch["labels"]
         outputs = {"predictions": logits.argmax(1).where(labels >= 0, labels), "references": labels}
         room = (0, self.sequence_length - labels.shape[1])  # a batch is as wide as its longest sentence
         outputs = {name: pad(ids, room, value=-100) for name, ids in outputs.items()}
-        return cross_entropy(logits, labels, reduction="sum"), batch["targets"], outputs
+        return cross_entropy(logits, labels, reduction="sum"), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         found, expected = self._names(outputs["predictions"]), self._names(outputs["references"])

@@ -12,13 +12,14 @@ from accelerate import Accelerator
 
 from src.distributed.stop import StopSignal
 from src.training.batches import (
+    BatchCounts,
     CountedSteps,
     MicroBatch,
     ShardedBatchSampler,
-    gather_in_order,
     in_background,
     training_steps,
 )
+from src.training.evaluation import gather_in_order
 from src.training.progress import StepCounts
 
 EXAMPLES = 103
@@ -125,7 +126,7 @@ class Exchange:
 
 def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
     """A dummy's don't count. Tried with the exchange begun where its sums are needed."""
-    exchange, counts = Exchange(), (8, 20, 30)
+    exchange, counts = Exchange(), BatchCounts(8, 20, 30)
     windows = [[MicroBatch(None, 4, counts)] * 2, [MicroBatch(None, 0, counts)]]
     steps = CountedSteps(iter(windows), cast("StopSignal", exchange))
     assert next(steps) == (windows[0], StepCounts(32, 80, 120, 0))
@@ -138,7 +139,7 @@ def test_a_stop_is_noticed_after_the_step_that_follows_the_request() -> None:
     """As early as when each step's counts were exchanged at its beginning. Tried with the request of the exchange
     before: one step later."""
     exchange = Exchange()
-    steps = CountedSteps(iter([[MicroBatch(None, 4, (8, 0, 0))]] * 3), cast("StopSignal", exchange))
+    steps = CountedSteps(iter([[MicroBatch(None, 4, BatchCounts(8, 0, 0))]] * 3), cast("StopSignal", exchange))
     next(steps)
     assert not steps.is_stop_requested()
     exchange.requested = True  # while the first step is computed: its counts are known, those of the second too

@@ -59,9 +59,9 @@ for step in range(STEPS):
     losses.append(mean_loss(run.accelerator, result))
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # the loss and its targets
     for batch in micro_batches:
-        loss_sum, n = config.task.loss(by_hand, batch.data)
+        loss_sum = config.task.loss(by_hand, batch.data)
         loss_sum.backward()
-        sums += torch.tensor([loss_sum.item(), n], device=run.device)
+        sums += torch.tensor([loss_sum.item(), batch.counts.targets], device=run.device)
     dist.all_reduce(sums)
     for parameter in by_hand.parameters():
         assert parameter.grad is not None

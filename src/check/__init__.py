@@ -1,7 +1,7 @@
 """`train.py --check`: proves on the user's own machine that the run is right, with the run's own parts.
 
 Its data path, its step, its evaluation and its checkpoints are compared with reference.py, which does the same by
-hand; docs/check.md says what the ten checks find. Each process needs memory for an unwrapped copy of the model, its
+hand; docs/check.md says what the nine checks find. Each process needs memory for an unwrapped copy of the model, its
 gradients and its optimizer's state.
 """
 
@@ -38,7 +38,7 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "Accumulation": check_accumulation,
     "Evaluation": check_evaluation,
     "Checkpoint": check_checkpoint,
-    "Precision and Cost": check_cost,
+    "Cost": check_cost,
 }
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from src.check.advice import ADVICE
 from src.check.findings import EXACT, Row, finding, finding_alike, gather, norm
-from src.check.reference import evaluate
+from src.check.reference import evaluate_by_hand
 from src.check.start import reading_indices
-from src.check.subject import Subject, autocast, checksum
+from src.check.subject import Subject, checksum
 from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.rng import random_state
 from src.checkpoint.tensors import run_tensors
@@ -29,10 +28,22 @@ from src.training.run import Run
 
 MOST_EXAMPLES = 9_999
 """Most examples to evaluate, as every process goes through all of them."""
-METRIC_IN_HALF, FEW = 2e-2, 3
-"""How much a metric may differ in half precision, and how many examples near the boundary may change sides."""
 STEPS = 2
 """Steps to take after the checkpoint: the optimizer's state shows in the second one's loss."""
+
+
+CHANGED = (
+    "training goes on from something else: evaluate() must end with model.train(), put weights back that it swaps "
+    "(EMA), leave the optimizer's state alone, and draw random numbers from a generator of its own"
+)
+WRONG_MEAN = (
+    "a mean of each process's or each batch's mean, or counted padding: sum and count over all examples, or compute it "
+    "from all of them, gathered in order"
+)
+FORGOTTEN = (
+    "the checkpoint forgets something: the optimizer's state (the second loss differs, not the first), the random "
+    "numbers or the position in the data"
+)
 
 
 def check_evaluation(subject: Subject) -> Iterator[Row]:
@@ -46,7 +57,9 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     config = run.config.model_copy(update={"micro_batch_size": size})
     shortened = subject.at(0, config=config, eval_set=dataset)
     num_batches = sum(1 for _ in evaluation_batches(reading_indices(shortened)))
-    batches = finding_alike("Evaluation", "batches", str(num_batches), "as many on each", num_batches > 0)
+    cause = "a process has fewer batches than others, which wait for it: without an example left, it has to compute on "
+    cause += "a dummy batch of weight 0"
+    batches = finding_alike("Evaluation", "batches", str(num_batches), cause, num_batches > 0)
     yield batches
     if batches["result"] == "fail":
         return
@@ -64,24 +77,25 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
         evaluation = subject.evaluate(shortened, subject.stop)
         hook.remove()
         states.append(_state(subject))
-        with autocast(subject.reference, subject.autocast_dtype) as model:
-            by_hand = evaluate(run.task, model, dataset, size)
+        by_hand = evaluate_by_hand(run.task, subject.reference, dataset, size)
     assert evaluation  # as no one asks it to stop
     found, expected = evaluation.metrics, gather(by_hand)[0]
     examples = found["eval/examples"]
-    yield row(f"examples, of {count:,}", f"{examples:,}", f"{length:,}", examples == length)
+    cause = "examples are counted twice, as padding, or left out"
+    yield row(f"examples, of {count:,}", f"{examples:,}", f"{length:,}", examples == length, cause)
     before, *meanwhile, after = states
     changed = ", ".join(name for name in before if after[name] != before[name])
-    yield row("afterwards", f"changed: {changed}" if changed else ", ".join(before), "as before", not changed)
-    cause, causes = "", ADVICE["Evaluation"]
+    yield row("afterwards", f"changed: {changed}" if changed else ", ".join(before), "as before", not changed, CHANGED)
+    cause = WRONG_MEAN
     for state in meanwhile:
-        is_swapped = state["weights"] != before["weights"]
-        cause = causes["in training mode"] if state["mode"][0] else causes["other weights"] if is_swapped else ""
+        if state["mode"][0]:
+            cause = "dropout and the like are on: evaluate() must begin with model.eval()"
+        elif state["weights"] != before["weights"]:
+            cause = "the metrics are those of other weights, such as an average of them (EMA)"
     for name in sorted(expected.keys() - {"examples"}):
-        bound = max(METRIC_IN_HALF, 0 if name == "loss" else FEW / length) if subject.is_half else EXACT
         here, there = found.get(f"eval/{name}", math.nan), expected[name]
-        is_close = math.isclose(here, there, rel_tol=bound, abs_tol=bound) or (math.isnan(here) and math.isnan(there))
-        yield row(name, f"{here:.6g}, by hand {there:.6g}", f"within {bound:g}", is_close, cause)
+        is_close = math.isclose(here, there, rel_tol=EXACT, abs_tol=EXACT) or (math.isnan(here) and math.isnan(there))
+        yield row(name, f"{here:.6g}, by hand {there:.6g}", f"within {EXACT:g}", is_close, cause)
 
 
 def _state(subject: Subject) -> dict[str, Any]:
@@ -122,7 +136,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
         writer.save({})
         writer.close()
         if writer.newest is None:
-            yield row("saved", messages[-1], "saved", False)
+            yield row("saved", messages[-1], "saved", False, "a checkpoint can't be written to the output folder")
             return
         losses, left = _continue(subject, saved)
         resume = find_checkpoint(run.accelerator, config)
@@ -137,9 +151,9 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
         if run.is_main:
             shutil.rmtree(folder, ignore_errors=True)
     measured = f"{losses}; restored {losses_again}"
-    yield row("losses of the next two steps", measured, "the same, bitwise", losses == losses_again)
+    yield row("losses of the next two steps", measured, "the same, bitwise", losses == losses_again, FORGOTTEN)
     measured = f"checksum {left}; restored {left_again}"
-    yield row("weights, optimizer after them", measured, "the same, bitwise", left == left_again)
+    yield row("weights, optimizer after them", measured, "the same, bitwise", left == left_again, "as above")
 
 
 def _without_deterministic_algorithm(subject: Subject) -> list[str]:

@@ -1,9 +1,8 @@
-"""Checks 9 and 10, Precision and Cost: what one step really computes in, sends and takes."""
+"""Check 9, Cost: what one step really sends, and the time and memory that it takes."""
 
 import gc
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -17,16 +16,10 @@ from torch.utils._pytree import tree_leaves
 from src.check.findings import Row, finding, gather
 from src.check.reference import backward
 from src.check.start import blocks_to_wrap, largest_shard
-from src.check.subject import Subject, autocast
+from src.check.subject import Subject
 from src.distributed.accelerator import num_replicas, peak_memory
-from src.training.batches import MicroBatch
 from src.training.run import Run
 
-LOSSES = ("loss", "log_softmax", "cross_entropy")
-"""Parts of the names of operators that losses are made of."""
-PRODUCTS = ("mm", "addmm", "bmm", "convolution")
-"""Names of the operators that do most of the computing."""
-HALF = {"bfloat16", "float16"}
 ROUNDS = 3
 """Steps to take the median time of."""
 SHARE, SLACK = 0.01, 1000.0
@@ -34,40 +27,33 @@ SHARE, SLACK = 0.01, 1000.0
 
 
 class Recorder(TorchDispatchMode):
-    """Records each operator and collective of a step up to its update, including those of the backward pass, DDP and
-    FSDP. What the optimizer sends (Muon does) is its own affair."""
+    """Records the collectives of a step up to its update, including those of the backward pass, DDP and FSDP. What the
+    optimizer sends (Muon does) is its own affair."""
 
     def __init__(self, subject: Subject) -> None:
         super().__init__()
-        self.losses: Counter[str] = Counter()  # operators, by dtype
-        self.products: Counter[str] = Counter()
-        self.reduced: Counter[str] = Counter()  # bytes, by dtype
-        self.sent = 0.0  # bytes, by this process, where each collective goes around a ring
-        self.gradients: dict[str, str] = {}  # dtypes, by the parameter's name
+        self.sent = 0.0
+        """Bytes that this process sends, where each collective goes around a ring."""
+        self.gradients: set[str] = set()
+        """Names of the parameters that have a gradient."""
         self._model = subject.unwrapped
 
     def finish(self, *_: Any) -> None:
-        """Record the gradients' dtypes, and nothing from here on."""
-        self.gradients = {name: _dtype(p.grad) for name, p in self._model.named_parameters() if p.grad is not None}
+        """Record which parameters have a gradient, and nothing from here on."""
+        self.gradients = {name for name, p in self._model.named_parameters() if p.grad is not None}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         space, _, name = function._schema.name.partition("::")
-        if self.gradients or "wait" in name or "barrier" in name:
+        if "c10d" not in space or self.gradients or "wait" in name or "barrier" in name:
             return result
-        if "c10d" in space:
-            # what is gathered or scattered is the whole tensor: the larger of what goes in and what comes out
-            sides = [[t for t in tree_leaves(side) if isinstance(t, Tensor)] for side in (args[0], args[1:2], result)]
-            size, is_all_reduce = max(map(_bytes, sides)), "allreduce" in name.replace("_", "")
-            if is_all_reduce or "reduce_scatter" in name:
-                self.reduced[_dtype(sides[0][0])] += size
-            by_name = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False))
-            members = ProcessGroup.unbox(by_name["process_group"]).size()
-            self.sent += (members - 1) / members * size * (2 if is_all_reduce else 1)
-        elif space == "aten" and any(loss in name and "backward" not in name for loss in LOSSES):
-            self.losses[_dtype(args[0])] += 1
-        elif name in PRODUCTS:
-            self.products[_dtype(args[0])] += 1
+        # what is gathered or scattered is the whole tensor: the larger of what goes in and what comes out
+        sides = [[t for t in tree_leaves(side) if isinstance(t, Tensor)] for side in (args[0], args[1:2], result)]
+        size = max(map(num_bytes, sides))
+        times = 2 if "allreduce" in name.replace("_", "") else 1
+        by_name = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False))
+        members = ProcessGroup.unbox(by_name["process_group"]).size()
+        self.sent += (members - 1) / members * size * times
         return result
 
 
@@ -79,25 +65,25 @@ def check_cost(subject: Subject) -> Iterator[Row]:
     with recorder:
         subject.step(subject.at(0), micro_batches)
     hook.remove()
-    yield from _precision(subject, micro_batches[0], recorder)
-    least, most, formula = _expected_bytes(subject, len(micro_batches), recorder.gradients)
+    least, most, formula = expected_bytes(subject, len(micro_batches), recorder.gradients)
     sent = max(gather(recorder.sent))
     is_within = least * (1 - SHARE) - SLACK <= sent <= most * (1 + SHARE) + SLACK
     expected = f"{least / 1e6:,.3f}" + (f" to {most / 1e6:,.3f}" if most > least else "")
-    yield row("sent per step and process", f"{sent / 1e6:,.3f} MB", f"{expected} MB, {formula}", is_within)
+    cause = "not what the strategy has to send: gradients reduced after each micro-batch, or not at all, a strategy "
+    cause += "other than it seems, or a model that communicates by itself"
+    yield row("sent per step and process", f"{sent / 1e6:,.3f} MB", f"{expected} MB, {formula}", is_within, cause)
     steps = subject.micro_batches(0)
     next(steps)  # the first one augments the epoch, which is no part of a step's cost
 
     def compute() -> None:
-        with autocast(subject.reference, subject.autocast_dtype) as copy:
-            backward(run.task, copy, [batch.data for batch in micro_batches])
+        backward(run.task, subject.reference, [batch.data for batch in micro_batches])
         for optimizer in subject.reference_optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
-    data = _median_ms(run, lambda: next(steps))
-    step = _median_ms(run, lambda: subject.step(subject.at(0), micro_batches))
-    alone = _median_ms(run, compute)
+    data = median_ms(run, lambda: next(steps))
+    step = median_ms(run, lambda: subject.step(subject.at(0), micro_batches))
+    alone = median_ms(run, compute)
     measured = f"{data + step:,.1f} ms: data {data:,.1f}, compute {alone:,.1f} (by an unwrapped, eager copy), "
     yield row("time per step", f"{measured}communication, waiting, the rest {max(0.0, step - alone):,.1f}")
     copies = ", the examination's copies included"
@@ -111,28 +97,7 @@ def check_cost(subject: Subject) -> Iterator[Row]:
     yield row("peak memory per process", f"{peaks} MB{copies}")
 
 
-def _precision(subject: Subject, micro_batch: MicroBatch, recorder: Recorder) -> Iterator[Row]:
-    row, run = partial(finding, "Precision"), subject.run
-    states = [value for optimizer in run.optimizers for state in optimizer.state.values() for value in state.values()]
-    kept = {
-        "trained parameters": Counter(_dtype(p) for p in run.model.parameters() if p.requires_grad),
-        "gradients": Counter(recorder.gradients.values()),
-        "optimizer state": Counter(_dtype(value) for value in states if torch.is_tensor(value)),
-    }
-    for what, dtypes in kept.items():
-        yield row(what, _listed(dtypes), "float32", HALF.isdisjoint(dtypes))
-    for dtype, _ in recorder.reduced.most_common(1):
-        yield row("reduction of the gradients", dtype)
-    asked = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(run.launch.precision)
-    bound = f"{asked}, some at least" if asked else ""
-    yield row("matrix products", _listed(recorder.products), bound, asked in recorder.products)
-    with torch.no_grad():
-        loss, _ = run.task.loss(run.model, micro_batch.data)
-    dtypes = recorder.losses + Counter([_dtype(loss)])
-    yield row("loss", _listed(dtypes), "no half precision", HALF.isdisjoint(dtypes))
-
-
-def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collection[str]) -> tuple[float, float, str]:
+def expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collection[str]) -> tuple[float, float, str]:
     """Return the least and most bytes that a process sends in a step, and the formula.
 
     In a ring of N processes an all_reduce of S bytes sends 2 (N - 1) / N S; a reduce_scatter to shards, or an
@@ -146,15 +111,13 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
     if subject.run.world_size == 1:
         return 0.0, 0.0, "nothing"
     if not subject.is_fsdp:
-        trained = _bytes(p for p in model.parameters() if p.requires_grad) * (0.5 if hook else 1.0)
-        buffers = _bytes(model.buffers())
+        trained = num_bytes(p for p in model.parameters() if p.requires_grad) * (0.5 if hook else 1.0)
+        buffers = num_bytes(model.buffers())
         formula = "all_reduce of the gradients" + (f" in {hook}" if hook else "")
         formula += ", broadcast of the buffers" if buffers else ""
         sent = share * (2 * trained + buffers)
         return sent, sent, formula
-    plugin = subject.run.accelerator.state.fsdp_plugin
-    policy, is_resharded = plugin.mixed_precision_policy, plugin.reshard_after_forward
-    width = policy.param_dtype.itemsize if policy and policy.param_dtype else 4
+    is_resharded = subject.run.accelerator.state.fsdp_plugin.reshard_after_forward
     blocks = [model.get_submodule(name) for name in blocks_to_wrap(subject)]
     blocks = [block for block in blocks if any(p.requires_grad for p in block.parameters())]  # else not gathered again
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
@@ -162,9 +125,9 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
     across = 2 * (replicas - 1) / replicas / (world_size - 1)  # bytes of the all_reduce per byte of the reduce_scatter
     least = most = 0.0
     for name, p in model.named_parameters():
-        size = world_size * largest_shard(p, world_size)
-        reduced = reductions * 4 * size * (1 + across) if p.requires_grad else 0
-        gathered = num_micro_batches * width * size
+        size = 4 * world_size * largest_shard(p, world_size)
+        reduced = reductions * size * (1 + across) if p.requires_grad else 0
+        gathered = num_micro_batches * size
         again = gathered if is_resharded else 0
         least += gathered + (reduced if name in gradients else 0) + (again if id(p) in in_blocks else 0)
         most += gathered + reduced + again
@@ -174,7 +137,7 @@ def _expected_bytes(subject: Subject, num_micro_batches: int, gradients: Collect
     return share * least, share * most, formula
 
 
-def _median_ms(run: Run, work: Callable[[], object]) -> float:
+def median_ms(run: Run, work: Callable[[], object]) -> float:
     """Return the time that a call takes, in ms: the median of a few, on the slowest process. Collective."""
     seconds = []
     for _ in range(ROUNDS):
@@ -187,13 +150,6 @@ def _median_ms(run: Run, work: Callable[[], object]) -> float:
     return 1000 * max(gather(statistics.median(seconds)))
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that the tensors take together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _listed(dtypes: Counter[str]) -> str:
-    return ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items())) or "none"

@@ -10,12 +10,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from src.check.advice import likely_cause
-
 EXACT = 1e-4
-"""Largest relative error in fp32. The order of a sum makes 1e-7 to 1e-5; a distribution fault, 1e-2 to 1."""
-MOST = 0.5
-"""The same in half precision, at most: a sum that was not divided by two processes is off by 1."""
+"""Largest relative error. The order of a sum makes 1e-7 to 1e-5; a distribution fault, 1e-2 to 1."""
 FLOOR = 1e-2
 """Share of the root mean square of all gradients: the rounding of larger ones leaks into those below it."""
 Row = dict[str, str]
@@ -24,47 +20,47 @@ WIDTHS = {"check": 12, "what": 29, "measured": 42, "bound": 23, "result": 6}
 
 
 def finding(check: str, what: str, measured: str, bound: str = "", is_passed: bool = True, cause: str = "") -> Row:
-    """Return a row of the table, of check.json and of W&B; without a bound it is a note, which cannot fail. What a
-    failure means is what src/check/advice.py says about `what`, unless its cause is given."""
-    result = ("pass" if is_passed else "fail") if bound else "note"
-    means = (cause or likely_cause(check, what)) if result == "fail" else ""
+    """Return a row of the table, of check.json and of W&B. Without a bound it is a note, which cannot fail.
+
+    Args:
+        cause: what a failure usually means, and what to do.
+    """
+    result = "note"
+    if bound:
+        result = "pass" if is_passed else "fail"
+    means = cause if result == "fail" else ""
     return {"check": check, "what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
-def finding_alike(check: str, what: str, value: str, bound: str = "the same", is_good: bool = True) -> Row:
+def finding_alike(check: str, what: str, value: str, cause: str, is_good: bool = True) -> Row:
     """Return a row that passes if all processes have the same value, and it is a good one. Collective."""
     values = gather(value)
     others = [rank for rank, other in enumerate(values) if other != values[0]]
     measured = f"{values[0]} on all processes"
     if others:
         measured = f"{values[0]}; by process {', '.join(map(str, others))}: {values[others[0]]}"
-    return finding(check, what, measured, bound, not others and is_good)
+    return finding(check, what, measured, "the same on all", not others and is_good, cause)
 
 
 class WorstError:
-    """The error that comes closest to its bound, or goes furthest beyond it."""
+    """The largest of some errors, which are all compared with one bound."""
 
     def __init__(self, bound: float = EXACT) -> None:
-        self.least = bound
-        self.worst = 0.0, 0.0, "", bound
-        """As a share of its bound; itself; its name; the bound."""
+        self._bound = bound
+        self._worst, self._name = 0.0, ""
 
-    def add(self, errors: Mapping[str, float], noise: Mapping[str, float] | None = None, factor: float = 1.0) -> None:
-        """Add errors by name. Each may be up to `factor` times the noise of half precision, which is given by name and
-        for `all`; None or empty in fp32."""
+    def add(self, errors: Mapping[str, float]) -> None:
+        """Add errors by name; one that is not a number counts as infinite."""
         for name, error in errors.items():
-            allowed = min(MOST, factor * max(noise.get(name, 0), noise["all"])) if noise else 0.0
-            bound = max(self.least, allowed)
-            share = error / bound if math.isfinite(error) else math.inf
-            if share > self.worst[0]:
-                self.worst = share, error, name, bound
+            size = math.inf if math.isnan(error) else error
+            if size > self._worst:
+                self._worst, self._name = size, name
 
-    def finding(self, check: str, what: str) -> Row:
+    def finding(self, check: str, what: str, cause: str) -> Row:
         """Return the worst error of all processes as a row, which passes or fails by this process's own. Collective."""
-        _, error, name, bound = max(gather(self.worst), key=lambda worst: worst[0])
+        error, name = max(gather((self._worst, self._name)))
         measured = f"{error:.1e} ({name})" if name else "0"
-        half = ", by what bf16 does to one model" if bound > self.least else ""
-        return finding(check, what, measured, f"{bound:.2g}{half}", self.worst[0] <= 1)
+        return finding(check, what, measured, f"{self._bound:.2g}", self._worst <= self._bound, cause)
 
 
 def gather(value: Any) -> list[Any]:

@@ -30,7 +30,8 @@ from src.checkpoint.folder import run_settings
 from src.config.config import Config
 from src.distributed.process import exit_codes
 from src.tasks.base import Examples, Task
-from src.training.batches import evaluate_alone, fetch
+from src.training.batches import fetch
+from src.training.evaluation import evaluate_alone
 from src.training.gradients import float64_zeros
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model
@@ -53,12 +54,13 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
         The sum of the loss and the number of its targets, float64, shape ().
     """
     device = next(model.parameters()).device
-    sums = float64_zeros(2, device)
+    loss_sum, num_targets = float64_zeros((), device), float64_zeros((), device)
     for batch in batches:
-        loss_sum, num_targets = task.loss(model, send_to_device(batch, device))
-        loss_sum.backward()
-        sums += torch.stack([loss_sum.detach().to(sums), torch.as_tensor(num_targets, device=device).to(sums)])
-    return sums[0], sums[1]
+        loss = task.loss(model, send_to_device(batch, device))
+        loss.backward()
+        loss_sum += loss.detach()
+        num_targets += task.count_targets(batch)
+    return loss_sum, num_targets
 
 
 def average_gradients(model: nn.Module, num_targets: Tensor) -> None:
@@ -78,7 +80,7 @@ def all_reduce(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def evaluate(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> dict[str, float]:
+def evaluate_by_hand(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> dict[str, float]:
     """Return loss and, on process 0, metrics over the whole dataset, computed by this process alone."""
     is_training = model.training
     loss, outputs = evaluate_alone(task, model.eval(), dataset, batch_size, next(model.parameters()).device)
@@ -126,7 +128,7 @@ def main(argv: list[str]) -> None:
             if rank == 0:
                 print(f"step {step}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
     milliseconds = 1000 * (time.perf_counter() - started) / total_steps
-    metrics = evaluate(task, model, eval_set, 1000)  # by all, as a model may be collective
+    metrics = evaluate_by_hand(task, model, eval_set, 1000)  # by all, as a model may be collective
     if rank == 0:
         scores = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         print(f"{milliseconds:.2f} ms per step, {world_size} processes; evaluation: {scores}", flush=True)

@@ -19,15 +19,50 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from src.check.advice import ADVICE
 from src.check.findings import Row, WorstError, finding, finding_alike, gather, relative_error
 from src.check.reference import own_share
 from src.check.subject import Subject, checksum, named_tensors, shard_like
 from src.distributed.accelerator import num_replicas, sharded_units
 from src.distributed.launcher import is_set
-from src.training.batches import MicroBatch, evaluate_alone, evaluation_batches, fetch, samples, training_steps
+from src.training.batches import MicroBatch, evaluation_batches, fetch, samples, training_steps
+from src.training.evaluation import evaluate_alone
 from src.training.gradients import to_local
 from src.training.run import Run
+
+APART = "each process trains a model of its own: launcher and script disagree on what is distributed"
+SHARED_DEVICE = "processes share a device: each must take the one of its LOCAL_RANK"
+NOT_APPLIED = (
+    "what the yaml asks for was not applied: look for keys that Accelerate ignores, variables ACCELERATE_* in the "
+    "environment, and a model that was not passed through prepare()"
+)
+NOT_WRAPPED = "only the root is wrapped, or not all blocks: name them in the model's _no_split_modules"
+NOT_SHARDED = "not all is sharded, or not evenly"
+OTHER_DATA = "build_datasets makes other data on each process: unseeded, or in the order of os.listdir or a set"
+OTHER_ORDER = (
+    "a step sees other examples than on one process, or in another order: the curve depends on the number of "
+    "processes. Deal each global batch out, in turn, from one order that all processes draw alike"
+)
+OTHER_RESUME = (
+    "a run that was killed goes on with examples that it has seen in this epoch, or leaves some out: it must begin "
+    "where the checkpoint's step says"
+)
+NOT_SHUFFLED = "set_epoch was forgotten: the order doesn't depend on the epoch, and an earlier one comes again"
+OTHER_AUGMENTATION = (
+    "an augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the seed "
+    "that Task.augmented is given and from the example's index"
+)
+DOCUMENTS_MEET = (
+    "packed documents see each other, or have another place in the sequence than by themselves: positions must start "
+    "anew, and attention stop, where a document ends"
+)
+OTHER_WEIGHTS = (
+    "processes built different models: seed all alike before build_model (src/training/run.py), and only after it each "
+    "in its own way, for dropout"
+)
+SAME_DROPOUT = (
+    "dropout drops the same units on every process, so that a global batch has less variety than on one: add the "
+    "process's rank to the seed once the model is built"
+)
 
 
 def check_launch(subject: Subject) -> Iterator[Row]:
@@ -35,16 +70,16 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     row, run, on_cpu = partial(finding, "Launch"), subject.run, subject.run.device.type == "cpu"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     joined = int(run.accelerator.reduce(torch.ones((), device=run.device), "sum"))
-    yield row("processes that see each other", str(joined), f"{world_size}, as started", joined == world_size)
+    yield row("processes that see each other", str(joined), f"{world_size}, as started", joined == world_size, APART)
     devices = gather(str(run.device).replace("cpu:0", "cpu"))
     is_bound = not on_cpu and os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world_size)
     measured = ", ".join(f"{devices.count(device)} x {device}" for device in sorted(set(devices)))
-    yield row("devices", measured, "one each" if is_bound else "", len(set(devices)) == run.world_size)
+    yield row("devices", measured, "one each" if is_bound else "", len(set(devices)) == run.world_size, SHARED_DEVICE)
     wants_fsdp = is_set("ACCELERATE_USE_FSDP") or run.launch.requested["distributed_type"] == "FSDP"
     wanted = "FSDP" if wants_fsdp else "DDP" if world_size > 1 else "single"
     units = sharded_units(run.model)
     kind = "FSDP" if units else "DDP" if isinstance(run.model, DistributedDataParallel) else "single"
-    yield row("strategy", f"{kind}: {run.launch.strategy}", wanted, kind == wanted)
+    yield row("strategy", f"{kind}: {run.launch.strategy}", wanted, kind == wanted, NOT_APPLIED)
     if run.launch.note:
         yield row("stand-in", run.launch.note)
     held = max(gather(sum(p.numel() * p.element_size() for p in map(to_local, run.model.parameters())))) / 1e6
@@ -54,17 +89,23 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     blocks, modules = blocks_to_wrap(subject), dict(subject.unwrapped.named_modules())
     wrapped = [name for name in blocks if isinstance(modules[name], FSDPModule)]
     measured = f"{units}, {len(wrapped)} of {len(blocks)} blocks among them"
-    yield row("sharded units", measured, "all blocks, and the rest", units > 1 and wrapped == blocks)
+    yield row("sharded units", measured, "all blocks, and the rest", units > 1 and wrapped == blocks, NOT_WRAPPED)
     total = sum(4 * p.numel() for p in subject.reference.parameters()) / 1e6
     num_shards = run.world_size // num_replicas(run.accelerator)
     largest = sum(4 * largest_shard(p, num_shards) for p in subject.reference.parameters()) / 1e6
     whole = [name for name, p in run.model.named_parameters() if not isinstance(p, DTensor)]
     measured = f"{held:,.2f} MB of {total:,.2f} ({held / total:.1%})" + (f", all of {whole[0]}" if whole else "")
-    yield row("parameters per process", measured, f"{largest:,.2f} MB", held <= largest and not whole)
+    yield row("parameters per process", measured, f"{largest:,.2f} MB", held <= largest and not whole, NOT_SHARDED)
     places = ", ".join(sorted({p.device.type for p in run.model.parameters()}))
     wanted = "cpu" if is_set("FSDP_OFFLOAD_PARAMS") else run.device.type
     note = " (as they would without offload here)" if on_cpu else ""
-    yield row("where the shards live", places + note, wanted, places == wanted)
+    yield row(
+        "where the shards live",
+        places + note,
+        wanted,
+        places == wanted,
+        "the yaml's fsdp_offload_params was not applied",
+    )
 
 
 def largest_shard(parameter: Tensor, world_size: int) -> int:
@@ -88,7 +129,7 @@ def reading_indices(run: Run) -> Run:
     def order(_: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
         return run.task.order(run.train_set, random, global_batch_size)
 
-    counts: dict[str, Any] = {"count_targets": lambda _: 0, "count_tokens": lambda _: (0, 0)}
+    counts: dict[str, Any] = {"count_targets": len, "count_tokens": lambda _: (0, 0)}
     task = SimpleNamespace(order=order, augmented=lambda train, _: train, collate=list, **counts)
     config = run.config.model_copy(update={"task": task})
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
@@ -98,7 +139,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
     """Follow the run's own path to the data, from sampler to batches, including processes that load data."""
     row, run, steps = partial(finding, "Data"), subject.run, subject.steps_per_epoch
     sizes = f"{len(run.train_set):,} and {len(run.eval_set):,} examples"
-    datasets = finding_alike("Data", "datasets", f"{sizes}, checksum {_sample_checksum(run)}", "the same on all")
+    datasets = finding_alike("Data", "datasets", f"{sizes}, checksum {_sample_checksum(run)}", OTHER_DATA)
     yield datasets
     if datasets["result"] == "fail":
         return
@@ -110,18 +151,21 @@ def check_data(subject: Subject) -> Iterator[Row]:
         wrong = [n for n, (here, there) in enumerate(zip(found[own], expected[own], strict=True), 1) if here != there]
         measured = f"{steps - len(wrong):,} of {steps:,} steps as on one process"
         measured += f", not step {wrong[0]}" if wrong else ""
-        yield row(f"epoch {epoch}: order", measured, "all of them", not wrong)
+        yield row(f"epoch {epoch}: order", measured, "all of them", not wrong, OTHER_ORDER)
     later = sorted({1, 2, 3, max(2, run.total_steps // steps - 1)})
     resumed, begun = (1, steps - 1), [epoch * steps for epoch in later]
     seen = {n: _indices(training_steps(indexed, n, n + 2)) == _by_hand(run, n, n + 2) for n in (*resumed, *begun)}
     drawn = {epoch * steps: _are_as_drawn(run, epoch, steps) for epoch in (0, *later)}
-    for what, steps_done, is_same in (
-        ("resumed in the epoch", resumed, seen),
-        (f"epochs {', '.join(str(epoch + 1) for epoch in later)}: shuffled anew", begun, seen),
-        ("examples, as drawn", list(drawn), drawn),
+    shuffled = f"epochs {', '.join(str(epoch + 1) for epoch in later)}: shuffled anew"
+    for what, steps_done, is_same, cause in (
+        ("resumed in the epoch", resumed, seen, OTHER_RESUME),
+        (shuffled, begun, seen, NOT_SHUFFLED),
+        ("examples, as drawn", list(drawn), drawn, OTHER_AUGMENTATION),
     ):
         wrong = [n for n in steps_done if not is_same[n]]
-        yield row(what, f"others after step {wrong[0]:,}" if wrong else "as on one process", "the same", not wrong)
+        yield row(
+            what, f"others after step {wrong[0]:,}" if wrong else "as on one process", "the same", not wrong, cause
+        )
     evaluated = _indices([batch] for batch in evaluation_batches(indexed))
     yield _each_once("evaluation: examples read", evaluated, len(run.eval_set))
     yield from _packing(subject)
@@ -144,11 +188,14 @@ def _each_once(what: str, read: list[list[int]], num_examples: int) -> Row:
     found = [index for steps in gather(read) for step in steps for index in step]
     counts = np.bincount(np.array(found, dtype=np.int64), minlength=num_examples)
     absent, again = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
-    distinct, advice = num_examples - len(absent), ADVICE["Data"]
-    causes = [advice["left out"].format(len(absent), absent[0])] if len(absent) else []
-    causes += [advice["read twice"].format(len(again), again[0])] if len(again) else []
+    distinct = num_examples - len(absent)
+    causes = []
+    if len(absent):
+        causes.append(f"{len(absent):,} left out ({absent[0]}, …): drop_last, or a cut at the end")
+    if len(again):
+        causes.append(f"{len(again):,} read more than once ({again[0]}, …): padding that is counted")
     if len(again) > distinct / 2 and len(absent) > num_examples / 4:
-        causes = [advice["same shard"]]
+        causes = ["every process reads the same shard: the sampler knows neither rank nor number of processes"]
     measured = f"{distinct:,} of {num_examples:,}, in {len(found):,} reads"
     return finding("Data", what, measured, "each once", not causes, "; ".join(causes))
 
@@ -196,13 +243,16 @@ def _packing(subject: Subject) -> Iterator[Row]:
             )
             errors.add({f"example {number}, {len(alone)} documents": relative_error(found, expected)})
     subject.reference.train()
-    yield errors.finding("Data", "packed: loss, relative error")
+    yield errors.finding("Data", "packed: loss, relative error", DOCUMENTS_MEET)
 
 
 def check_start(subject: Subject) -> Iterator[Row]:
     """Look before the first step. Each process compares its shard of what is sharded, so that a wrong one is named."""
     found, expected = named_tensors(subject.unwrapped), named_tensors(subject.reference)
-    yield finding_alike("Same start", "build_model, seeded alike", f"checksum {checksum(list(expected.values()))}")
+    cause = "build_model makes other weights on each process for the same seed: it draws from something that "
+    cause += "accelerate.utils.set_seed doesn't seed"
+    built = f"checksum {checksum(list(expected.values()))}"
+    yield finding_alike("Same start", "build_model, seeded alike", built, cause)
     differing = sorted(found.keys() ^ expected.keys())
     for name in [name for name in expected if name in found]:
         shard = to_local(shard_like(expected[name], found[name]))
@@ -212,8 +262,8 @@ def check_start(subject: Subject) -> Iterator[Row]:
     if differing:
         measured = differing[0] + (f" and {len(differing) - 1} more differ" if differing[1:] else " differs")
     bound = f"bitwise, for seed {subject.run.config.seed}"
-    yield finding("Same start", "weights and buffers", measured, bound, not differing)
+    yield finding("Same start", "weights and buffers", measured, bound, not differing, OTHER_WEIGHTS)
     drawn = gather(subject.rng_checksum)
     is_own = len(set(drawn)) == len(drawn)
     measured = "each process its own" if is_own else "the same on several processes"
-    yield finding("Same start", "random numbers from here on", measured, "each its own", is_own)
+    yield finding("Same start", "random numbers from here on", measured, "each its own", is_own, SAME_DROPOUT)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from src.check.findings import EXACT, Row, WorstError, finding, gather, norm, relative_error, relative_errors
 from src.check.reference import all_reduce, average_gradients, backward
-from src.check.subject import Subject, autocast, capture_update, whole
+from src.check.subject import Subject, capture_update, whole
 from src.checkpoint.rng import random_state
 from src.tasks.returned import returned
 from src.training.batches import MicroBatch
@@ -19,15 +19,10 @@ from src.training.optim import lr_at
 from src.training.progress import mean_loss
 
 REORDERED = 1e-3
-"""Largest relative error in fp32 if the forward pass rounds differently too, in a batch of another size or compiled: a
+"""Largest relative error if the forward pass rounds differently too, in a batch of another size or compiled: a
 ReLU that flips, or another maximum in a pool, is worth 1e-4."""
 COMPRESSED = 2.0**-7
 """The same if DDP rounds gradients to half precision on their way to the other processes."""
-HALF_LOSS = 1e-2
-"""The same for a loss in half precision."""
-NOISE_FACTORS = {"same": 2.0, "other": 4.0, "FSDP": 16.0}
-"""How many times the error that autocast to bf16 makes in one unwrapped model an error in half precision may be: under
-the same autocast; under another, or in other micro-batches; under FSDP, which computes all in half precision."""
 UPDATE = 1e-3
 """Largest error of an update, as a share of it and of 1e-4 of its weight, whose rounding is 1e-7."""
 MUON_UPDATE = 0.5
@@ -40,6 +35,34 @@ IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentia
 """What may differ in a parameter group without another result; the learning rate is looked at by itself."""
 
 
+NOT_THE_MEAN = (
+    "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean of means "
+    "where processes or micro-batches count differently, a parameter that is not reduced over the processes, clipping "
+    "that scales small gradients up"
+)
+WRONG_RATE = (
+    "the schedule is ahead of the steps, of another form or length, or a step is left out: a prepared scheduler steps "
+    "once per process; set the rate from the step, over as many steps as the optimizer takes"
+)
+WRONG_UPDATE = (
+    "the optimizer did something else with the gradients than its copy on one process: parameters that it doesn't "
+    "have, another learning rate or weight decay, gradients changed after they were clipped"
+)
+WRONG_SETTING = (
+    "a setting of optim is ignored, or a parameter is in no group, two or a wrong one: biases, norms and other vectors "
+    "must not decay, and Muon is for matrices except those of embeddings and the last layer"
+)
+DRIFT = {
+    "replicas": "the processes train different models by now: they started apart, or a gradient is not reduced",
+    "buffers": "a buffer follows each process's own examples, and is not synchronised: evaluation and checkpoints have "
+    "one process's. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks at one example",
+}
+SIZE_MATTERS = (
+    "micro-batches change the result: Task.loss returns a mean in place of the sum over its targets, or of other "
+    "targets than count_targets counts, or an example's loss depends on those beside it"
+)
+
+
 def check_steps(subject: Subject) -> Iterator[Row]:
     """Take the first two steps of an epoch and its last, ragged one. Before each, the reference takes over the run's
     weights; it computes its own gradients, but then updates with the run's: each fault shows in one of the two."""
@@ -47,73 +70,67 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     sizes = {0: None, 1: _other_size(subject), subject.steps_per_epoch - 1: None}  # None: the run's own
     examined = {step: next(subject.micro_batches(step, size)) for step, size in sizes.items()}
     randomness = _randomness(subject, examined[0][0])
-    factor = NOISE_FACTORS["same" if subject.autocasts_to_bf16 else "FSDP" if subject.is_fsdp else "other"]
     exact = REORDERED if config.compile else EXACT
     bound = COMPRESSED if run.launch.comm_hook else exact
-    gradients, norms, losses = WorstError(bound), WorstError(bound), WorstError(HALF_LOSS if subject.is_half else exact)
+    gradients, norms, losses = WorstError(bound), WorstError(bound), WorstError(exact)
     is_muon_sharded = config.optim.name == "muon" and subject.is_fsdp
     updates = WorstError(MUON_UPDATE if is_muon_sharded else UPDATE)
-    at_the_peak = {"schedule": "constant", "warmup_steps": 0}  # where an update stands out from the weights' rounding
     for step, micro_batches in examined.items():
         for model in (run.model, reference):
             model.train(not randomness.startswith("switched off"))
         subject.copy_to_reference()
-        expected, expected_loss, noise = _by_hand(subject, micro_batches)
+        expected, expected_loss = _gradients_by_hand(subject, micro_batches)
         expected_norm = norm(expected.values())
-        max_norm = None
-        if config.optim.max_grad_norm is not None:  # one step's norm is below the limit, which must leave it as it is
-            max_norm = expected_norm * (2.0 if step == 0 else 0.5)
-            for gradient in expected.values():
-                gradient *= min(1.0, max_norm / (expected_norm + 1e-6))
-        optim = config.optim.model_copy(update={"max_grad_norm": max_norm, **at_the_peak})
+        max_norm = _clip(expected, expected_norm, step) if config.optim.max_grad_norm is not None else None
+        # at the schedule's peak, an update stands out from the weights' rounding
+        changes = {"max_grad_norm": max_norm, "schedule": "constant", "warmup_steps": 0}
+        optim = config.optim.model_copy(update=changes)
         clipped_run = subject.at(step, config=config.model_copy(update={"optim": optim}))
         subject.seed()
         with capture_update(clipped_run) as found:
             result = subject.step(clipped_run, micro_batches)
         if result.grad_norm is None:
-            yield finding("Gradients", "finite", "not finite", "finite", False)
+            cause = "the loss or its gradient overflows"
+            yield finding("Gradients", "finite", "not finite", "finite", False, cause)
             return
-        gradients.add(relative_errors(found, expected), noise, factor)
+        gradients.add(relative_errors(found, expected))
         losses.add({f"step {step + 1}": relative_error(mean_loss(run.accelerator, result), expected_loss)})
-        norms.add({f"step {step + 1}": relative_error(result.grad_norm, expected_norm)}, noise, factor)
+        norms.add({f"step {step + 1}": relative_error(result.grad_norm, expected_norm)})
         updates.add(_update_errors(subject, found))
     rates = _rates(subject)
     run.model.train()
     yield finding("Gradients", "randomness (dropout, …)", randomness)
-    yield gradients.finding("Gradients", "largest relative error")
-    yield losses.finding("Gradients", "loss, relative error")
+    yield gradients.finding("Gradients", "largest relative error", NOT_THE_MEAN)
+    yield losses.finding("Gradients", "loss, relative error", "as above: sums, counts and means")
     clipping = "not clipped" if config.optim.max_grad_norm is None else "clipped at 2 x, 0.5 x it"
-    yield norms.finding("Gradients", f"norm, {clipping}")
-    yield from _settings(subject)
-    yield rates.finding("Updates", "learning rate")
-    yield updates.finding("Updates", "parameters after each step")
+    cause = "the norm is one process's, or was taken before the gradients were scaled: clipping goes by it"
+    yield norms.finding("Gradients", f"norm, {clipping}", cause)
+    yield _settings(subject)
+    yield rates.finding("Updates", "learning rate", WRONG_RATE)
+    yield updates.finding("Updates", "parameters after each step", WRONG_UPDATE)
     yield from _replicas(subject)
 
 
-def _by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[dict[str, Tensor], float, dict[str, float]]:
-    """Return a step's gradients, by name, and loss, under autocast if the run applies the same to the same operators,
-    else in fp32; and the relative errors that bf16 makes in the gradients, empty in fp32. Collective."""
-    exact, exact_loss = _gradients_by_hand(subject, micro_batches, None)
-    if not subject.is_half:
-        return exact, exact_loss, {}
-    rough, rough_loss = _gradients_by_hand(subject, micro_batches, torch.bfloat16)  # fp16 would need its loss scaled
-    noise = relative_errors(rough, exact)
-    return (rough, rough_loss, noise) if subject.autocasts_to_bf16 else (exact, exact_loss, noise)
+def _clip(gradients: dict[str, Tensor], norm: float, step: int) -> float:
+    """Clip gradients, in place, to a limit that is returned. One step's norm is below it: it must leave them alone."""
+    max_norm = norm * (2.0 if step == 0 else 0.5)
+    for gradient in gradients.values():
+        gradient *= min(1.0, max_norm / (norm + 1e-6))
+    return max_norm
 
 
-def _gradients_by_hand(
-    subject: Subject, micro_batches: list[MicroBatch], dtype: torch.dtype | None
-) -> tuple[dict[str, Tensor], float]:
+def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:
+    """Return a step's gradients, by name, and its loss. Collective."""
     subject.seed()
-    with autocast(subject.reference, dtype) as model:
-        own = [batch.data for batch in micro_batches if batch.weight]
-        loss_sum, num_targets = backward(subject.run.task, model, own)
-        for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): all need as many forward passes
-            if not batch.weight:
-                (subject.run.task.loss(model, batch.data)[0] * 0).backward()
+    model, task = subject.reference, subject.run.task
+    own = [batch.data for batch in micro_batches if batch.weight]
+    loss_sum, num_targets = backward(task, model, own)
+    for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): all need as many forward passes
+        if not batch.weight:
+            (task.loss(model, batch.data) * 0).backward()
     loss_sum, num_targets = all_reduce(loss_sum), all_reduce(num_targets)
     average_gradients(model, num_targets)
-    gradients = {name: p.grad for name, p in subject.reference.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return gradients, (loss_sum / num_targets.clamp(min=1)).item()
 
@@ -128,8 +145,6 @@ def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
         return "the model draws none"
     if subject.run.config.compile:
         return "switched off (eval mode): compiled code draws other numbers"
-    if subject.is_half and not subject.autocasts_to_bf16:  # its tensors may lie in memory in another order
-        return "switched off (eval mode): in fp32, it may draw others"
     return "on, seeded alike in the run and by hand"
 
 
@@ -172,7 +187,7 @@ def _rates(subject: Subject) -> WorstError:
     return errors
 
 
-def _settings(subject: Subject) -> Iterator[Row]:
+def _settings(subject: Subject) -> Row:
     """Compare what the optimizers have with the rule of training/optim.py, written a second time: what has a name in
     optim is as it says, and all else as torch has it."""
     optim, layers = subject.run.config.optim, list(subject.unwrapped.modules())
@@ -194,7 +209,8 @@ def _settings(subject: Subject) -> Iterator[Row]:
     trained = [(name, differing[p]) for name, p in subject.unwrapped.named_parameters() if p.requires_grad]
     bad = [f"{name}: " + (of[0] if len(of) == 1 else f"in {len(of)} groups") for name, of in trained if of != [""]]
     measured = f"{len(trained) - len(bad)} of {len(trained)} as they should" + (f", not {bad[0]}" if bad else "")
-    yield finding("Updates", "optimizer and its settings", measured, "as in optim, vectors don't decay", not bad)
+    bound = "as in optim, vectors don't decay"
+    return finding("Updates", "optimizer and its settings", measured, bound, not bad, WRONG_SETTING)
 
 
 def _replicas(subject: Subject) -> Iterator[Row]:
@@ -203,7 +219,7 @@ def _replicas(subject: Subject) -> Iterator[Row]:
     for what, names in (("replicas", replicas), ("buffers", dict(model.named_buffers()))):
         differing = ", ".join([name for name in drifted if name in names][:3])
         measured = f"{differing}: differs" if differing else f"{len(names)}, none drifts apart"
-        yield finding("Updates", what, measured, "the same" if names else "", not differing)
+        yield finding("Updates", what, measured, "the same" if names else "", not differing, DRIFT[what])
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     local = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     if local and subject.run.world_size > 1:
@@ -222,13 +238,13 @@ def check_accumulation(subject: Subject) -> Iterator[Row]:
     subject.reference.eval()
     gradients, losses = WorstError(REORDERED), WorstError(REORDERED)
     for step in (0, subject.steps_per_epoch - 1):
-        expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step)), None)
-        found, loss = _gradients_by_hand(subject, next(subject.micro_batches(step, other)), None)
+        expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step)))
+        found, loss = _gradients_by_hand(subject, next(subject.micro_batches(step, other)))
         gradients.add(relative_errors(found, expected))
         losses.add({f"step {step + 1}": relative_error(loss, expected_loss)})
     subject.reference.train()
-    yield gradients.finding("Accumulation", f"gradient: {other} in place of {own}")
-    yield losses.finding("Accumulation", f"loss: {other} in place of {own}")
+    yield gradients.finding("Accumulation", f"gradient: {other} in place of {own}", SIZE_MATTERS)
+    yield losses.finding("Accumulation", f"loss: {other} in place of {own}", SIZE_MATTERS)
 
 
 def _other_size(subject: Subject) -> int | None:

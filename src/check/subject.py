@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from src.check.findings import gather
 from src.distributed.stop import StopSignal
 from src.training.batches import CountedSteps, MicroBatch, TrainStep, training_steps
+from src.training.evaluation import Evaluation
 from src.training.gradients import to_local
 from src.training.optim import build_optimizers
 from src.training.progress import Progress, StepResult
-from src.training.run import Evaluation, Run, new_model
+from src.training.run import Run, new_model
 
 Evaluate = Callable[[Run, StopSignal], Evaluation | None]
 Restore = Callable[[Run], None]
@@ -34,14 +35,10 @@ class Subject:
         """Checksum of the generator as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
         self.is_fsdp = run.accelerator.is_fsdp2
-        self.is_half = run.launch.precision != "fp32"
-        self.autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.launch.precision)
-        self.autocasts_to_bf16 = self.autocast_dtype is torch.bfloat16 and not self.is_fsdp  # as the reference can
         self.steps_per_epoch = -(-len(run.train_set) // run.config.global_batch_size)  # as the run's own should be
         config = run.config.model_copy(update={"task": run.task.reference()})
         self.reference = new_model(config, run.launch.device, run.launch.precision)[0].to(run.device).train()
         self.reference_optimizers = build_optimizers(run.config.optim, self.reference)
-        self._loss_scale = run.progress.loss_scale
 
     @property
     def unwrapped(self) -> nn.Module:
@@ -50,7 +47,7 @@ class Subject:
 
     def at(self, step: int, **changes: Any) -> Run:
         """Return the run as it is after `step` steps, with `changes` to its other fields."""
-        return replace(self.run, progress=Progress(step=step, loss_scale=self._loss_scale), **changes)
+        return replace(self.run, progress=Progress(step=step), **changes)
 
     def micro_batches(self, first: int, size: int | None = None) -> Iterator[list[MicroBatch]]:
         """Yield this process's micro-batches, of `size` where given, for each step from `first` on, without end."""
@@ -58,22 +55,13 @@ class Subject:
         return training_steps(replace(self.run, config=self.run.config.model_copy(update=changes)), first, 10**12)
 
     def step(self, run: Run, micro_batches: list[MicroBatch]) -> StepResult:
-        """Take the run's own step; in fp16, if it overflows, take it again with a smaller loss scale and random numbers
-        from `seed`."""
+        """Take the run's own step."""
         optimized = {id(p) for o in run.optimizers for group in o.param_groups for p in group["params"]}
         for parameter in run.model.parameters():
             if id(parameter) not in optimized:  # nobody clears its gradient: Updates reports that, once
                 parameter.grad = None
-        while True:
-            _, counts = next(CountedSteps(iter([micro_batches]), self.stop))
-            result = self.train_step(run, micro_batches, counts)
-            run.progress.add_step(result)
-            run.progress.read_steps(run.accelerator, run.is_fp16, run.config.max_bad_steps)
-            if result.grad_norm is not None or run.progress.skipped_in_a_row:
-                return result
-            self._loss_scale = run.progress.loss_scale
-            run.progress.step -= 1  # or the next step's learning rate would be used
-            self.seed()
+        _, counts = next(CountedSteps(iter([micro_batches]), self.stop))
+        return self.train_step(run, micro_batches, counts)
 
     def seed(self) -> None:
         """Make what follows draw the same random numbers as after any other call, on each process its own."""
@@ -115,15 +103,6 @@ class Subject:
             yield
             for p, value in kept:
                 p.copy_(value)
-
-
-@contextlib.contextmanager
-def autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Module]:
-    """Yield the model, its forward pass alone under autocast, as Accelerate has it; without if `dtype` is None."""
-    cast = torch.autocast(next(model.parameters()).device.type, dtype, enabled=dtype is not None)
-    plain, model.forward = model.forward, cast(model.forward)
-    yield model
-    model.forward = plain
 
 
 @contextlib.contextmanager

@@ -70,12 +70,17 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
     stateful = {name.rpartition(".")[0] for name in saved}  # not of parameters that never had a gradient
     for name, parameter in own.items():
         if optimizers and name.replace("model.", "optimizer.", 1) in stateful:
-            parameter.grad = torch.zeros_like(parameter)  # one at a time: all would be a share more
-            for optimizer in optimizers:
-                optimizer.step()  # creates the state, which is then overwritten by what is read, as are the weights
-                optimizer.zero_grad()
+            create_optimizer_state(parameter, optimizers)
     tensors = run_tensors(model, optimizers)
     read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved}, reader)
+
+
+def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -> None:
+    """Have the optimizers make their state of one parameter: of all at once, the gradients would be a share more."""
+    parameter.grad = torch.zeros_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()  # what is read overwrites the state, and the weights, if that changes them
+        optimizer.zero_grad()
 
 
 def read(checkpoint: Path, tensors: Mapping[str, Tensor], reader: Any = None) -> None:

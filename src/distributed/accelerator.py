@@ -81,6 +81,8 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     on_cpu = asked.cpu or not has_gpu(asked.world_size)
     is_stand_in = on_cpu and not asked.cpu
     precision, note = choose_precision(launcher, asked.precision, is_stand_in)
+    if config.check and precision != "no":  # room: check
+        precision, note = "no", f"--check compares in fp32: the run itself computes in {precision}"  # room: check
     refuse_wrong_launch(launcher, config, asked, on_cpu, precision)  # room: launch_guard
 
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)

@@ -115,10 +115,10 @@ class Task(Settings, ABC):
         """Return the tokens in a batch of `collate`, without padding and with it; (0, 0) if it is not text."""
         return 0, 0
 
+    @abstractmethod
     def count_targets(self, batch: Any) -> int:
-        """Return how many targets `loss` will find, from what `collate` returned: the loop divides by their number over
-        all processes before the backward pass. 0: only `loss` can tell, and the gradients are divided after it."""
-        return 0
+        """Return how many targets (examples, tokens) `loss` sums over, from what `collate` returned. The loop divides
+        by their number over all processes and micro-batches, before the backward pass."""
 
     def flops(self, model: Any, batch: Any) -> float:
         """Return the floating-point operations that the forward and backward pass of a batch need, for perf/mfu; 0.0:
@@ -126,18 +126,18 @@ class Task(Settings, ABC):
         return 0.0
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
-        """Return the loss summed over its targets (examples, tokens), shape (), fp32, and their number.
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss summed over the batch's targets; shape (), fp32.
 
-        The loop divides by the number over all processes and micro-batches: never average here. (A run's first step
+        The loop divides by their number over all processes and micro-batches: never average here. (A run's first step
         refuses a mean where autograd tells, --check any.) Take the loss of `logits.float()`: FSDP returns them in the
         dtype it computes in. Prefer a norm that looks at one example: BatchNorm would see those of one process, or a
         dummy batch.
         """
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what `loss` returns, and what `metrics` needs by name: tensors of shape (examples, ...)."""
-        return *self.loss(model, batch), {}
+        return self.loss(model, batch), {}
 
     def import_metrics(self) -> None:
         """Import what `metrics` needs, if that takes seconds: on a GPU, a whole run can be shorter."""

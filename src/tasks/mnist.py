@@ -216,15 +216,14 @@ class Mnist(Task):
     def count_targets(self, batch: dict[str, Any]) -> int:
         return len(batch["labels"])
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
         logits, labels = model(batch["images"]).float(), batch["labels"]
-        smoothed = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
-        return smoothed, len(labels)
+        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         logits, labels = model(batch["images"]).float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
-        return F.cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
+        return F.cross_entropy(logits, labels, reduction="sum"), outputs
 
     def import_metrics(self) -> None:
         load_metric("Accuracy")

@@ -3,7 +3,6 @@
 The loss is looked at in a run's first step only, so that the others cost nothing.
 """
 
-from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,11 +11,11 @@ from torch.utils.data import IterableDataset
 from src.config.errors import UserError
 from src.tasks.base import Task
 
-SUM = "the loss summed over its targets, not their mean, as a tensor of shape (), and their number"
+SUM = "the loss summed over its targets, not their mean, as a tensor of shape ()"
 MUST_RETURN = {
     "build_datasets": "two map-style datasets, to train and to evaluate on, each with a length and an index",
-    "loss": f"two values: {SUM}",
-    "evaluate": f"three values: {SUM}, and tensors of shape (examples, ...) by name",
+    "loss": SUM,
+    "evaluate": f"two values: {SUM}, and tensors of shape (examples, ...) by name",
     "metrics": "numbers by name, which float() makes of a tensor",
 }
 MEAN = 1
@@ -24,11 +23,7 @@ MEAN = 1
 
 
 def returned(task: Task, method: str, *arguments: Any) -> Any:
-    """Return what the method returns. Raise a UserError if that is not what it must return.
-
-    A loss that torch averaged over several targets is refused too. Autograd tells, but not of every mean: nothing is
-    computed for this, and no random number drawn.
-    """
+    """Return what the method returns. Raise a UserError if that is not what it must return."""
     found = getattr(task, method)(*arguments)
     if not _is_right(method, found):
         raise UserError(f"{type(task).__name__}.{method} must return {MUST_RETURN[method]}")
@@ -39,23 +34,26 @@ def _is_right(method: str, found: Any) -> bool:
     match method, found:
         case "build_datasets", [_, _]:
             return all(hasattr(data, "__len__") and not isinstance(data, IterableDataset) for data in found)
-        case "loss", [Tensor(shape=[]) as loss, Real() | Tensor(shape=[]) as number]:
-            return getattr(loss.grad_fn, "_saved_reduction", None) != MEAN or bool(number <= 1)
-        case "evaluate", [Tensor(shape=[]), Real() | Tensor(shape=[]), dict(outputs)]:
+        case "loss", Tensor(shape=[]):
+            return True
+        case "evaluate", [Tensor(shape=[]), dict(outputs)]:
             return all(isinstance(output, Tensor) and output.ndim for output in outputs.values())
         case "metrics", dict(metrics):
             return all(isinstance(value, int | float) for value in metrics.values())
     return False
 
 
-class Examined:
-    """A task whose loss is looked at."""
+def examined_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss, once it is found to be a sum.
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    A loss that torch averaged over several targets is refused. Autograd tells, but not of every mean: nothing is
+    computed for this, and no random number drawn.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
-        return returned(self._task, "loss", model, batch)
+    Raises:
+        UserError: the loss is a mean, or something else than a tensor of shape ().
+    """
+    loss = returned(task, "loss", model, batch)
+    is_mean = getattr(loss.grad_fn, "_saved_reduction", None) == MEAN
+    if is_mean and task.count_targets(batch) > 1:
+        raise UserError(f"{type(task).__name__}.loss must return {SUM}")
+    return loss

@@ -21,8 +21,7 @@ from src.config.errors import UserError
 from src.config.settings import flatten, read_arguments, validate
 from src.distributed.process import exit_codes
 from src.tasks.mnist import read_pictures
-from src.tasks.returned import returned
-from src.training.batches import evaluate_alone
+from src.training.evaluation import evaluate_alone, metrics_of
 
 MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer", "pad_token")
 """Settings of tasks, and groups of them, that would make another model."""
@@ -53,8 +52,7 @@ def main(argv: list[str]) -> None:
         for row, name in enumerate(pictures):
             print(name, json.dumps({column: values[row] for column, values in columns.items()}))
     else:
-        metrics = {"loss": loss, "examples": len(dataset), **returned(task, "metrics", outputs)}
-        print(json.dumps({f"eval/{name}": value for name, value in metrics.items()}, indent=2))
+        print(json.dumps(metrics_of(task, loss, len(dataset), outputs), indent=2))
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(pa.table(columns), unfinished_place(output))

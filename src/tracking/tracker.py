@@ -22,8 +22,9 @@ from src.tracking.recorders import Recorders  # room: trackers wandb
 from src.tracking.report import report_line  # room: report
 from src.tracking.summary import print_summary
 from src.training.batches import examples_seen
+from src.training.evaluation import Evaluation
 from src.training.progress import StepResult
-from src.training.run import Evaluation, Run
+from src.training.run import Run
 from src.training.state import ResumePoint
 
 

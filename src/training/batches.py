@@ -1,4 +1,4 @@
-"""Which process sees which example at which step, and how per-example results come back in order.
+"""Which process sees which example at which step.
 
 The order of the data is a function of the seed and the epoch alone, and a global batch holds the same examples
 however many processes share it. Nothing is padded, repeated or dropped: the last batches are smaller, and a process
@@ -7,23 +7,22 @@ that has no example left computes on a dummy batch of weight 0, because FSDP's f
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import recursively_apply, send_to_device
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from src.config.config import Config
 from src.config.terminal import bar
 from src.distributed.process import ignore_signals_in_worker
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Task
-from src.tasks.returned import returned
 from src.training.progress import StepCounts, StepResult
 from src.training.run import Run
 
@@ -32,21 +31,30 @@ EVALUATION_FACTOR = 4
 """How many micro-batches are evaluated at once: nothing is kept for a backward pass."""
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class BatchCounts(NamedTuple):
+    """What a batch has to be counted for."""
+
+    targets: int
+    tokens: int
+    """Without padding; 0 if it is not text."""
+    padded_tokens: int
+    """With padding."""
+
+
+class MicroBatch(NamedTuple):
     """What one process passes through the model at once."""
 
     data: Any
     """What the task's `collate` returned, on the device."""
     num_examples: int
     """0 if it is a dummy."""
-    counts: tuple[int, int, int]
-    """Targets (0: unknown), tokens without and with padding; as if it were no dummy."""
+    counts: BatchCounts
+    """As if it were no dummy."""
 
     @property
     def weight(self) -> float:
         """1.0; 0.0 for a dummy."""
-        return float(self.num_examples > 0)
+        return 1.0 if self.num_examples else 0.0
 
 
 TrainStep = Callable[[Run, list[MicroBatch], StepCounts], StepResult]
@@ -76,7 +84,20 @@ class ShardedBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps():
             for indices in step:
-                yield indices.tolist() or self.order[:1].tolist()
+                yield indices.tolist() or self.order[:1].tolist()  # a dummy's example does not count
+
+
+def epoch_seed(config: Config, epoch: int, *purpose: int) -> list[int]:
+    """Return the seed of an epoch's random numbers, the same on any number of processes; of a purpose, its own."""
+    return [config.seed, epoch, *purpose]
+
+
+def epoch_order(run: Run, epoch: int, done: int) -> np.ndarray:
+    """Return the order of the examples of an epoch, but for those of its first `done` steps."""
+    config = run.config
+    random = np.random.default_rng(epoch_seed(config, epoch))
+    order = config.task.order(run.train_set, random, config.global_batch_size)
+    return order[done * config.global_batch_size :]
 
 
 def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[list[MicroBatch]]:
@@ -86,13 +107,13 @@ def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[li
 
 
 def _training_steps(run: Run, first: int, last: int) -> Iterator[list[MicroBatch]]:
-    config, dataset, step = run.config, run.train_set, first
+    config, step = run.config, first
     sizes = config.global_batch_size, config.micro_batch(run.world_size)
     while step < last:
-        epoch, done_in_epoch = divmod(step, run.steps_per_epoch)
-        order = config.task.order(dataset, np.random.default_rng([config.seed, epoch]), config.global_batch_size)
-        order = order[done_in_epoch * config.global_batch_size :]
-        augmented = config.task.augmented(dataset, [config.seed, epoch, 1])  # 1: not the random numbers of the order
+        epoch, done = divmod(step, run.steps_per_epoch)
+        order = epoch_order(run, epoch, done)
+        # 1: not the random numbers of the order
+        augmented = config.task.augmented(run.train_set, epoch_seed(config, epoch, 1))
         for micro_batches in islice(_load(run, augmented, order, *sizes, epoch), last - step):
             step += 1
             yield micro_batches
@@ -134,35 +155,10 @@ def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
         yield batch
 
 
-def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int) -> Tensor:
-    """Return per-example outputs of all processes, shape (num_examples, ...), in the order of the dataset, on the CPU.
-    `outputs` are those of this process's `evaluation_batches`, shape (share, ...). Collective."""
-    world_size = accelerator.num_processes
-    missing = -(-num_examples // world_size) - len(outputs)  # 0 or 1, as shares are every world_size-th example
-    padded = torch.cat([outputs, outputs.new_zeros(missing, *outputs.shape[1:])])
-    gathered = accelerator.gather(padded).view(world_size, *padded.shape)
-    return gathered.transpose(0, 1).flatten(0, 1)[:num_examples].cpu()
-
-
 def examples_seen(run: Run, step: int) -> int:
     """Return the training examples in the first `step` optimizer steps, over all processes."""
     epochs, steps = divmod(step, run.steps_per_epoch)
     return epochs * len(run.train_set) + steps * run.config.global_batch_size
-
-
-@torch.no_grad()
-def evaluate_alone(
-    task: Task, model: nn.Module, dataset: Examples, batch_size: int, device: torch.device
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss over the targets of the dataset, all of it in this process, and what Task.evaluate returned
-    of each example by name, on the CPU."""
-    total, num_targets, found = 0.0, 0.0, []
-    for start in range(0, len(dataset), batch_size):
-        batch = fetch(task, dataset, list(range(start, min(start + batch_size, len(dataset)))))
-        loss, targets, outputs = returned(task, "evaluate", model, send_to_device(batch, device))
-        total, num_targets = total + float(loss), num_targets + float(targets)
-        found.append({name: output.cpu() for name, output in outputs.items()})
-    return total / max(num_targets, 1), {name: torch.cat([batch[name] for batch in found]) for name in found[0]}
 
 
 def fetch(task: Task, dataset: Any, indices: list[int]) -> Any:
@@ -174,6 +170,11 @@ def samples(dataset: Any, indices: list[int]) -> Any:
     """Return these examples as the dataset has them, for Task.collate."""
     fetch_batch = getattr(dataset, "__getitems__", None)
     return fetch_batch(indices) if fetch_batch else [dataset[i] for i in indices]
+
+
+def micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
+    """Return what the task has collated as a micro-batch."""
+    return MicroBatch(data, num_examples, BatchCounts(task.count_targets(data), *task.count_tokens(data)))
 
 
 def _load(
@@ -197,11 +198,7 @@ def _load(
         )
         batches = _name_dead_workers(loader)
     for step in sampler.steps():
-        yield [_micro_batch(config.task, next(batches), len(indices)) for indices in step]
-
-
-def _micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
-    return MicroBatch(data, num_examples, (task.count_targets(data), *task.count_tokens(data)))
+        yield [micro_batch(config.task, next(batches), len(indices)) for indices in step]
 
 
 def _on_device(run: Run, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
@@ -210,15 +207,17 @@ def _on_device(run: Run, steps: Iterator[list[MicroBatch]]) -> Iterator[list[Mic
     if run.device.type == "cpu":
         return steps
     copied = map(partial(_copy, device=run.device), steps)
-    return copied if run.config.cuda_graphs else in_background(copied)
+    if run.config.cuda_graphs:  # room: cuda_graphs
+        return copied  # room: cuda_graphs
+    return in_background(copied)
 
 
 def _copy(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
     if device.index is not None:  # a single process's has none; each thread has a current device of its own
         torch.accelerator.set_device_index(device)
     if device.type == "cuda":  # from other memory, a copy would wait until the device has finished
-        step = [replace(batch, data=recursively_apply(_pinned, batch.data)) for batch in step]
-    return [replace(batch, data=send_to_device(batch.data, device, non_blocking=True)) for batch in step]
+        step = [batch._replace(data=recursively_apply(_pinned, batch.data)) for batch in step]
+    return [batch._replace(data=send_to_device(batch.data, device, non_blocking=True)) for batch in step]
 
 
 def _pinned(tensor: Tensor) -> Tensor:

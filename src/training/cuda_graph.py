@@ -7,7 +7,6 @@ by as much as the step drew, so that each replay has dropout of its own, the sam
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class RecordedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
         self._recorded: Any = None
-        self._sums = self._norm = torch.empty(0)
+        self._loss_sum = self._norm = torch.empty(0)
 
     def __call__(self, run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
         """Take the step.
@@ -67,7 +66,7 @@ class RecordedStep:
         torch._foreach_copy_(self._inputs, tensors_in(batch.data))
         self._graph.replay()
         run.progress.step += 1
-        return StepResult(counts, lr, self._sums.clone(), self._norm.clone())
+        return StepResult(counts, lr, self._loss_sum.clone(), self._norm.clone())
 
     def _warm_up(self, run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
         """Take a step on the stream that is recorded next, as autograd runs backward where forward ran."""
@@ -85,7 +84,8 @@ class RecordedStep:
         self._graph, step = torch.cuda.CUDAGraph(), run.progress.step
         # other threads, such as the one that writes a checkpoint, go on using the GPU
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-            _, _, self._sums, self._norm = self._train_step(run, [replace(batch, data=data)], counts)
+            result = self._train_step(run, [batch._replace(data=data)], counts)
+        self._loss_sum, self._norm = result.loss_sum, result.norm
         run.progress.step = step
 
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from src.distributed.accelerator import num_replicas
 
 
-def float64_zeros(size: int, device: torch.device) -> Tensor:
-    """Return a vector to sum in: float64, or float32 on MPS, which has no float64."""
-    return torch.zeros(size, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+def float64_zeros(shape: int | tuple[int, ...], device: torch.device) -> Tensor:
+    """Return zeros to sum in: float64, or float32 on MPS, which has no float64."""
+    return torch.zeros(shape, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

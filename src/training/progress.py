@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from src.config.config import Config, EarlyStopping
-from src.config.errors import UserError
 
 SMALLEST_LOSS_SCALE = 2.0**-24
 GROWTH_INTERVAL = 2000
@@ -26,7 +25,7 @@ class StepCounts(NamedTuple):
     """Sums over the micro-batches of all processes in a step, known on the host before it begins."""
 
     targets: float
-    """What the loss is a mean over: examples or tokens; 0: the task knows it only by its loss."""
+    """What the loss is a mean over: examples or tokens."""
     tokens: float
     """Without padding; 0 if the task is not text."""
     padded_tokens: float
@@ -40,8 +39,8 @@ class StepResult(NamedTuple):
 
     counts: StepCounts
     lr: float
-    sums: Tensor
-    """The loss sum and the number of targets as Task.loss returned them, on this process; shape (2,), float64."""
+    loss_sum: Tensor
+    """The loss summed over the targets of this process; shape (), float64."""
     norm: Tensor
     """The L2 norm of the gradients over all processes, before clipping; shape (), float64."""
 
@@ -52,17 +51,19 @@ class StepResult(NamedTuple):
         return norm if math.isfinite(norm) else None
 
 
-def summed(accelerator: Accelerator, results: list[StepResult]) -> list[list[float]]:
-    """Return the loss sum and the number of targets of each step, at least one, over all processes, for which this
-    waits for the device. One exchange for all of them, as each one would hold the step up. Collective."""
-    sums = torch.stack([result.sums for result in results])
+def loss_sums(accelerator: Accelerator, results: list[StepResult]) -> list[float]:
+    """Return the loss sum of each step, at least one, over all processes, for which this waits for the device.
+
+    One exchange for all of them, as each one would hold the step up. Collective.
+    """
+    sums = torch.stack([result.loss_sum for result in results])
     return accelerator.reduce(sums, "sum").tolist()
 
 
 def mean_loss(accelerator: Accelerator, result: StepResult) -> float:
     """Return a step's loss, the mean over its targets on all processes. Collective."""
-    ((loss_sum, num_targets),) = summed(accelerator, [result])
-    return loss_sum / max(num_targets, 1)
+    (loss_sum,) = loss_sums(accelerator, [result])
+    return loss_sum / max(result.counts.targets, 1)
 
 
 @dataclass
@@ -140,22 +141,16 @@ class Progress:
         """Count the steps that were added since the last call, for which this waits for the device: a step whose loss
         is not finite doesn't count in the interval. Return whether there were `max_bad_steps` bad ones in a row.
         Collective.
-
-        Raises:
-            UserError: the task's `loss` and `count_targets` disagree.
         """
         if not self._unread:
             return False
         results, self._unread = self._unread, []
-        sums = summed(accelerator, results)
+        sums = loss_sums(accelerator, results)
         norms = torch.stack([result.norm for result in results]).tolist()
-        for result, (loss_sum, num_targets), grad_norm in zip(results, sums, norms, strict=True):
-            counts = result.counts
-            if counts.targets not in (0, num_targets):
-                counted = f"count_targets said {counts.targets:,.0f}"
-                raise UserError(f"the task's loss is of {num_targets:,.0f} targets, but its {counted}: make them agree")
+        for result, loss_sum, grad_norm in zip(results, sums, norms, strict=True):
             if math.isfinite(loss_sum):
-                step = (loss_sum, num_targets, counts.tokens, counts.padded_tokens)
+                counts = result.counts
+                step = (loss_sum, counts.targets, counts.tokens, counts.padded_tokens)
                 self.interval = [total + n for total, n in zip(self.interval, step, strict=True)]
             self.update_loss_scale(grad_norm, is_fp16)
             if self.skipped_in_a_row >= max_bad_steps:

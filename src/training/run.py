@@ -3,32 +3,21 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from src.config.config import Config
 from src.distributed.accelerator import HALF_PRECISION, Launch
-from src.tasks.base import Examples, Table, Task
+from src.tasks.base import Examples, Task
 from src.training.cpu import tune_for_cpu  # room: cpu
 from src.training.optim import Schedule
 from src.training.progress import Progress
 from src.training.state import ResumePoint
-
-
-class Evaluation(NamedTuple):
-    """What one evaluation found."""
-
-    metrics: dict[str, float]
-    """Values by name, eval/…."""
-    report: dict[str, Table]
-    """What Task.report returned."""
-    outputs: dict[str, Tensor]
-    """What Task.tables makes more tables from."""
 
 
 @dataclass

@@ -2,18 +2,30 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.check.planted import ALONE, FAULTS, MORE, Fault, plant
+from tests.check.planted import ALONE, FAULTS, Fault
 from tests.launching import QUIET, Launch
 
 
 @pytest.mark.parametrize(
-    "fault", [*FAULTS, *(pytest.param(fault, marks=pytest.mark.slow) for fault in MORE)], ids=lambda fault: fault.name
+    "fault",
+    [pytest.param(f, id=f.name, marks=[pytest.mark.slow] if f.is_slow else []) for f in FAULTS.values()],
 )
 def test_fault(launch: Launch, tmp_path: Path, fault: Fault) -> None:
-    require_found(launch, fault, plant(fault, tmp_path))
+    """Run --check with the fault."""
+    settings = ("--check", "--task.source=digits", f"--output_dir={tmp_path}/run", *QUIET, *fault.arguments)
+    more: dict[str, Any] = {"script": "tests/check/planted.py", "processes": 2, "folder": tmp_path / "run"}
+    run = launch(fault.yaml, fault.name, *settings, **more)
+    assert run.exit_code == 1
+    found = json.loads((run.folder / "check.json").read_text())
+    failed = [row for row in found["checks"] if row["result"] == "fail"]
+    assert not found["passed"]
+    assert {row["check"] for row in failed} == fault.fails, run.stdout
+    assert any(fault.says in row["measured"] + row["means"] for row in failed), failed
+    assert f"FAILED: {', '.join(sorted(fault.fails))}" in run.stdout
 
 
 def test_faults_that_one_process_shows(launch: Launch, tmp_path: Path) -> None:
@@ -24,19 +36,6 @@ def test_faults_that_one_process_shows(launch: Launch, tmp_path: Path) -> None:
     failed = json.loads(output.read_text())
     assert failed.pop("") == []
     checks = {name: {row["check"] for row in rows} for name, rows in failed.items()}
-    assert checks == {fault.name: fault.fails for fault in ALONE}, failed
+    assert checks == {fault.name: fault.fails for fault in ALONE.values()}, failed
     said = {name: " ".join(row["measured"] + row["means"] for row in rows) for name, rows in failed.items()}
-    assert [fault.name for fault in ALONE if fault.says not in said[fault.name]] == [], failed
-
-
-def require_found(launch: Launch, fault: Fault, project: Path) -> None:
-    """Run --check on the project with the fault."""
-    more = {"project": project, "launcher_arguments": fault.launcher_arguments, "processes": 2}
-    run = launch(fault.yaml, "--check", *fault.arguments, **more)
-    assert run.exit_code == 1
-    found = json.loads((run.folder / "check.json").read_text())
-    failed = [row for row in found["checks"] if row["result"] == "fail"]
-    assert not found["passed"]
-    assert {row["check"] for row in failed} == fault.fails, run.stdout
-    assert any(fault.says in row["measured"] + row["means"] for row in failed), failed
-    assert f"FAILED: {', '.join(sorted(fault.fails))}" in run.stdout
+    assert [fault.name for fault in ALONE.values() if fault.says not in said[fault.name]] == [], failed

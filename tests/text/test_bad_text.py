@@ -506,7 +506,7 @@ def test_a_tokenizer_without_a_pad_token_and_the_advice_that_the_line_gives() ->
     advice = says.split("such as ")[1].replace("'", "")  # quoted for the shell
     for arguments in ((*BERT, advice), (*LLAMA, "packing=false")):
         task, train, _, model = built(*arguments, data)
-        assert torch.isfinite(task.loss(model, task.collate(train.__getitems__([0, 1, 2, 3])))[0])
+        assert torch.isfinite(task.loss(model, task.collate(train.__getitems__([0, 1, 2, 3]))))
 
 
 def test_a_tokenizer_without_a_chat_template_and_the_advice_that_the_line_gives() -> None:

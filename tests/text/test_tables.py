@@ -57,8 +57,9 @@ def test_the_loss_by_position_and_by_length_is_that_of_each_token(models: Path, 
     with torch.no_grad():
         for start in range(0, len(evaluation), 3):
             indices = list(range(start, min(start + 3, len(evaluation))))
-            loss, count, found = task.evaluate(model, fetch(task, evaluation, indices))
-            total, targets = total + float(loss), targets + int(count)
+            batch = fetch(task, evaluation, indices)
+            loss, found = task.evaluate(model, batch)
+            total, targets = total + float(loss), targets + task.count_targets(batch)
             for name, output in found.items():
                 outputs.setdefault(name, []).append(output)
             for chunk in (chunk for sample in evaluation.__getitems__(indices) for chunk in sample):

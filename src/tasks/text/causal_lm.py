@@ -277,10 +277,10 @@ class CausalLM(TextSource, ModelSource, Task):
         counts = (batch["tokens"], len(batch["inputs"]["targets"]), batch["attention_pairs"], batch["window_pairs"])
         return model.flops.total(*counts) if model.flops else 0.0
 
-    def loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-        return model("loss", **batch["inputs"]), len(batch["inputs"]["targets"])
+    def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        return model("loss", **batch["inputs"])
 
-    def evaluate(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def evaluate(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, index = batch["inputs"], batch["inputs"]["index"]
         nats, correct = model("score", **inputs)
         values = torch.stack([nats, torch.ones_like(nats), correct], 1)
@@ -291,7 +291,7 @@ class CausalLM(TextSource, ModelSource, Task):
             cells = index // inputs["input_ids"].shape[1] * BUCKETS + places[index] // self._bucket_width
             sums = values.new_zeros(len(batch["bytes"]) * BUCKETS, 3).index_add(0, cells, values)
             outputs[name] = sums.view(-1, BUCKETS, 3)
-        return nats.sum(), len(index), outputs
+        return nats.sum(), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         nats, targets, correct = outputs["by_position"].double().sum((0, 1)).tolist()

@@ -176,14 +176,14 @@ class TextClassification(TextSource, ModelSource, Task):
     def count_targets(self, batch: dict[str, Any]) -> int:
         return len(batch["labels"])
 
-    def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
-        return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing), len(labels)
+        return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
-        return cross_entropy(logits, labels, reduction="sum"), len(labels), outputs
+        return cross_entropy(logits, labels, reduction="sum"), outputs
 
     def import_metrics(self) -> None:
         load_metric("Accuracy")
