@@ -21,24 +21,18 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from src.checkpoint import format
 from src.checkpoint.folder import LENGTH_SETTINGS, changed_settings, list_checkpoints
 from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, problems, write_text
-from src.checkpoint.tensors import StorageReader
 from src.config.config import Config
 from src.config.errors import RunError, UserError, cause, explained
 from src.config.settings import read_yaml
 from src.config.terminal import say
 from src.training.state import RunState
-
-SLICES = "slices.json"
-"""Names the shards in a part that are to be fetched slice by slice, as they are read."""
 
 
 @cache
@@ -83,7 +77,6 @@ class Mirror:
                 self._tidy()
                 for path in {*list_checkpoints(self._own)} - {*self._manifests()}:  # another run's
                     format.quarantine(path)
-        self._by_slices = accelerator.is_fsdp2 and not self.is_shared
 
     def candidates(self) -> list[Path]:
         """Return the checkpoints here and there, the newest first; on the main process, on others nothing."""
@@ -116,8 +109,7 @@ class Mirror:
         return self._own / path.name if path.parent == self._of_main else path
 
     def fetch(self, checkpoint: Path, lacks: list[str]) -> list[str]:
-        """Get what the checkpoint lacks here, of shards that `reader` reads only the headers. Return what it still
-        lacks. Collective."""
+        """Get what the checkpoint lacks here. Return what it still lacks. Collective."""
         if checkpoint.parent != self._own or (self.is_shared and not lacks):
             return lacks
         with explained(self._says, raises=RunError):
@@ -144,32 +136,18 @@ class Mirror:
         for path in checkpoint.iterdir():
             if path.name not in files:
                 path.unlink()
-        sparse = []
         for name, facts in files.items():
             here, there = checkpoint / name, self._path(checkpoint, name)
             if here.is_file() and here.stat().st_size == facts["bytes"] and file_facts(here) == facts:
                 continue
             try:
-                if self._by_slices and name.endswith(".safetensors") and self._fs.size(there) == facts["bytes"]:
-                    header = self._fs.cat_file(there, start=0, end=8)
-                    header += self._fs.cat_file(there, start=8, end=8 + int.from_bytes(header, "little"))
-                    here.write_bytes(header)
-                    os.truncate(here, facts["bytes"])
-                    sparse.append(name)
-                    continue
                 self._fs.get_file(there, str(here))
                 if file_facts(here) != facts:
                     yield f"{name} in the mirror has changed since it was saved"
             except FileNotFoundError:
                 yield f"{name} in the mirror is missing"
-        if sparse:
-            format.write_json(checkpoint / SLICES, sparse)
-        elif self.is_shared:
+        if self.is_shared:
             format.write_json(checkpoint / MANIFEST, {"files": files})
-
-    def reader(self, checkpoint: Path) -> StorageReader | None:
-        """Return what reads the checkpoint if not all of it is here."""
-        return SliceReader(checkpoint, self._fs, self._path) if (checkpoint / SLICES).exists() else None
 
     def start(self, checkpoint: Path, state: RunState) -> None:
         """Copy a published checkpoint in the background, after the one that is being copied. Only the newest waits for
@@ -278,29 +256,3 @@ class Mirror:
             self._fs.mv(f"{path}.tmp", path)
         else:
             self._fs.pipe_file(path, content)
-
-
-class SliceReader(StorageReader):
-    """Fetches of the shards in a part what it reads of them, and keeps it there."""
-
-    def __init__(self, checkpoint: Path, fs: Any, path: Callable[[Path, str], str]) -> None:
-        super().__init__(str(checkpoint))
-        self._get, self._there = fs.cat_file, lambda name: path(checkpoint, name)
-        self._sparse = json.loads((checkpoint / SLICES).read_text())
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        for item in plan.items:
-            file = Path(self.storage_data[item.storage_index].relative_path)
-            if file.name not in self._sparse:
-                continue
-            with file.open("r+b") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                tensor = json.loads(stream.read(size))[item.storage_index.fqn]
-                start, end = (8 + size + offset for offset in tensor["data_offsets"])
-                if item.lengths:  # rows lie one after the other
-                    row = (end - start) // tensor["shape"][0]
-                    start += row * item.storage_offsets[0]
-                    end = start + row * item.lengths[0]
-                stream.seek(start)
-                stream.write(self._get(self._there(file.name), start=start, end=end))
-        return super().read_data(plan, planner)

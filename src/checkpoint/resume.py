@@ -136,7 +136,7 @@ def load_checkpoint(run: Run) -> None:
     then, here = ({**of["versions"], "precision": of["precision"]} for of in (vars(saved), now))
     if changes := _differences({name: (then.get(name), value) for name, value in here.items()}):
         run.resume.notes.append(f"changed since: {changes}: what follows differs by rounding")
-    load_tensors(checkpoint, run.model, run.optimizers, run.resume.mirror and run.resume.mirror.reader(checkpoint))
+    load_tensors(checkpoint, run.model, run.optimizers)
     set_seed((run.config.seed + step + run.rank) % 2**32)
     if saved.num_processes != run.world_size:
         return  # each process has its own dropout, which cannot continue on another number of them
@@ -158,7 +158,7 @@ def load_best(run: Run, say: Callable[[str], None]) -> dict[str, float] | None:
         say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return None
     say(f"exporting the best of the checkpoints, {best}")
-    load_tensors(best, run.model, reader=mirror and mirror.reader(best))
+    load_tensors(best, run.model)
     return evaluations[format.step_of(best)]
 
 

@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -55,9 +54,9 @@ def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> d
     return {name: tensor.detach() for name, tensor in tensors.items() if name not in elsewhere}
 
 
-def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = (), reader: Any = None) -> None:
+def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
     """Read the weights, and the state of `optimizers`, in place, whatever strategy and number of processes wrote them;
-    raise a UserError if the checkpoint is of another model. `reader` reads what is not all here. Collective."""
+    raise a UserError if the checkpoint is of another model. Collective."""
     saved, own = saved_tensors(checkpoint), model_tensors(model)
     there = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
     here = {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -72,7 +71,7 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
         if optimizers and name.replace("model.", "optimizer.", 1) in stateful:
             create_optimizer_state(parameter, optimizers)
     tensors = run_tensors(model, optimizers)
-    read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved}, reader)
+    read(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved})
 
 
 def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -> None:
@@ -83,10 +82,10 @@ def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -
         optimizer.zero_grad()
 
 
-def read(checkpoint: Path, tensors: Mapping[str, Tensor], reader: Any = None) -> None:
+def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` with what the checkpoint has under their names. Collective if there are several processes."""
     alone = not torch.distributed.is_initialized()
-    dcp.load(dict(tensors), storage_reader=reader or StorageReader(str(checkpoint)), no_dist=alone)
+    dcp.load(dict(tensors), storage_reader=StorageReader(str(checkpoint)), no_dist=alone)
 
 
 class StorageReader(HuggingFaceStorageReader):
