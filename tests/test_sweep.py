@@ -3,309 +3,173 @@
 import json
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from src.config.errors import UserError
-from src.tools import sweep as sweep_module
-from src.tools.sweep import Trial, build_trials, draw, main, read_sweep
-from tests.faults.runs import without_times
-from tests.launching import PROJECT, QUIET, Launch, Run, Started
+from src.tools.sweep import finished, main, open_study, read_sweep
+from tests.launching import Run, Started
 
-DIGITS = ["--task.source=digits", "--epochs=2", "--eval_every=10", "--log_every=5", "--save_every=4", *QUIET]
-"""46 steps."""
+TRAINER = """\
+import json, os, pathlib, signal, sys, time
+
+given = dict(word.removeprefix("--").split("=") for word in sys.argv[1:])
+folder = pathlib.Path(given["output_dir"])
+folder.mkdir(parents=True, exist_ok=True)
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), (folder / "saved").touch(), os._exit(0)))
+(folder / "began").touch()
+if given["optim.lr"] == "bad":
+    sys.exit(2 if "strict" in given else 1)
+with (folder / "metrics.jsonl").open("a") as record:
+    for step in (10, 20, 30):
+        record.write(json.dumps({"step": step, "eval/loss": float(given["optim.lr"])}) + "\\n")
+        record.flush()
+        time.sleep(float(given["sleep"]))
+(folder / "ended").touch()
+"""
+"""Records its learning rate as its loss, three times, and saves when it is told to stop."""
 SWEEP: dict[str, Any] = {
-    "program": "train.py",
-    "method": "random",
+    "program": "trainer.py",
+    "method": "grid",
     "metric": {"name": "eval/loss", "goal": "minimize"},
-    "parameters": {
-        "optim.lr": {"min": 0.0003, "max": 0.03, "distribution": "log_uniform_values"},
-        "task.dropout": {"values": [0, 0.1, 0.2]},
-        "task.shift": {"min": 0, "max": 3},
-        "seed": {"values": [0, 1]},
-        "task.rotation": {"min": 0.0, "max": 20.0},
-        "task.label_smoothing": {"value": 0},
-    },
-    "command": ["accelerate", "launch", "--config_file", "accelerate_configs/cpu.yaml", "${program}", "${args}"],
+    "parameters": {"optim.lr": {"values": [0.1, 0.2, 0.3]}, "sleep": {"value": 0.0}},
+    "command": ["python", "${program}", "${args}"],
 }
-HALVING = {"early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 2}}
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL to the sweep."""
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    return tmp_path
 
 
 def write(folder: Path, **changes: Any) -> str:
     """Write a sweep file, SWEEP with changes, and return its path."""
     file = folder / "sweep.yaml"
-    file.write_text(json.dumps({name: value for name, value in (SWEEP | changes).items() if value is not None}))
+    file.write_text(json.dumps(SWEEP | changes))
     return str(file)
 
 
-def mistakes(*argv: str) -> list[str]:
-    with pytest.raises(UserError) as error:
-        main(list(argv))
-    return str(error.value).splitlines()
+def trials(file: str) -> dict[str, str]:
+    """What became of each trial, by its folder."""
+    study = open_study(read_sweep(file), Path("runs/sweep"))
+    return {trial.user_attrs["folder"]: trial.state.name for trial in study.trials if "folder" in trial.user_attrs}
 
 
-def trained(trial: Trial, evaluations: dict[int, float], max_steps: int | None) -> None:
-    """Leave in a trial's folder what train.py leaves there."""
-    (trial.folder / "checkpoints/step_00000010").mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"step": step, "eval/loss": value}) + "\n" for step, value in evaluations.items()]
-    (trial.folder / "metrics.jsonl").write_text("".join(lines))
-    (trial.folder / "summary.json").write_text("{}")
-    (trial.folder / "config.yaml").write_text(
-        json.dumps(trial.config.model_dump(mode="json") | {"max_steps": max_steps})
-    )
+def test_a_grid_has_each_combination_once_and_names_the_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(folder, parameters=SWEEP["parameters"] | {"seed": {"min": 0, "max": 1}})
+    main([file])
+    *ended, _header, one, two, three, four, five, six, best = capsys.readouterr().out.splitlines()
+    table = ["", one, two, three, four, five, six]
+    assert len(ended) == 6
+    assert sorted(line.split()[0] for line in table[1:]) == ["0.1", "0.1", "0.2", "0.2", "0.3", "0.3"]
+    name = table[1].split()[1]
+    assert best == f"best model: runs/sweep/{name}/model"
+    assert json.loads((folder / f"runs/sweep/{name}/metrics.jsonl").read_text().splitlines()[0])["eval/loss"] == 0.1
+    main([file])
+    assert len(list(folder.glob("runs/sweep/trial-*.log"))) == 6, "all of it has been done"
 
 
-@pytest.fixture
-def trainings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int | None]]]:
-    """trainings(values): in place of training, evaluates every 10 of 46 steps to what `values` says of a trial's name
-    and step; where it says None, the trial fails. Returns a list that is filled with the trainings."""
-
-    def fixture(values: Callable[[str, int], float | None]) -> list[tuple[str, int | None]]:
-        asked: list[tuple[str, int | None]] = []
-
-        def train(trial: Trial, steps: int | None, log: Path) -> int:
-            asked.append((trial.folder.name, steps))
-            found = {step: values(trial.folder.name, step) for step in [*range(10, (steps or 40) + 1, 10)]}
-            if None in found.values():
-                return 1
-            trained(trial, found | ({} if steps else {46: values(trial.folder.name, 46)}), steps)  # type: ignore[arg-type]
-            return 0
-
-        monkeypatch.setattr(sweep_module, "train", train)
-        monkeypatch.setattr(sweep_module, "find_spec", lambda _: None)  # no report, which is a process
-        return asked
-
-    return fixture
-
-
-def test_what_is_drawn_depends_on_the_file_alone(tmp_path: Path) -> None:
-    """Tried with a generator without a seed."""
-    sweep = read_sweep(write(tmp_path))
-    eight = draw(sweep, 8)
-    assert draw(sweep, 100)[:8] == eight
-    many = draw(sweep, 1000)
-    rates = [trial["optim.lr"] for trial in many]
-    assert 0.0003 <= min(rates) < 0.0004
-    assert 400 < sum(rate < 0.003 for rate in rates) < 600, "half of them are below the geometric mean"
-    assert {trial["task.dropout"] for trial in many} == {0, 0.1, 0.2}
-    assert {trial["task.shift"] for trial in many} == {0, 1, 2, 3}
-    assert {trial["seed"] for trial in many} == {0, 1}
-    assert {trial["task.label_smoothing"] for trial in many} == {0}
-    assert 9 < sum(trial["task.rotation"] for trial in many) / 1000 < 11
-
-
-def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
-    parameters = {"seed": {"values": [0, 1]}, "task.shift": {"min": 0, "max": 2}}
-    sweep = read_sweep(write(tmp_path, method="grid", parameters=parameters))
-    grid = [(trial["seed"], trial["task.shift"]) for trial in draw(sweep, None)]
-    assert grid == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-
-
-def test_every_mistake_in_a_file_gets_a_line(tmp_path: Path) -> None:
-    bad: dict[str, Any] = {
-        "a": {"min": 1, "max": 1},
-        "b": {"values": []},
-        "c": {"min": 0.0, "max": 1.0, "distribution": "log_uniform_values"},
-        "d": {"min": "1e-4", "max": "1e-2"},
-        "e": {"value": 1, "min": 0},
+@pytest.mark.parametrize("method", ["random", "bayes"])
+def test_numbers_are_drawn_from_ranges(folder: Path, method: str) -> None:
+    parameters = {
+        "optim.lr": {"min": 0.0003, "max": 0.03, "distribution": "log_uniform_values"},
+        "task.dropout": {"min": 0.0, "max": 1.0},
+        "sleep": {"value": 0},
     }
-    file = write(tmp_path, parameters=bad)
-    lines = mistakes(file, "--trials=2")
-    assert [line.removeprefix(f"{file}: ").partition(":")[0] for line in lines] == [
-        f"parameters.{name}" for name in bad
-    ]
-    assert lines[3].endswith("1e-4 is text to W&B, write 0.0001")
-    assert mistakes(write(tmp_path, method="bayes", goal=1, metric={"name": "eval/loss", "goal": "min"})) == [
-        f"{file}: method: must be 'grid' or 'random'",
-        f"{file}: metric.goal: must be 'minimize' or 'maximize'",
-        f"{file}: goal: Extra inputs are not permitted",
-    ]
-    (line,) = mistakes(write(tmp_path, command=["${program}", "${args_json}"]))
-    assert line == f"{file}: command: lacks ${{args}}"
-    (line,) = mistakes(write(tmp_path, method="grid", parameters={"optim.lr": {"min": 0.1, "max": 0.2}}))
-    assert line == "method: grid needs values, or integers min and max, for optim.lr"
-    (line,) = mistakes(write(tmp_path))
-    assert line == "method: random has no end: add --trials=8"
-    Path(file).write_text("parameters: &a {seed: *a}")
-    (line,) = mistakes(file)
-    assert line.startswith(f"{file}: cannot be read: nested too deeply, or in itself, ")
-
-
-def test_each_value_reaches_train_py_as_yaml_reads_it(tmp_path: Path) -> None:
-    """Tried as Python writes it: None is refused."""
-    values: dict[str, Any] = {"max_steps": None, "compile": True, "run_name": "None", "optim.betas": [0.5, 0.9]}
-    file = write(tmp_path, method="grid", parameters={name: {"value": value} for name, value in values.items()})
+    file = write(folder, method=method, parameters=parameters)
+    drawn = []
     sweep = read_sweep(file)
-    (trial,) = build_trials(sweep, draw(sweep, None), tmp_path, [])
-    assert trial.command[-6:-2] == ["--compile=true", "--max_steps=null", "--optim.betas=[0.5, 0.9]", "--run_name=None"]
-    assert (trial.config.max_steps, trial.config.compile, trial.config.optim.betas) == (None, True, (0.5, 0.9))
-    assert "max_steps=null " in trial.label
+    study = open_study(sweep, Path("runs/drawn"))
+    for _ in range(20):
+        trial = study.ask()
+        drawn.append(sweep.draw(trial))
+        study.tell(trial, float(drawn[-1]["optim.lr"]))
+    assert all(0.0003 <= float(settings["optim.lr"]) <= 0.03 for settings in drawn)
+    assert len({settings["optim.lr"] for settings in drawn}) == 20
+    assert sum(float(settings["optim.lr"]) < 0.003 for settings in drawn) > 5, "half are below the geometric mean"
 
 
-def test_settings_are_checked_before_anything_starts(tmp_path: Path) -> None:
-    """As train.py does it, with the metric; a mistake that all trials share is told once."""
-    parameters = {"optim.rate": {"value": 1}, "task.dropout": {"value": 7}}
-    file = write(tmp_path, parameters=parameters, metric={"name": "eval/acuracy"})
-    lines = mistakes(file, "--trials=3", f"--folder={tmp_path / 'new'}")
-    assert [line.partition(":")[0] for line in lines] == ["--optim.rate=1", "--task.dropout=7"]
-    file = write(tmp_path, metric={"name": "eval/acuracy"})
-    (line,) = mistakes(file, "--trials=3", f"--folder={tmp_path / 'new'}")
-    assert "the evaluation has no such metric, did you mean eval/accuracy?" in line
-    assert not (tmp_path / "new").exists()
+def test_with_halving_the_worse_are_stopped_and_save(folder: Path) -> None:
+    """Those that come first go on. Tried without `should_prune`: all come to their end."""
+    parameters = {"optim.lr": {"values": [0.1, 0.2, 0.3]}, "sleep": {"value": 1.0}}
+    halving = {"type": "hyperband", "min_iter": 1, "eta": 2}
+    best_first = {"name": "eval/loss", "goal": "maximize"}
+    file = write(folder, parameters=parameters, early_terminate=halving, metric=best_first)
+    main([file])
+    found = trials(file)
+    assert set(found.values()) == {"COMPLETE", "PRUNED"}
+    for name, state in found.items():
+        assert (folder / f"runs/sweep/{name}/saved").exists() == (state == "PRUNED")
+        assert (folder / f"runs/sweep/{name}/ended").exists() == (state == "COMPLETE")
 
 
-def test_a_schedule_that_would_shrink_is_refused(tmp_path: Path) -> None:
-    """Tried without the check: each rung trained with learning rates of its own."""
-    arguments = [write(tmp_path, **HALVING), "--trials=2", f"--folder={tmp_path / 's'}", *DIGITS]
-    assert mistakes(*arguments, "--epochs=null", "--max_steps=46") == [
-        "early_terminate: cutting a run short keeps its learning rates only if `epochs` spans them all"
-    ]
-
-
-def test_only_the_better_half_goes_on(tmp_path: Path, trainings: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the value at the rung, not by what came later. Tried with the worse half, and with the last value."""
-    order = {"trial-00": 3, "trial-01": 1, "trial-02": 0, "trial-03": 2}
-    asked = trainings(lambda name, step: order[name] + (9 if name == "trial-02" and step > 10 else 0))
-    arguments = [write(tmp_path, **HALVING), "--trials=4", f"--folder={tmp_path / 's'}", *DIGITS]
-    main(arguments)
-    assert asked == [*((name, 10) for name in order), ("trial-02", 20), ("trial-01", 20), ("trial-01", None)]
-    table = capsys.readouterr().out.partition("best first:\n")[2].splitlines()
-    best = [("trial-01", "46", "1.000"), ("trial-02", "20", "9.000"), ("trial-03", "10", "2.000")]
-    assert [tuple(line.split()[:3]) for line in table[1:4]] == best
-    asked.clear()
-    main(arguments)
-    assert asked == [], "all of it has been done"
-    first = capsys.readouterr().out.splitlines()[2:6]
-    assert [line.split()[:2] for line in first] == [[name, "10"] for name in order], "told as it was then"
-
-
-def test_a_trial_that_fails_is_told_and_ranked_last(
-    tmp_path: Path, trainings: Any, capsys: pytest.CaptureFixture[str]
+def test_a_trial_that_fails_does_not_end_the_sweep_and_is_tried_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the others go on; the same command tries it again. Tried with a failure that counted as done."""
-    values = {"trial-00": None, "trial-01": float("nan"), "trial-02": 2.0}
-    asked = trainings(lambda name, step: values[name])
-    arguments = [write(tmp_path), "--trials=3", f"--folder={tmp_path / 's'}", *DIGITS]
-    main(arguments)
-    assert [name for name, _ in asked] == list(values)
-    table = capsys.readouterr().out.partition("best first:\n")[2].splitlines()
-    assert table[1].split()[:3] == ["trial-02", "46", "2.000"]
-    assert table[2].startswith("trial-00")
-    assert table[2].endswith(f"FAILED: exit code 1, see {tmp_path}/s/trial-00.log")
-    assert table[3].endswith("FAILED: not finite")
-    asked.clear()
-    values["trial-00"] = 1.0
-    main(arguments)
-    assert asked == [("trial-00", None)]
+    """Tried with a failure that counts as done."""
+    parameters = SWEEP["parameters"] | {"optim.lr": {"values": ["bad", 0.2]}}
+    file = write(folder, parameters=parameters)
+    main([file])
+    assert sorted(trials(file).values()) == ["COMPLETE", "WAITING"]
+    assert " fail None\n" in capsys.readouterr().out
+    (folder / "trainer.py").write_text(
+        TRAINER.replace('== "bad"', '== "worse"').replace('float(given["op', 'len(given["op')
+    )
+    main([file])
+    study = open_study(read_sweep(file), Path("runs/sweep"))
+    assert len(finished(study)) == 2
+    assert len({trial.user_attrs["folder"] for trial in finished(study)}) == 2
+    assert "best model: runs/sweep/" in capsys.readouterr().out
 
 
-def test_a_folder_keeps_its_sweep(tmp_path: Path, trainings: Any) -> None:
-    """A longer one goes on with it, one with other settings is refused. Tried without comparing them."""
-    asked = trainings(lambda name, step: 1.0)
-    arguments = [write(tmp_path, **HALVING), f"--folder={tmp_path / 's'}", *DIGITS]
-    main([*arguments, "--trials=2"])
-    (line,) = mistakes(*arguments, "--trials=2", "--optim.weight_decay=1", "--optim.momentum=0.5")
-    assert line == f"{tmp_path}/s: holds trials with other optim.momentum, optim.weight_decay; choose another --folder"
-    asked.clear()
-    main([*arguments, "--trials=3"])
-    assert asked == [("trial-02", 10)]
+def test_mistakes_of_a_file_get_a_line_each_and_those_of_a_trial_end_the_sweep(folder: Path) -> None:
+    bad = {"a": {"min": "1e-4", "max": 1}, "b": {"values": [1], "distribution": "normal"}}
+    file = write(folder, parameters=bad, method="genetic", goal=1)
+    with pytest.raises(UserError) as error:
+        read_sweep(file)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 5
+    assert all(line.startswith(f"{file}: ") for line in lines)
+    file = write(folder, parameters={"optim.lr": {"values": ["bad"]}, "strict": {"value": 1}})
+    with pytest.raises(UserError, match=r"^a trial's settings have mistakes, see runs/sweep/trial-00.log$"):
+        main([file])
+    with pytest.raises(UserError, match="method: random has no end: add --trials=8"):
+        main([write(folder, method="random")])
 
 
-def test_the_winners_curve_is_that_of_a_run_in_one_piece(
-    tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """To the last bit, over a rung and the death of a trial and of its sweep; nothing is done twice. Tried with rungs
-    that set `epochs` to null, which had to be allowed: other learning rates."""
-    asked: list[tuple[str, int | None]] = []
-    ends: list[Run] = []
-
-    def train(trial: Trial, steps: int | None, log: Path) -> int:
-        asked.append((trial.folder.name, steps))
-        words = [*trial.command[2:], *([f"--max_steps={steps}"] if steps else [])]
-        fault: dict[str, Any] = (
-            {"FAULT": "die", "FAULT_STEP": "4"} if len(asked) == 3 else {}
-        )  # the one that went on, at step 8
-        with Started("cpu", folder=trial.folder, words=words, **fault) as started:
-            ends.append(started.result())
-        if fault:
-            raise Killed
-        return ends[-1].exit_code
-
-    monkeypatch.setattr(sweep_module, "train", train)
-    steps = ("--epochs=1", "--global_batch_size=128", "--eval_every=4", "--log_every=2", "--save_every=3")
-    arguments = [write(tmp_path, **HALVING), "--trials=2", f"--folder={tmp_path / 's'}", *DIGITS, *steps]
-    with pytest.raises(Killed):
-        main(arguments)
-    main(arguments)
-    assert [steps for _, steps in asked] == [4, 4, None, None]
-    assert asked[2] == asked[3]
-    assert "after step 6, from" in ends[-1].stdout, "it went on from a checkpoint, not from the start"
-    best = tmp_path / "s" / asked[-1][0]
-    assert capsys.readouterr().out.partition("best first:\n")[2].splitlines()[1].startswith(best.name)
-
-    assert (tmp_path / "s/report.html").exists() == (PROJECT / "src/tracking/report.py").exists()
-    whole = launch("cpu", f"--config={best / 'config.yaml'}").succeeded()
-    assert without_times(Run(0, "", "", best).records) == without_times(whole.records)
-    (weights,) = (best / "model").glob("*.safetensors")
-    assert weights.read_bytes() == (whole.folder / "model" / weights.name).read_bytes()
-
-
-TRAINER = """\
-import os, pathlib, sys, time
-
-folder = pathlib.Path(next(word for word in sys.argv if word.startswith("--output_dir=")).partition("=")[2])
-folder.mkdir(parents=True, exist_ok=True)
-launcher = os.getppid()
-(folder / "began").touch()
-while os.getppid() == launcher:
-    time.sleep(0.01)
-time.sleep(1)
-(folder / "saved").touch()
-"""
-"""Saves when its launcher is gone, which takes a second."""
-
-
-def stopped_by(number: signal.Signals, folder: Path) -> Run:
-    """Start a sweep whose first trial is TRAINER, send it a signal, and wait for its end."""
-    (folder / "trainer.py").write_text(TRAINER)
-    launcher = ["sh", "-c", 'python "$0" "$@" & wait', "${program}", "${args}"]
-    file = write(folder, command=launcher, program=str(folder / "trainer.py"))
-    words = [
-        "--config_file",
-        "accelerate_configs/cpu.yaml",
-        "src/tools/sweep.py",
-        file,
-        "--trials=2",
-        f"--folder={folder}/s",
-    ]
-    with Started("cpu", folder=folder, words=words) as started:
-        started.wait_until((folder / "s/trial-00/began").exists)
-        return started.send(number, started.trainers[0]).result()
+def started(folder: Path) -> Started:
+    slow = SWEEP["parameters"] | {"sleep": {"value": 100}}
+    file = write(folder, parameters=slow, program=str(folder / "trainer.py"))
+    words = ["--config_file", "accelerate_configs/cpu.yaml", "src/tools/sweep.py", file, f"--folder={folder}/s"]
+    return Started("cpu", folder=folder, words=words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_sweep_that_is_stopped_stops_its_trial(tmp_path: Path, number: signal.Signals) -> None:
-    """It waits until the trial has saved, though a launcher of one process doesn't, and says how to continue. Tried
-    without that waiting."""
-    ended = stopped_by(number, tmp_path)
-    assert (tmp_path / "s/trial-00/saved").exists()
+def test_a_sweep_that_is_stopped_stops_its_trial_and_goes_on_with_it(folder: Path, number: signal.Signals) -> None:
+    """It waits until the trial has saved, and says how to continue. Tried without that waiting."""
+    with started(folder) as sweep:
+        sweep.wait_until((folder / "s/trial-00/began").exists)
+        ended: Run = sweep.send(number, sweep.trainers[0]).result()
+    assert (folder / "s/trial-00/saved").exists()
     assert ended.exit_code == 1
-    assert f"stopped by {number.name} in {tmp_path}/s/trial-00; to continue: " in ended.stderr
+    assert f"stopped by {number.name} in {folder}/s/trial-00; to continue: " in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert not (tmp_path / "s/trial-01").exists()
+    study = open_study(read_sweep(str(folder / "sweep.yaml")), folder / "s")
+    (waiting,) = study.get_trials(states=(optuna.trial.TrialState.WAITING,))
+    assert waiting.user_attrs == {"folder": "trial-00"}
 
 
-def test_a_sweep_that_is_killed_takes_its_trial_along(tmp_path: Path) -> None:
+def test_a_sweep_that_is_killed_takes_its_trial_along(folder: Path) -> None:
     """The trial saves first. Tried without what the kernel is asked for."""
-    stopped_by(signal.SIGKILL, tmp_path)
+    with started(folder) as sweep:
+        sweep.wait_until((folder / "s/trial-00/began").exists)
+        sweep.send(signal.SIGKILL, sweep.trainers[0]).result()
     end = time.monotonic() + 30
-    while not (tmp_path / "s/trial-00/saved").exists():
+    while not (folder / "s/trial-00/saved").exists():
         assert time.monotonic() < end
         time.sleep(0.01)

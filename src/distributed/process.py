@@ -145,9 +145,14 @@ def exit_with_others() -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have Linux send this process a signal when its parent dies; on another system, do nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
 def ignore_signals_in_worker(_worker: int) -> None:
     """Keep a DataLoader worker alive when the launcher or terminal signals the process group: the training process,
     which saves before it ends, still needs it. It ends with that process."""
     os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # elsewhere torch notices, after 5 seconds
+    end_with_parent(signal.SIGKILL)  # on another system torch notices, after 5 seconds
