@@ -36,7 +36,7 @@ from src.distributed.accelerator import (
 from src.distributed.launcher import resume_command
 from src.distributed.machines import alike, require_same_data  # room: machines
 from src.distributed.stop import StopSignal
-from src.tasks.returned import examined_loss, returned
+from src.tasks.returned import Examined, returned
 from src.tracking.performance import Performance  # room: performance
 from src.tracking.summary import dry_run
 from src.tracking.tracker import Tracker, stop_at_start
@@ -212,8 +212,8 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) ->
     by their number in all micro-batches of all processes, which was exchanged before (`counts`). The host doesn't wait
     for the device, unless an optimizer cannot leave out a step by itself.
     """
-    accelerator, config, progress, task = run.accelerator, run.config, run.progress, run.task
-    is_first = progress.step == 0
+    accelerator, config, progress = run.accelerator, run.config, run.progress
+    task = Examined(run.task) if progress.step == 0 else run.task  # the first loss is looked at: is it a sum?
 
     # ------------------------------------------------------------------------------------------ forward and backward
     # DDP and FSDP average the gradients over the processes: times their number, the mean is the sum again
@@ -222,7 +222,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) ->
     for i, batch in enumerate(micro_batches, start=1):
         with reducing(run, is_last=i == len(micro_batches)):
             # model(...), never model.forward(...): FSDP gathers a block's weights in hooks of its call
-            loss = examined_loss(task, run.model, batch.data) if is_first else task.loss(run.model, batch.data)
+            loss = task.loss(run.model, batch.data)
             # the weight is 0 for a process that has run out of examples: it only takes part in what is collective
             accelerator.backward(loss * (scale * batch.weight))
         if batch.weight:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from src.config.errors import UserError
 from src.tasks.mnist import Mnist, MnistCnn
-from src.tasks.returned import examined_loss, returned
+from src.tasks.returned import Examined, returned
 from tests.launching import PROJECT, Launch, Rounding, Whole, needs
 
 TASK = '''
@@ -198,7 +198,7 @@ def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch)
     def examined(loss: torch.Tensor, targets: int) -> None:
         monkeypatch.setattr(Mnist, "loss", lambda *_: loss)
         monkeypatch.setattr(Mnist, "count_targets", lambda *_: targets)
-        assert examined_loss(Mnist(), MnistCnn(), None) is loss
+        assert Examined(Mnist()).loss(MnistCnn(), None) is loss
 
     mean = cross_entropy(logits, labels)
     for loss, number in ((mean, 4), (mse_loss(logits, logits.detach() + 1), 12)):

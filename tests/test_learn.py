@@ -16,10 +16,9 @@ from tests.launching import BIN, PROJECT, Launch, Run, needs, run_command, slow
 LEARN = PROJECT / "docs" / "learn"
 PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
 LESSONS = [name for name in PAGES if name[0].isdigit()]
-ADVICE = PROJECT / "src" / "check" / "advice.py"
 ROOMS = (
-    "check", "cpu", "machines.py", "performance.py", "report.py", "trackers.py",
-    "wandb_logger.py",
+    "check", "distributed/launch_guard.py", "distributed/machines.py", "tracking/performance.py", "training/cpu",
+    "training/cuda_graph.py",
 )  # fmt: skip
 NUDGE = """
 import torch
@@ -130,13 +129,14 @@ def test_the_last_file_prints_what_its_page_says_under_fsdp_too(launch: Launch) 
     assert run.succeeded().stdout.strip() == text.strip()
 
 
-@needs("src/check/advice.py")
+@needs("src/check")
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_checks_that_would_tell_have_these_names(lesson: str) -> None:
     """Tried with another name in bold."""
     named = re.findall(r"\*\*(\w[\w ]*)\*\*", PAGES[lesson].split("\n## Break it\n")[1])
     assert named
-    assert set(named) <= set(re.findall(r'^    "(.+)": \{$', ADVICE.read_text(), re.MULTILINE))
+    page = (PROJECT / "docs/check.md").read_text()
+    assert set(named) <= set(re.findall(r"^\| ([A-Z][\w ]+) \|", page, re.MULTILINE))
 
 
 def labels(picture: Path) -> tuple[list[str], int]:

@@ -10,7 +10,7 @@ import optuna
 import pytest
 
 from src.config.errors import UserError
-from src.tools.sweep import finished, main, open_study, read_sweep
+from src.tools.sweep import finished, main, open_study, read_sweep, settings_of
 from tests.launching import Run, Started
 
 TRAINER = """\
@@ -72,6 +72,24 @@ def test_a_grid_has_each_combination_once_and_names_the_best(folder: Path, capsy
     assert json.loads((folder / f"runs/sweep/{name}/metrics.jsonl").read_text().splitlines()[0])["eval/loss"] == 0.1
     main([file])
     assert len(list(folder.glob("runs/sweep/trial-*.log"))) == 6, "all of it has been done"
+
+
+def test_a_sweep_that_goes_on_draws_other_settings(folder: Path) -> None:
+    """Tried with one seed for both sessions: the same."""
+    parameters = {"optim.lr": {"min": 0.1, "max": 0.9}, "sleep": {"value": 0}}
+    file = write(folder, method="random", parameters=parameters)
+    main([file, "--trials=1"])
+    main([file, "--trials=2"])
+    one, two = open_study(read_sweep(file), Path("runs/sweep")).trials
+    assert one.params["optim.lr"] != two.params["optim.lr"]
+
+
+def test_the_tasks_of_a_job_array_take_each_trial_once(folder: Path) -> None:
+    sweep = read_sweep(write(folder, parameters=SWEEP["parameters"] | {"seed": {"min": 0, "max": 1}}))
+    assert len({json.dumps(settings_of(sweep, number)) for number in range(6)}) == 6
+    assert settings_of(sweep, 3) == settings_of(sweep, 3)
+    with pytest.raises(UserError, match="sweep has 6 trials: --array=0-5"):
+        settings_of(sweep, 6)
 
 
 @pytest.mark.parametrize("method", ["random", "bayes"])

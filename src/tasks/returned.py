@@ -43,17 +43,23 @@ def _is_right(method: str, found: Any) -> bool:
     return False
 
 
-def examined_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss, once it is found to be a sum.
+class Examined:
+    """A task whose loss is looked at."""
 
-    A loss that torch averaged over several targets is refused. Autograd tells, but not of every mean: nothing is
-    computed for this, and no random number drawn.
+    def __init__(self, task: Task) -> None:
+        self._task = task
 
-    Raises:
-        UserError: the loss is a mean, or something else than a tensor of shape ().
-    """
-    loss = returned(task, "loss", model, batch)
-    is_mean = getattr(loss.grad_fn, "_saved_reduction", None) == MEAN
-    if is_mean and task.count_targets(batch) > 1:
-        raise UserError(f"{type(task).__name__}.loss must return {SUM}")
-    return loss
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss, once it is found to be a sum.
+
+        A loss that torch averaged over several targets is refused. Autograd tells, but not of every mean: nothing is
+        computed for this, and no random number drawn.
+
+        Raises:
+            UserError: the loss is a mean, or something else than a tensor of shape ().
+        """
+        loss = returned(self._task, "loss", model, batch)
+        is_mean = getattr(loss.grad_fn, "_saved_reduction", None) == MEAN
+        if is_mean and self._task.count_targets(batch) > 1:
+            raise UserError(f"{type(self._task).__name__}.loss must return {SUM}")
+        return loss

@@ -79,11 +79,11 @@ class Sweep(BaseModel, extra="forbid"):
     early_terminate: Halving | None = None
     name: str = "sweep"
 
-    def sampler(self) -> BaseSampler:
-        """Return what chooses the settings of a trial."""
+    def sampler(self, seed: int = 0) -> BaseSampler:
+        """Return what chooses the settings of a trial. A grid has its order, whatever the seed."""
         if self.method == "grid":
             return GridSampler({name: parameter.choices() or [] for name, parameter in self.parameters.items()}, seed=0)
-        return RandomSampler(seed=0) if self.method == "random" else TPESampler(seed=0)
+        return RandomSampler(seed=seed) if self.method == "random" else TPESampler(seed=seed)
 
     def draw(self, trial: Trial) -> dict[str, str]:
         """Return a trial's settings, as they are written on the command line."""
@@ -97,6 +97,18 @@ class Sweep(BaseModel, extra="forbid"):
                 is_log = parameter.distribution == "log_uniform_values"
                 settings[name] = f"{trial.suggest_float(name, parameter.min, parameter.max, log=is_log):.4g}"
         return settings
+
+
+def settings_of(sweep: Sweep, number: int) -> dict[str, str]:
+    """Return the settings of one trial of a sweep that is not run here, but by the tasks of a job array: that of this
+    number, counted from 0. Raise a UserError if the grid has fewer."""
+    study = optuna.create_study(sampler=sweep.sampler(number))
+    if sweep.method != "grid":
+        return sweep.draw(study.ask())
+    grid = math.prod(len(parameter.choices() or ()) for parameter in sweep.parameters.values())
+    if number >= grid:
+        raise UserError(f"{sweep.name} has {grid} trials: --array=0-{grid - 1}")
+    return [sweep.draw(study.ask()) for _ in range(number + 1)][number]
 
 
 def read_sweep(file: str) -> Sweep:
@@ -173,10 +185,10 @@ def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
         storage=JournalStorage(JournalFileBackend(str(folder / "study.log"))),
         study_name="sweep",
         direction=sweep.metric.goal,
-        sampler=sweep.sampler(),
         pruner=SuccessiveHalvingPruner(halving.min_iter, halving.eta) if halving else NopPruner(),
         load_if_exists=True,
     )
+    study.sampler = sweep.sampler(seed=len(study.trials))  # the same would draw the same again
     again = study.get_trials(states=(TrialState.WAITING,))
     ended = {trial.user_attrs["folder"] for trial in (*finished(study), *again)}
     for trial in study.get_trials(states=(TrialState.RUNNING, TrialState.FAIL)):
