@@ -16,6 +16,7 @@ from torchvision.transforms import v2
 
 from src.checkpoint.format import file_facts
 from src.config.errors import UserError, explained
+from src.config.settings import ResumeSafe
 from src.tasks import load_metric
 from src.tasks.base import Table, Task
 from src.tasks.tables import label_columns, label_tables
@@ -37,7 +38,7 @@ class ImageClassification(Task):
 
     name: Literal["image_classification"] = "image_classification"
     """The task to train."""
-    data_dir: str = "data/digits_png"
+    data_dir: ResumeSafe[str] = "data/digits_png"
     """Folder with train/<class>/… and val/<class>/…."""
     model: str = "resnet18"
     """A classifier of torchvision."""

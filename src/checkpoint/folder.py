@@ -15,21 +15,13 @@ from typing import Any, TypeGuard
 import yaml
 
 from src.config.config import Config, load_config
-from src.config.settings import fields, nearest, read_yaml
+from src.config.settings import Change, fields, marked, nearest, read_yaml
 from src.tasks import TASKS
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
 """What a run writes into its output folder, besides status.json, which even a run stopped at its start leaves."""
 ELSEWHERE = "choose another --run_name or --output_dir"
-RESUME_SAFE_SETTINGS = (
-    "run_name", "output_dir", "resume", "save_every", "log_every", "eval_every", "max_hours", "max_bad_steps",
-    "timeout_minutes", "check", "num_workers", "micro_batch_size", "activation_checkpointing", "compile", "cuda_graphs",
-    "ddp_comm_hook", "fsdp_reduce_each_micro_batch", "push_to_hub", "trackers", "wandb", "checkpoint", "early_stopping",
-    "profile_steps", "dry_run", "task.data_dir", "task.sample_prompts", "task.sample_tokens",
-    "task.sample_temperature", "task.attention", "task.lora.base_dtype", "task.lora.merge",
-)  # fmt: skip
-"""Settings, and groups of them, that do not change the weights a run arrives at, except for rounding."""
-LENGTH_SETTINGS = {"max_steps", "epochs"}
+LENGTH_SETTINGS = marked(Config, Change.LENGTH)
 """Settings that say how long a run is."""
 
 
@@ -89,12 +81,15 @@ def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[A
     """Return the settings that make this a different run from the saved one, as (then, now) by name, including
     max_steps and epochs, which say how long it is."""
     now, changed = config.model_dump(mode="json"), {}
+    safe = marked(type(config), Change.SAFE)
     for name, _ in fields(type(config)):
+        if name in safe:
+            continue
         try:
             before, after = (reduce(getitem, name.split("."), values) for values in (saved, now))
         except (KeyError, TypeError):  # another version of the code did not have it
             continue
-        if before != after and not f"{name}.".startswith(tuple(f"{safe}." for safe in RESUME_SAFE_SETTINGS)):
+        if before != after:
             changed[name] = before, after
     return changed
 

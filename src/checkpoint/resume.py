@@ -31,21 +31,16 @@ from src.checkpoint.tensors import frozen_square_sum, load_tensors, require_same
 from src.config import terminal
 from src.config.config import Config
 from src.config.errors import UserError
-from src.config.settings import flatten
+from src.config.settings import Change, flatten, marked
 from src.distributed.accelerator import LIBRARIES, Launch, num_replicas
 from src.distributed.process import SIGNALS
 from src.training.progress import Progress
 from src.training.run import Run
 from src.training.state import ResumePoint, RunState
 
-OF_THE_END = (
-    "epochs", "max_steps", "early_stopping", "push_to_hub", "task.lora.merge", "checkpoint.export_best",
-    "checkpoint.metric", "checkpoint.mode",
-)  # fmt: skip
-"""Settings, or groups of them, that make a finished run go on or export its model anew if they change."""
 PATIENCE_SECONDS = 40
 """How long a launcher gives its processes to end, and a little more."""
-ALL_THE_SAME = "or continue anyway with --checkpoint.accept_changes=true"
+OR_ACCEPT_CHANGES = "or continue anyway with --checkpoint.accept_changes=true"
 
 
 def checkpoint_metadata(
@@ -210,9 +205,9 @@ def _delete_if_empty(folder: Path) -> None:
 def _has_ended(config: Config) -> bool:
     """Return whether the run has reached the end that is asked for now, and its model is there."""
     then, now = (dict(flatten(values)) for values in (saved_settings(config.folder), config.model_dump(mode="json")))
-    prefixes = tuple(f"{name}." for name in OF_THE_END)
+    reopening = marked(type(config), Change.REOPENS)
     is_there = (config.folder / "summary.json").exists() and (config.folder / "model").exists()
-    return is_there and all(then.get(n) == now.get(n) for n in {*then, *now} if f"{n}.".startswith(prefixes))
+    return is_there and all(then.get(name) == now.get(name) for name in reopening)
 
 
 def _differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:
@@ -234,7 +229,7 @@ def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> 
             if stream.read(1) == b"\n":
                 return
     branch = f"branch off with another --run_name and --resume={checkpoint}"
-    raise UserError(f"{record} has {was} when {checkpoint} was saved: bring it back, {branch}, {ALL_THE_SAME}")
+    raise UserError(f"{record} has {was} when {checkpoint} was saved: bring it back, {branch}, {OR_ACCEPT_CHANGES}")
 
 
 def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -248,7 +243,7 @@ def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[s
     changed = " and ".join(part for part, before, after in parts if before != after)
     if changes or changed:
         found = changes or f"other text, images or labels {changed}"
-        advice = f"bring them back, choose another --run_name, {ALL_THE_SAME}"
+        advice = f"bring them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
         raise UserError(f"{checkpoint} is of a run with other data: {found}: {advice}")
 
 
@@ -263,6 +258,6 @@ def _note_changes(config: Config, checkpoint: Path, state: RunState) -> list[str
     if is_shorter:
         changes += f" (the learning rate's schedule then spans {after} steps, not {before})"
     if (is_shorter or changed.keys() - LENGTH_SETTINGS) and not config.checkpoint.accept_changes:
-        advice = f"set them back, choose another --run_name, {ALL_THE_SAME}"
+        advice = f"set them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
         raise UserError(f"{checkpoint} is of a run with other settings: {changes}; {advice}")
     return [f"changed since: {changes}"] if changes else []

@@ -13,7 +13,17 @@ from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
 from src.config.errors import UserError, cause
-from src.config.settings import Settings, describe, nearest, read_arguments, validate
+from src.config.settings import (
+    Length,
+    Reopens,
+    ResumeSafe,
+    SafeReopens,
+    Settings,
+    describe,
+    nearest,
+    read_arguments,
+    validate,
+)
 from src.config.trackers import Trackers  # room: trackers wandb
 from src.config.tracking import Wandb  # room: wandb
 
@@ -67,11 +77,11 @@ class Checkpoint(Settings):
     """How many of the newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
     """How many more to keep, the best by `metric`. Above 0, each evaluation is followed by a checkpoint."""
-    metric: str = "eval/loss"
+    metric: Reopens[str] = "eval/loss"
     """Metric that ranks the evaluations for keep_best and export_best."""
-    mode: Literal["min", "max"] | None = None
+    mode: Reopens[Literal["min", "max"] | None] = None
     """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
-    export_best: bool = False
+    export_best: Reopens[bool] = False
     """Export the best checkpoint at the end instead of the last. Implies keep_best=1."""
     accept_changes: bool = False
     """Continue even if changed settings or data make this a different run from the one that was saved."""
@@ -98,66 +108,66 @@ class EarlyStopping(Settings):
 class Config(Settings):
     """All settings of a run."""
 
-    run_name: str = ""
+    run_name: ResumeSafe[str] = ""
     """Name of the run; empty: the task's name."""
-    output_dir: Annotated[str, Field(min_length=1)] = "runs/{run_name}"
+    output_dir: ResumeSafe[Annotated[str, Field(min_length=1)]] = "runs/{run_name}"
     """Folder that the run writes into."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
     """Seed of the initial weights, the order of the data, the augmentation and the dropout."""
-    epochs: PositiveInt | None = 10
+    epochs: Length[PositiveInt | None] = 10
     """Passes over the training data, which the learning-rate schedule spans."""
-    max_steps: PositiveInt | None = None
+    max_steps: Length[PositiveInt | None] = None
     """Optimizer steps to take, overriding epochs. Fewer: the same curve, cut short. More: the schedule stretches."""
     global_batch_size: PositiveInt = 64
     """Examples per optimizer step, over all processes and accumulated micro-batches."""
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: ResumeSafe[PositiveInt | None] = None
     """Examples per forward pass of a process; null: global_batch_size / processes, without accumulation."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: ResumeSafe[bool] = False
     """Recompute activations in the backward pass instead of keeping them: less memory, a third more time."""
-    compile: bool = False
+    compile: ResumeSafe[bool] = False
     """Compile the model, a transformer block by block. The first steps then take a minute."""
-    cuda_graphs: bool = False  # room: cuda_graphs
+    cuda_graphs: ResumeSafe[bool] = False  # room: cuda_graphs
     """Record a step, and launch its kernels all at once: for small models, on one NVIDIA GPU."""  # room: cuda_graphs
-    fsdp_reduce_each_micro_batch: bool = True
+    fsdp_reduce_each_micro_batch: ResumeSafe[bool] = True
     """Reduce gradients after each micro-batch; false: after the last, as DDP does, which takes the memory of all of
     them on each process, in fp32, but exchanges less."""
-    ddp_comm_hook: Literal["bf16", "fp16"] | None = None
+    ddp_comm_hook: ResumeSafe[Literal["bf16", "fp16"] | None] = None
     """Type that DDP casts gradients to while it sums them over the processes, for slow connections; null: none."""
-    num_workers: NonNegativeInt = 0
+    num_workers: ResumeSafe[NonNegativeInt] = 0
     """Processes that load data for each training process; 0: it loads the data itself."""
-    profile_steps: str | None = None  # room: performance
+    profile_steps: ResumeSafe[str | None] = None  # room: performance
     """The first and the last step to profile, as 10:15, into output_dir/profile; null: none."""  # room: performance
-    log_every: PositiveInt = 50
+    log_every: ResumeSafe[PositiveInt] = 50
     """Steps between records of the training metrics."""
-    eval_every: PositiveInt | None = None
+    eval_every: ResumeSafe[PositiveInt | None] = None
     """Steps between evaluations; null: at the end of each epoch. The last step is always followed by one."""
-    save_every: PositiveInt = 500
+    save_every: ResumeSafe[PositiveInt] = 500
     """Steps between checkpoints. The last step is always followed by one."""
-    resume: str = "auto"
+    resume: ResumeSafe[str] = "auto"
     """auto: from the newest valid checkpoint in output_dir, or from the start if there is no run; never: refuse an
     output_dir that holds a run; or a checkpoint's folder, even another run's, or wandb:entity/project/name:alias."""
-    max_hours: PositiveFloat | None = None
+    max_hours: ResumeSafe[PositiveFloat | None] = None
     """Hours after which to save and stop, so that the run can be continued; null: no limit."""
-    max_bad_steps: PositiveInt = 10
+    max_bad_steps: ResumeSafe[PositiveInt] = 10
     """Steps in a row skipped because of gradients that are not finite, after which the run fails."""
-    timeout_minutes: PositiveFloat = 30.0
+    timeout_minutes: ResumeSafe[PositiveFloat] = 30.0
     """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
-    trackers: Trackers = [  # room: trackers wandb
+    trackers: ResumeSafe[Trackers] = [  # room: trackers wandb
         "wandb",  # room: wandb
     ]  # room: trackers wandb
     """What records the run besides metrics.jsonl: wandb, trackio, tensorboard."""  # room: trackers wandb
-    check: bool = False  # room: check
+    check: ResumeSafe[bool] = False  # room: check
     """Check whether this run would be right, instead of training; `--check` is enough: docs/check.md."""  # room: check
-    dry_run: bool = False
+    dry_run: ResumeSafe[bool] = False
     """Do all up to the first step, write nothing, and say what the run would do; `--dry-run` alone is enough."""
-    push_to_hub: str | None = None
+    push_to_hub: SafeReopens[str | None] = None
     """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
     task: Any
     """The settings of the task that `task.name` picks: a src.tasks.base.Task."""
     optim: Optim = Optim()
-    checkpoint: Checkpoint = Checkpoint()
-    early_stopping: EarlyStopping = EarlyStopping()
-    wandb: Wandb = Wandb()  # room: wandb
+    checkpoint: ResumeSafe[Checkpoint] = Checkpoint()
+    early_stopping: SafeReopens[EarlyStopping] = EarlyStopping()
+    wandb: ResumeSafe[Wandb] = Wandb()  # room: wandb
 
     def model_post_init(self, _: Any) -> None:
         self.run_name = self.run_name or self.task.name

@@ -5,13 +5,29 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from src.config.errors import cause, explained
+
+
+class Change(Enum):
+    """What a change to a setting means for a run that is continued."""
+
+    SAFE = "it arrives at the same weights, except for rounding"
+    LENGTH = "it is longer or shorter"
+    REOPENS = "a finished run goes on, or exports its model anew"
+
+
+T = TypeVar("T")
+ResumeSafe = Annotated[T, Change.SAFE]
+Length = Annotated[T, Change.LENGTH, Change.REOPENS]
+Reopens = Annotated[T, Change.REOPENS]
+SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
 
 
 class Settings(BaseModel):
@@ -153,6 +169,18 @@ def fields(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from fields(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name, field
+
+
+def marked(model: type[Settings], mark: Change, prefix: str = "", is_inherited: bool = False) -> set[str]:
+    """Return the dotted names of the settings that have this mark, or are in a group that has it."""
+    names = set()
+    for name, field in model.model_fields.items():
+        is_marked = is_inherited or mark in field.metadata
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            names |= marked(field.annotation, mark, f"{prefix}{name}.", is_marked)
+        elif is_marked:
+            names.add(f"{prefix}{name}")
+    return names
 
 
 def describe(model: type[Settings]) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from src.config.errors import UserError, explained
+from src.config.settings import ResumeSafe
 from src.tasks import load_metric
 from src.tasks.base import PICTURE, Table, Task
 from src.tasks.tables import label_columns, label_tables
@@ -182,7 +183,7 @@ class Mnist(Task):
     """The task to train."""
     source: Literal["mnist", "digits"] = "mnist"
     """mnist: 60,000 + 10,000 images, downloaded once; digits: 1,438 + 359 that come with scikit-learn."""
-    data_dir: str = "data"
+    data_dir: ResumeSafe[str] = "data"
     """Folder with the four IDX files of MNIST, here or in MNIST/raw; they are downloaded if missing."""
     shift: Annotated[NonNegativeInt, Field(le=8)] = 2
     """Largest shift of a training image along each axis, in pixels, drawn anew in each epoch."""

@@ -27,7 +27,7 @@ from src.config.errors import UserError
 from src.config.settings import flatten
 from src.distributed.process import exit_codes
 
-OF_ITS_OWN = ("seconds", "output_dir", "run_name", "wandb_id", "metrics_bytes")
+RUN_SPECIFIC = ("seconds", "output_dir", "run_name", "wandb_id", "metrics_bytes")
 """What differs even between two runs that are the same."""
 
 
@@ -87,7 +87,7 @@ def diff(paths: list[str]) -> int:
 def _differences(first: Path, second: Path) -> Iterator[str]:
     then, now = (dict(flatten(asdict(read_state(path)))) for path in (first, second))
     for name in {**then, **now}:
-        if then.get(name) != now.get(name) and not name.endswith(OF_ITS_OWN):
+        if then.get(name) != now.get(name) and not name.endswith(RUN_SPECIFIC):
             yield f"{name}  {json.dumps(then.get(name))} -> {json.dumps(now.get(name))}"
     facts = [saved_tensors(path) for path in (first, second)]
     for name in {**facts[0], **facts[1]}:

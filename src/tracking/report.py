@@ -230,13 +230,9 @@ def draw(runs: list[Recorded], folder: Path) -> Iterator[str]:
             title = short(name).capitalize()
             pictures[title].append(figures.Curve("", range(len(rows)), [row["loss"] for row in rows], "dotted"))
             ticks[title] = [str(next(iter(row.values()))) for row in rows]
-    files: set[str] = set()
-    for title, curves in pictures.items():
-        file = re.sub("[^a-z0-9]+", "_", title.lower())[:100]  # of a name that whoever sent the run has chosen
-        while file in files:
-            file += "_"
-        files.add(file)
-        yield figures.draw(title, curves, folder / f"{file}.png", ticks.get(title, ()))
+    for number, (title, curves) in enumerate(pictures.items(), start=1):
+        name = re.sub("[^a-z0-9]+", "_", title.lower())[:50]  # of a name that whoever sent the run has chosen
+        yield figures.draw(title, curves, folder / f"{number:02}_{name}.png", ticks.get(title, ()))
 
 
 def report_line(folder: Path) -> str:

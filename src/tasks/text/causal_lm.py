@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from src.config.errors import UserError, cause, explained
-from src.config.settings import flatten
+from src.config.settings import ResumeSafe, flatten
 from src.tasks.base import Table, Task
 from src.tasks.text.architecture import new_config, typed
 from src.tasks.text.attention import BY_LENGTHS, activate_kernel, document_lengths
@@ -68,14 +68,14 @@ class CausalLM(TextSource, ModelSource, Task):
     """Tokens that the model sees at once. Longer text makes several sequences, longer prompts and chats are cut off."""
     packing: bool = True
     """Put several short documents into one sequence. They don't see each other."""
-    attention: Literal["auto", "varlen", "flash_attention_2", "flex", "sdpa"] = "auto"
+    attention: ResumeSafe[Literal["auto", "varlen", "flash_attention_2", "flex", "sdpa"]] = "auto"
     """How packed documents are kept apart: sdpa by a mask, the others without one, on a GPU. auto: varlen in half
     precision on a GPU, if the model can, else sdpa."""
-    sample_prompts: list[str] = []
+    sample_prompts: ResumeSafe[list[str]] = []
     """Prompts to continue at each evaluation, for the record."""
-    sample_tokens: PositiveInt = 64
+    sample_tokens: ResumeSafe[PositiveInt] = 64
     """Most tokens to generate for each prompt."""
-    sample_temperature: NonNegativeFloat = 0.8
+    sample_temperature: ResumeSafe[NonNegativeFloat] = 0.8
     """Temperature to sample at; 0: the likeliest token each time."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 from transformers import PreTrainedModel
 
 from src.config.errors import UserError, explained
-from src.config.settings import Settings
+from src.config.settings import ResumeSafe, SafeReopens, Settings
 from src.tasks.text.lean import ORIGINAL_HEAD
 
 
@@ -24,10 +24,10 @@ class Lora(Settings):
     """Dropout rate of the adapters' input."""
     target_modules: list[str] = []
     """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
-    base_dtype: Literal["bf16", "fp32", "nf4"] | None = None
+    base_dtype: ResumeSafe[Literal["bf16", "fp32", "nf4"] | None] = None
     """Type in which the frozen weights are kept; null: bf16 if a GPU computes in it, else fp32. Adapters, and a
     classifier's head, are fp32."""
-    merge: bool = False
+    merge: SafeReopens[bool] = False
     """Also export the model with the adapters added to its weights, into model/merged. A classifier's always are."""
 
     def add_adapters(
