@@ -100,7 +100,7 @@ def fsdp(**changes: object) -> dict[str, Any]:
         (fsdp(fsdp_activation_checkpointing=True), "", "fsdp_activation_checkpointing computes wrong gradients with "
          "dropout*"),
         # tried without: it trains by the second one alone
-        (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: fsdp_config appears 2 times, in lines *"),
+        (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: found duplicate key \"fsdp_config\" *"),
         (DDP | {"use_cpu": True}, "", "{file}: use_cpu has no effect with several processes: take it out"),
         (DDP | {"fsdp_config": {"ddp_comm_hook": "bf16"}}, "", "{file}: ddp_comm_hook is a setting of train.py now: "
          "take it out, and add --ddp_comm_hook=bf16 to the command"),
@@ -130,7 +130,7 @@ def test_a_yaml_without_an_end_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     command = ["python", "accelerate", "launch", "--config_file", "mine.yaml", "train.py"]
     parent = SimpleNamespace(cmdline=lambda: command, environ=dict, cwd=lambda: str(tmp_path))
     monkeypatch.setattr(psutil, "Process", lambda _: parent)
-    with pytest.raises(UserError, match=r"^mine\.yaml: nested too deeply, or in itself, [^\n]*$"):
+    with pytest.raises(UserError, match=r"^mine\.yaml: Circular reference detected$"):
         find_launcher()
 
 

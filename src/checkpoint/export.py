@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.config.config import Config
 from src.config.errors import RunError, cause
+from src.config.settings import write_yaml
 from src.config.terminal import say
 from src.training.run import Run
 
@@ -92,7 +92,7 @@ def _unwrapped(weight: Tensor) -> Tensor:
 def _card(config: Config, metrics: dict[str, float]) -> ModelCard:
     task = config.task
     metadata = ModelCardData(**{"tags": [task.name], **task.card()}).to_yaml()
-    settings = yaml.safe_dump(config.model_dump(mode="json", exclude={"wandb", "output_dir"}), sort_keys=False)
+    settings = write_yaml(config.model_dump(mode="json", exclude={"wandb", "output_dir"}))
     rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in metrics.items() if isinstance(value, int | float))
     return ModelCard(
         f"---\n{metadata}\n---\n\n# {config.run_name}\n\nTrained by `train.py` as `{task.name}`.\n\n"

@@ -12,7 +12,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import yaml
+from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config, load_config
 from src.config.settings import Change, fields, marked, nearest, read_yaml
@@ -65,9 +65,9 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 def saved_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the run in an output folder; empty if there are none."""
     try:
-        saved, _ = read_yaml((folder / "config.yaml").read_text())
+        saved = read_yaml((folder / "config.yaml").read_text())
         return parse(json.dumps(saved, default=str))  # which refuses one that contains itself
-    except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError):
+    except (OSError, TypeError, ValueError, RecursionError, YAMLError):
         return {}
 
 
@@ -102,14 +102,16 @@ def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterato
         if any(len(os.fsencode(part)) > 255 for part in folder.parts):
             yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
             return
-        yield from _write_errors(folder)
+        writes_run = True
+        if config.check:  # room: check
+            writes_run = False  # room: check
+        if config.checkpoint.mirror and mirrored is None:  # room: mirror
+            writes_run = False  # room: mirror
         if config.check and config.dry_run:  # room: check
             yield "dry_run: writes nothing, and check writes check.json; choose one of them"  # room: check
-        if config.check:  # room: check
-            return  # room: check
-        if config.checkpoint.mirror and mirrored is None:  # room: mirror
-            return  # room: mirror
-        yield from _run_errors(config, mirrored or [])
+        if writes_run:
+            yield from _run_errors(config, mirrored or [])
+        yield from _write_errors(folder)
     except OSError as error:
         yield f"output_dir={folder}: cannot look at {error.filename}, {error.strerror}; {ELSEWHERE}"
 

@@ -89,7 +89,7 @@ class Mirror:
         self._tidy()
         there = list(self._manifests())
         if there and self._config.resume != "never" and there[0] == self.candidates()[0]:
-            saved, _ = read_yaml(self._fs.cat_file(self._path(there[0], RECORD[1])))
+            saved = read_yaml(self._fs.cat_file(self._path(there[0], RECORD[1])))
             changed = changed_settings(self._config, saved).keys() - LENGTH_SETTINGS
             is_here = there[0] in list_checkpoints(self._own)  # what it may accept is then said later
             if changed and not is_here and not self._config.checkpoint.accept_changes:

@@ -2,6 +2,8 @@
 
 import contextlib
 import difflib
+import io
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -9,8 +11,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from src.config.errors import cause, explained
 
@@ -55,20 +58,6 @@ class Settings(BaseModel):
         return value
 
 
-class Yaml(yaml.SafeLoader):
-    """Loads YAML safely, without the base 60 and base 8 of YAML 1.1, in which 1:30 is 90 and 010 is 8."""
-
-
-INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-Yaml.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag not in (INT, FLOAT)]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-Yaml.add_implicit_resolver(INT, re.compile(r"[-+]?\d+$"), list("-+0123456789"))
-Yaml.add_implicit_resolver(FLOAT, re.compile(r"[-+]?(\.\d+|\d+\.\d*)([eE][-+]\d+)?$"), list("-+.0123456789"))
-Yaml.add_constructor(INT, lambda loader, node: int(node.value))
-
-
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge the files that `--config` names, in order, and then the other arguments.
 
@@ -95,12 +84,15 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
     for file in files:
-        for name, value in flatten(_read_yaml(file, mistakes)):
+        own = set[str]()
+        for name, value in flatten(_read_file(file, mistakes)):
+            if name in own:  # as in `optim: {lr: 1}` and `optim.lr: 2`
+                mistakes.append(f"--config={file}: {name} is given twice: keep one")
+            own.add(name)
             values[name], written[name] = value, f"{file}: {name}: {value}"
     for name, text in options.items():
         written[name] = f"--{name}={text}"
-        values[name], repeated = _parse(text)
-        mistakes += [f"{written[name]}: {line}" for line in repeated]
+        values[name] = _parse(text)
     return values, written
 
 
@@ -187,7 +179,7 @@ def describe(model: type[Settings]) -> str:
     """Return the settings as `--help` shows them: name, default, choices and documentation."""
     lines = []
     for name, field in fields(model):
-        default = yaml.safe_dump(field.get_default(call_default_factory=True), default_flow_style=True)
+        default = write_yaml(field.get_default(call_default_factory=True), is_in_one_line=True)
         choices = map(str, get_args(field.annotation)) if get_origin(field.annotation) is Literal else ()
         lines.append(f"  --{name}={default.splitlines()[0]}" + (f"   ({' | '.join(choices)})" if choices else ""))
         lines.append(f"        {' '.join((field.description or '').split())}")
@@ -202,21 +194,17 @@ def nearest(name: str, names: list[str]) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
-def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
+def _read_file(file: str, mistakes: list[str]) -> dict[str, Any]:
     path = Path(file)
     try:
-        text = path.read_text(encoding="utf-8")
-        content, repeated = read_yaml(text, Yaml)
-        content = {} if content is None else content
-        mistakes += [f"--config={file}: {line}" for line in repeated]
+        content = read_yaml(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         there = [str(p) for p in sorted(path.parent.glob("*.yaml"))]
         mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
     except (OSError, UnicodeDecodeError) as error:
         mistakes.append(f"--config={file}: cannot be read, {getattr(error, 'strerror', None) or 'it is not text'}")
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        mistakes.append(f"--config={file}: not yaml, " + (f"see line {mark.line + 1}" if mark else cause(error)))
+    except YAMLError as error:
+        mistakes.append(f"--config={file}: not yaml, {cause(error)}")
     else:
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
             return content
@@ -224,43 +212,42 @@ def _read_yaml(file: str, mistakes: list[str]) -> dict[str, Any]:
     return {}
 
 
-def read_yaml(text: str | bytes, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> tuple[Any, list[str]]:
-    """Return what YAML text holds, and a line for each key that it repeats, of which the last value counts.
+def read_yaml(text: str | bytes) -> Any:
+    """Return what YAML text holds, by version 1.2: 010 is 10, 1:30, yes and on are text.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, a value is not of its type, or the nesting has no end.
+        YAMLError: the text is not YAML, repeats a key, a value is not of its type, or the nesting has no end.
     """
-    lines: dict[str, list[int]] = {}
-
-    def collect(node: yaml.Node | None, prefix: str) -> None:
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode):
-                lines.setdefault(f"{prefix}{key.value}", []).append(key.start_mark.line + 1)
-                collect(value, f"{prefix}{key.value}.")
-        for number, item in enumerate(node.value if isinstance(node, yaml.SequenceNode) else ()):
-            collect(item, f"{prefix}{number}.")
-
     with (
-        explained("", (ValueError, LookupError, AttributeError), yaml.YAMLError),  # 2024-02-30, !!bool x
-        explained("nested too deeply, or in itself, ", RecursionError, yaml.YAMLError),
+        explained("", (ValueError, LookupError, AttributeError), YAMLError),  # 2024-02-30, !!bool x, in itself
+        explained("nested too deeply, ", RecursionError, YAMLError),
     ):
-        collect(yaml.compose(text, Loader=loader), "")
-        content = yaml.load(text, Loader=loader)
-    repeated = {name: numbers for name, numbers in lines.items() if len(numbers) > 1}
-    return content, [
-        f"{name} appears {len(numbers)} times, in lines {' and '.join(map(str, numbers))}: keep one"
-        for name, numbers in repeated.items()
-        if not any(name.startswith(f"{group}.") for group in repeated)
-    ]
+        try:
+            content = YAML(typ="safe", pure=True).load(text)
+        except MarkedYAMLError as error:
+            line = f", see line {error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise YAMLError(f"{error.problem or cause(error)}{line}") from error
+        json.dumps(content, default=str)  # which refuses one that contains itself
+    return content
 
 
-def _parse(text: str) -> tuple[Any, list[str]]:
-    """Parse `null`, lists and mappings as read_yaml does; return all other text as it is, for the field's type."""
-    with contextlib.suppress(yaml.YAMLError):
-        value, repeated = read_yaml(text, Yaml)
+def write_yaml(content: Any, is_in_one_line: bool = False) -> str:
+    """Return `content` as YAML text that `read_yaml` reads alike."""
+    stream = io.StringIO()
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = is_in_one_line
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.dump(content, stream)
+    return stream.getvalue()
+
+
+def _parse(text: str) -> Any:
+    """Return `null`, lists and mappings as `read_yaml` does; all other text as it is, for the field's type."""
+    with contextlib.suppress(YAMLError):
+        value = read_yaml(text)
         if isinstance(value, list | dict) or text.lower() in ("null", "~"):
-            return value, repeated
-    return text, []
+            return value
+    return text
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

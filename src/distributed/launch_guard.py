@@ -81,7 +81,6 @@ def launch_errors(launcher: Launcher | None, config: Config, world_size: int, wa
 
 def _yaml_errors(launcher: Launcher, world_size: int, wants_fsdp: bool) -> Iterator[str]:
     file, asked = launcher.config_file, launcher.arguments.num_processes or launcher.config.get("num_processes")
-    yield from (f"{file}: {repeated}" for repeated in launcher.repeated_keys)
     if asked and int(asked) != world_size:
         machines = launcher.arguments.num_machines or launcher.config.get("num_machines", 1)
         several = "use a yaml for several, such as accelerate_configs/ddp.yaml"

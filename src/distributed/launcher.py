@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
+from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
 from src.config.errors import explained
@@ -25,8 +25,6 @@ class Launcher:
     arguments: Any
     config_file: str | None
     config: dict[str, Any]
-    repeated_keys: list[str]
-    """A line for each key that the yaml repeats."""
     environment: dict[str, str]
 
 
@@ -60,9 +58,9 @@ def find_launcher() -> Launcher | None:
             continue
         arguments = launch_command_parser().parse_args(words)
         file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
-        with explained(f"{file}: ", yaml.YAMLError):
-            config, repeated = read_yaml((folder / file).read_text() if file else "{}")
-        return Launcher(words, arguments, file, config, repeated, environment)
+        with explained(f"{file}: ", YAMLError):
+            config = read_yaml((folder / file).read_text()) if file else {}
+        return Launcher(words, arguments, file, config, environment)
     return None
 
 

@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal
 
 import optuna
 import psutil
-import yaml
 from optuna.pruners import NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from ruamel.yaml.error import YAMLError
 
 from src.checkpoint.folder import read_lines
 from src.config.errors import RunError, UserError, explained
@@ -113,14 +113,13 @@ def settings_of(sweep: Sweep, number: int) -> dict[str, str]:
 
 def read_sweep(file: str) -> Sweep:
     """Read a sweep file; raise a UserError with all its mistakes, one per line."""
-    with explained(f"{file}: cannot be read: ", (OSError, UnicodeDecodeError, yaml.YAMLError)):
-        content, mistakes = read_yaml(Path(file).read_text())
+    with explained(f"{file}: cannot be read: ", (OSError, UnicodeDecodeError, YAMLError)):
+        content = read_yaml(Path(file).read_text())
     try:
         return Sweep.model_validate(content)
     except ValidationError as error:
-        for problem in error.errors():
-            mistakes.append(f"{'.'.join(map(str, problem['loc']))}: {complaint(problem)}")
-        raise UserError("\n".join(f"{file}: {mistake}" for mistake in mistakes)) from error
+        lines = [f"{file}: {'.'.join(map(str, of['loc']))}: {complaint(of)}" for of in error.errors()]
+        raise UserError("\n".join(lines)) from error
 
 
 def command_of(sweep: Sweep, settings: dict[str, str], folder: Path, others: list[str]) -> list[str]:

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from tqdm import tqdm
 
 from src.checkpoint.folder import parent_checkpoint, saved_settings
 from src.checkpoint.format import write_json, write_text
 from src.config.config import Config
 from src.config.errors import naming
+from src.config.settings import write_yaml
 from src.config.terminal import bar, say
 from src.distributed.accelerator import peak_memory
 from src.tasks.base import Table
@@ -68,7 +68,7 @@ class Tracker:
         settings = config.model_dump(mode="json") | {"resume": str(parent or config.resume)}
         if "{run_name}" not in config.output_dir:
             del settings["output_dir"]  # reused under another name, it would lead to this run's folder
-        write_text(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        write_text(self.folder / "config.yaml", write_yaml(settings))
         newest = str(resume.checkpoint) if is_continued else None
         write_json(self.folder / "status.json", {"status": "unfinished", "checkpoint": newest})
         (self.folder / "summary.json").unlink(missing_ok=True)  # of an earlier end

@@ -189,7 +189,7 @@ def test_a_machine_rank_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_processes_that_are_no_multiple_of_the_machines_are_refused() -> None:
-    launcher = Launcher([], Namespace(num_processes=5, num_machines=2), "mine.yaml", {}, [], {})
+    launcher = Launcher([], Namespace(num_processes=5, num_machines=2), "mine.yaml", {}, {})
     assert list(launch_errors(launcher, run_settings([]), 4, False)) == [
         "5 processes were asked for, but mine.yaml starts 4: take a multiple of the 2 machines"
     ]

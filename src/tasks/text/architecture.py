@@ -3,19 +3,19 @@
 import contextlib
 from typing import Any
 
-import yaml
+from ruamel.yaml.error import YAMLError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from src.config.errors import UserError, explained
-from src.config.settings import Yaml, nearest, read_yaml
+from src.config.settings import nearest, read_yaml
 
 
 def typed(value: Any) -> Any:
     """Return values from the command line, which are text, as YAML reads them; and 1e-5, text to YAML, as a number."""
     if isinstance(value, str):
-        with contextlib.suppress(yaml.YAMLError):
-            value, _ = read_yaml(value, Yaml)
+        with contextlib.suppress(YAMLError):
+            value = read_yaml(value)
     if isinstance(value, dict):
         return {name: typed(inner) for name, inner in value.items()}
     with contextlib.suppress(ValueError):
