@@ -104,9 +104,10 @@ class ImageClassification(Task):
         return len(batch[1])
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss, _ = self.evaluate(model, batch)
         for buffer in model.buffers() if self.norm == "batch" and isinstance(model, fsdp.FSDPModule) else ():
             distributed.broadcast(buffer, 0)  # the first process's statistics for all, as DDP does but FSDP does not
-        return self.evaluate(model, batch)[0]
+        return loss
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         logits, labels = model(batch[0]).float(), batch[1]

@@ -17,7 +17,7 @@ from examples.make_data import digits_png, friedman_csv
 from examples.tabular_regression import TabularRegression
 from src.config.errors import UserError
 from tests.faults.runs import assert_same_run, cut_back
-from tests.launching import PROJECT, Launch, Run, Whole, needs, slow
+from tests.launching import PROJECT, Launch, Rounding, Run, Whole, needs, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 STEPS = ("--max_steps=8", "--save_every=4", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
@@ -54,8 +54,8 @@ def example(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return request.getfixturevalue(request.param)
 
 
-def assert_same(run: Run, alone: Run) -> None:
-    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+def assert_same(run: Run, alone: Run, within: float = 1e-5) -> None:
+    assert run.losses == pytest.approx(alone.losses, rel=within)
     metrics = {name: value for name, value in alone.summary.items() if name.startswith("eval/")}
     assert {name: run.summary[name] for name in metrics} == pytest.approx(metrics, rel=1e-4)
 
@@ -67,13 +67,15 @@ def test_the_curve_is_the_same_under_every_strategy(whole: Whole, example: tuple
     assert_same(run, whole("cpu", *example, *STEPS))
 
 
-def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(whole: Whole, pictures: tuple[str, ...]) -> None:
+def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
+    whole: Whole, rounding: Rounding, pictures: tuple[str, ...]
+) -> None:
     """Its statistics are the first process's for all, as DDP has them. Tried without sending them: in the next test,
     the evaluation under FSDP has another loss than the export."""
     arguments = (*pictures, *STEPS, BATCH_NORM)
     alone, ddp, fsdp = whole("cpu", *arguments), *(whole(yaml, *arguments, processes=2) for yaml in ("ddp", "fsdp"))
     assert ddp.losses[0] != pytest.approx(alone.losses[0], rel=1e-3)
-    assert_same(fsdp, ddp)
+    assert_same(fsdp, ddp, rounding("ddp", *arguments, processes=2))
 
 
 @needs("src/tools/evaluate.py")
@@ -223,6 +225,7 @@ def test_r2_of_a_constant_target_is_scikit_learns() -> None:
 
 
 @pytest.mark.parametrize("config", sorted((PROJECT / "examples").glob("*.yaml")), ids=lambda config: config.stem)
-def test_each_is_a_file_of_120_lines_at_most(config: Path) -> None:
+def test_each_is_a_file_of_110_lines_at_most_without_blank_ones(config: Path) -> None:
     """Those on text too."""
-    assert len(config.with_suffix(".py").read_text().splitlines()) <= 120
+    lines = config.with_suffix(".py").read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) <= 110
