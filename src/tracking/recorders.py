@@ -1,6 +1,6 @@
 """What records a run besides metrics.jsonl, all of it together: Weights & Biases, trackio, TensorBoard."""
 
-import os
+import os  # room: wandb
 import uuid  # room: trackers
 from collections.abc import Callable
 
