@@ -1,5 +1,6 @@
 """What the yaml asks for is what runs, or nothing does: one line, exit code 2, no traceback, no file."""
 
+from argparse import Namespace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ import psutil
 import pytest
 import yaml
 
+from src.checkpoint.folder import run_settings
 from src.config.errors import UserError
 from src.distributed.accelerator import choose_precision
-from src.distributed.launcher import find_launcher
+from src.distributed.launch_guard import launch_errors
+from src.distributed.launcher import Launcher, find_launcher
 from src.tasks.mnist import IDX_FILES
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command
 
@@ -195,3 +198,10 @@ accelerator.wait_for_everyone()
 accelerator.end_training()
 """)
     assert launch("ddp", script=str(tmp_path / "script.py")).succeeded().stdout == "01"
+
+
+def test_processes_that_are_no_multiple_of_the_machines_are_refused() -> None:
+    launcher = Launcher([], Namespace(num_processes=5, num_machines=2), "mine.yaml", {}, {})
+    assert list(launch_errors(launcher, run_settings([]), 4, False)) == [
+        "5 processes were asked for, but mine.yaml starts 4: take a multiple of the 2 machines"
+    ]

@@ -69,6 +69,18 @@ def test_a_room_is_its_files_and_few_lines_elsewhere() -> None:
         assert marked.count(room) <= LINES, room
 
 
+def test_nothing_names_what_goes_with_a_room(tmp_path: Path) -> None:
+    """Each alone. Tried without the mark behind an import: it is not used any more, or names what is gone."""
+    whole = copy_to(tmp_path / "whole")
+    for room in ROOMS:
+        copy = shutil.copytree(whole, tmp_path / room)
+        throw_out({room}, copy)
+        command = [str(BIN / "ruff"), "check", "--no-cache", "train.py", "src", "tests"]
+        linted = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        assert linted.returncode == 0, (room, linted.stdout)
+        shutil.rmtree(copy)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("room", ROOMS)
 def test_each_room_can_go_alone(launch: Launch, tmp_path: Path, room: str) -> None:

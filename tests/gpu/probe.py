@@ -81,7 +81,7 @@ def main(result: str, *arguments: str) -> None:
     from src.checkpoint.folder import run_settings
     from src.distributed.stop import StopSignal
     from src.training.batches import CountedSteps, evaluation_batches, training_steps
-    from src.training.cuda_graph import RecordedStep
+    from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
 
     null: Any = ctypes.CDLL("libcuda.so.1")
     null.null_gpu_kind_name.restype = ctypes.c_char_p
@@ -113,7 +113,9 @@ def main(result: str, *arguments: str) -> None:
     if find_spec("src.tracking.performance"):  # it may have been thrown out
         performance = import_module("src.tracking.performance").Performance(run)
     found, milliseconds = [], []
-    take_step = RecordedStep(run, train.train_step) if run.config.cuda_graphs else train.train_step
+    take_step: Any = train.train_step
+    if run.config.cuda_graphs:  # room: cuda_graphs
+        take_step = RecordedStep(run, train.train_step)  # room: cuda_graphs
     stop = StopSignal(run.accelerator, run.config)
     steps = CountedSteps(training_steps(run, 0), stop)
     run.model.train()

@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import time
-from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from src.checkpoint.folder import run_settings
 from src.config.errors import UserError
-from src.distributed.launch_guard import launch_errors
-from src.distributed.launcher import Launcher
 from src.distributed.machines import differences, join
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Rounding, Run, Whole, slow
@@ -186,10 +182,3 @@ def test_a_machine_rank_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("socket.gethostname", lambda: "host3")
     with pytest.raises(UserError, match="^machine_rank=1 is taken twice: by host2 and host3$"):
         join({}, 1)
-
-
-def test_processes_that_are_no_multiple_of_the_machines_are_refused() -> None:
-    launcher = Launcher([], Namespace(num_processes=5, num_machines=2), "mine.yaml", {}, {})
-    assert list(launch_errors(launcher, run_settings([]), 4, False)) == [
-        "5 processes were asked for, but mine.yaml starts 4: take a multiple of the 2 machines"
-    ]
