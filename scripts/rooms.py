@@ -28,7 +28,7 @@ FILES = {
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/shakespeare.yaml configs/sst2.yaml sweeps/shakespeare.yaml"
     " sweeps/sst2.yaml examples/dpo.* examples/token_classification.* examples/make_text.py src/tools/generate.py"
-    " docs/transformers.md docs/sizes.md",
+    " docs/transformers.md",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
     " tests/test_wandb_sweep.py",
