@@ -37,7 +37,7 @@ FILES = {
     "course": "docs/learn tests/test_learn.py",
     "rooms": "scripts/rooms.py docs/make-it-yours.md",
     "template": "scripts/new* scripts/stub* tests/test_new_project.py tests/test_rooms.py .ci CITATION.cff"
-    " docs/promises.md docs/run.svg",
+    " docs/run.svg",
 }
 """The files and folders of each room."""
 SHARED = {
