@@ -1,4 +1,4 @@
-"""What docs/transformers.md says about models that are too large to try here, worked out from models without weights."""
+"""What docs/transformers.md says of models that are too large to try here, worked out from models without weights."""
 
 import re
 from pathlib import Path
