@@ -28,16 +28,16 @@ FILES = {
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/shakespeare.yaml configs/sst2.yaml sweeps/shakespeare.yaml"
     " sweeps/sst2.yaml examples/dpo.* examples/token_classification.* examples/make_text.py src/tools/generate.py"
-    " docs/transformers.md docs/sizes.md",
+    " docs/transformers.md",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
     " tests/test_wandb_sweep.py",
-    "benchmarks": "benchmarks docs/speed.md docs/growth.svg tests/test_benchmarks.py",
+    "benchmarks": "benchmarks docs/figures.md docs/growth.svg tests/test_benchmarks.py",
     "examples": "examples docs/examples.md tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
     "rooms": "scripts/rooms.py docs/make-it-yours.md",
     "template": "scripts/new* scripts/stub* tests/test_new_project.py tests/test_rooms.py .ci CITATION.cff"
-    " docs/figures.md docs/promises.md docs/run.svg",
+    " docs/run.svg",
 }
 """The files and folders of each room."""
 SHARED = {

@@ -1,4 +1,4 @@
-"""benchmarks: that what they compare with is what they say. Their figures are in docs/speed.md."""
+"""benchmarks: that what they compare with is what they say. Their figures are in docs/figures.md."""
 
 import re
 import sys

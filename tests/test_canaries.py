@@ -163,7 +163,7 @@ def test_a_failed_save_of_dcp_is_no_exception() -> None:
 
 
 def test_fused_sgd_reads_momentum_that_a_left_out_first_step_has_not_written() -> None:
-    """step_if_finite in src/training/optim.py waits for that step (docs/upstream.md)."""
+    """step_if_finite in src/training/optim.py waits for that step (docs/figures.md)."""
     weight = nn.Parameter(torch.zeros(4))
     optimizer: Any = torch.optim.SGD([weight], lr=1.0, momentum=0.9, fused=True)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN

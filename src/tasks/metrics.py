@@ -13,7 +13,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 
 
 class _Numbers(datasets.Features):
-    """Columns that are written as they are: datasets would look at each number by itself (docs/upstream.md)."""
+    """Columns that are written as they are: datasets would look at each number by itself (docs/figures.md)."""
 
     def encode_batch(self, batch: dict[str, Any]) -> dict[str, np.ndarray]:
         return {name: np.asarray(column) for name, column in batch.items()}

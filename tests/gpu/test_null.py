@@ -128,8 +128,8 @@ def test_a_newer_flash_attention_is_used_if_it_works(tmp_path: Path, does: str, 
     ("row", "shape", "batch", "processes"), [("1.1B, one GPU", TINYLLAMA, 4, 0), ("8B, 8 GPUs", LLAMA_8B, 8, 8)]
 )
 def test_the_table_of_peaks(row: str, shape: dict[str, object], batch: int, processes: int) -> None:
-    """docs/sizes.md, by torch's own allocator, within a hundredth."""
-    page = (PROJECT / "docs/sizes.md").read_text()
+    """docs/transformers.md, by torch's own allocator, within a hundredth."""
+    page = (PROJECT / "docs/transformers.md").read_text()
     (cells,) = re.findall(rf"^\| {re.escape(row)} \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     probe = steps_of(*llama(4096, batch, shape), steps=3, processes=processes)
     assert [probe.peak, probe.reserved] == pytest.approx([float(cell) for cell in cells], rel=0.01)

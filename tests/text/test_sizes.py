@@ -1,4 +1,4 @@
-"""What docs/sizes.md says about models that are too large to try here, worked out from models without weights."""
+"""What docs/transformers.md says of models that are too large to try here, worked out from models without weights."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from src.tasks.text.lean import empty
 from src.tasks.text.lora import Lora
 
-PAGE = Path(__file__).parents[2] / "docs" / "sizes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 PROCESSES = 8
 CONFIGS = {
     "8B": LlamaConfig(

@@ -1,6 +1,6 @@
 """MKL leaves AVX-512 unused on AMD's CPUs: there oneDNN, which is part of torch as well, multiplies in its place.
 
-Sums are then added up in another order. docs/upstream.md has the figures, of a Zen 5; on a Zen 4, whose units are half
+Sums are then added up in another order. docs/figures.md has the figures, of a Zen 5; on a Zen 4, whose units are half
 as wide, both are as fast.
 """
 
