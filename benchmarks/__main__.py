@@ -1,4 +1,4 @@
-"""All benchmarks that a CPU of two cores can run, in under 25 minutes, in one table; benchmarks/gpu.py has the others.
+"""All benchmarks that a CPU of two cores can run, in one table; benchmarks/gpu.py has the others.
 
     make bench [ARGS='--data_dir=DIR']       measures (MNIST is downloaded into DIR, `data`, where it is missing)
     make bench-check                         measures, and fails where a ratio is worse than in results.json
@@ -13,18 +13,12 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import time
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.pairs import Comparison, load, save, table
 from benchmarks.runs import PROJECT
 
-QUESTIONS = (
-    "loop", "mnist", "evaluation", "data_parallel", "transformer", "packing", "sharding", "startup", "everything_on",
-    "growth", "prefetch",
-)  # fmt: skip
-NEEDS = {"transformer": "lightning", "growth": "matplotlib"}
+QUESTIONS = ("loop", "mnist", "language", "evaluation", "checkpoints")
 RESULTS = Path(__file__).parent / "results.json"
 MARGIN = 0.02
 
@@ -34,11 +28,10 @@ def measure(question: str, data_dir: str) -> list[Comparison]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         command = [sys.executable, "-m", f"benchmarks.{question}", f"--data_dir={data_dir}", f"--save={file}"]
-        started = time.perf_counter()
         done = subprocess.run(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit(f"benchmarks.{question} ended with exit code {done.returncode}: {done.stdout}")
-        print(f"{question}: {time.perf_counter() - started:.0f} s\n{done.stdout}", flush=True)
+        print(f"{question}\n{done.stdout}", flush=True)
         return load(file)
 
 
@@ -62,8 +55,6 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
     questions = chosen.questions or QUESTIONS
-    if absent := [name for question, name in NEEDS.items() if question in questions and not find_spec(name)]:
-        sys.exit(f"{', '.join(absent)}: not installed; pip install -r benchmarks/requirements.txt")
     committed = {row.question: row for row in load(RESULTS)}
     measured: list[Comparison] = []
     losses: list[str] = []

@@ -119,4 +119,4 @@ if __name__ == "__main__":
     if "--theirs" in sys.argv:
         save_states()
     else:
-        pairs.main(measure, __doc__)
+        pairs.main(measure, pairs.parser(__doc__))

@@ -105,4 +105,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--process"]:
         measure_in_process(sys.argv[2])
     else:
-        pairs.main(measure, __doc__)
+        pairs.main(measure, pairs.parser(__doc__))

@@ -1,21 +1,42 @@
-"""Language models: what train.py and its peers are both told, the data, and what each says that it did."""
+"""A small Llama trained by train.py, by the Trainer of transformers and by a plain loop on Accelerate, on the CPU.
+
+    python -m benchmarks.language
+
+A Llama of 10.8 million parameters, 8 sequences of 256 tokens per step, one process with 2 threads. Ours is train.py
+under `accelerate launch`, in bf16 also with --compile=true; the peers (language_peers.py) stay eager. Ours is compared
+with whichever of them has the better median. They take turns of 4 steps.
+
+Equal work, each asserted: parameters, steps, tokens, fp32 weights and the precision of products, and the mean loss of
+every interval within 1%, which it is only with the same first weights, the same sequences in the same order, and the
+same optimizer: fused AdamW at a constant learning rate, no clipping, no dropout, no decay of vectors. Different: ours
+learns from 256 targets per sequence, the others from 255; ours and Trainer compute the gradients' norm at each step.
+"""
 
 import json
-import math
 import random
 import re
+import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.runs import Side
+from benchmarks import pairs
+from benchmarks.pairs import Comparison, drift
+from benchmarks.runs import CORES, Side, take_turns, train_py
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 
 SEED, WEIGHT_DECAY = 0, 0.01
 STRATEGY = r"strategy .*, (\w+), (\w+) \(.*\)$"
+LENGTH, BATCH, INTERVAL, ROUNDS = 256, 8, 4, 3
+SHAPE = {
+    "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+}  # fmt: skip
+PEERS = ("trainer", "plain")
 
 
 @dataclass(frozen=True)
@@ -25,21 +46,18 @@ class Plan:
     shape: dict[str, Any]
     """Fields of LlamaConfig; without vocab_size, it is the byte tokenizer's."""
     length: int  # tokens of a sequence
-    batch: int
-    """Sequences per step; a peer makes it of `passes` with `micro` sequences, or padded documents, each."""
+    batch: int  # sequences per step
+    micro: int = 1  # sequences at once, of a peer
     interval: int = 1  # steps between two records of the loss
-    epochs: int = 1
     lr: float = 1e-3
     precision: str = "bf16"
-    micro: int = 0
-    passes: int = 1
     is_cuda: bool = False
 
     def settings(self, data: Path) -> dict[str, Any]:
         """Return train.py's."""
         return {
             "seed": SEED,
-            "epochs": self.epochs,
+            "epochs": 1,
             "global_batch_size": self.batch,
             "log_every": self.interval,
             "task.name": "causal_lm",
@@ -53,21 +71,20 @@ class Plan:
         }
 
     def peer(self, name: str, folder: Path) -> list[str]:
-        """Return the command of a peer, MODULE.ARGUMENT, to be started inside `folder`, where the data are."""
+        """Return the command of a peer, to be started inside `folder`, where the data are."""
         (folder / "plan.json").write_text(json.dumps(asdict(self)))
-        module, argument = name.split(".")
-        return [sys.executable, "-m", f"benchmarks.{module}", argument]
-
-
-def generated(size: int, source: random.Random) -> str:
-    """Return `size` bytes of words that a model can learn: a few are frequent, most are rare."""
-    words = ["".join(source.choices("etaoinshrdlu", k=source.randint(1, 8))) for _ in range(1000)]
-    return " ".join(source.choices(words, weights=[1 / rank for rank in range(1, 1001)], k=size))[:size]
+        return [sys.executable, "-m", "benchmarks.language_peers", name]
 
 
 def write_text(folder: Path, sequences: int, length: int) -> None:
-    """Write a text that makes exactly so many sequences, and them as the peers read them: in train.py's order."""
-    text = generated(sequences * length - 1, random.Random(SEED))  # a token in front begins it
+    """Write a text that makes exactly so many sequences, and them as the peers read them: in train.py's order.
+
+    A model can learn its words: a few are frequent, most are rare.
+    """
+    source = random.Random(SEED)
+    words = ["".join(source.choices("etaoinshrdlu", k=source.randint(1, 8))) for _ in range(1000)]
+    size = sequences * length - 1  # a token in front begins it
+    text = " ".join(source.choices(words, weights=[1 / rank for rank in range(1, 1001)], k=size))[:size]
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "train.txt").write_text(text)
     (folder / "data" / "validation.txt").write_text(text[: length - 1])
@@ -75,49 +92,20 @@ def write_text(folder: Path, sequences: int, length: int) -> None:
     np.save(folder / "sequences.npy", rows[np.random.default_rng([SEED, 0]).permutation(sequences)])
 
 
-def write_instructions(folder: Path, documents: int, median: float, length: int) -> None:
-    """Write rows of prompt and completion of log-normal length, sigma 1, up to `length`; a few also to evaluate on."""
-    source = random.Random(SEED)
-    rows = []
-    for _ in range(documents):
-        size = min(max(round(source.lognormvariate(math.log(median), 1.0)), 8), length - 2)
-        text, cut = generated(size, source), source.randint(2, size - 2)
-        rows.append(json.dumps({"prompt": text[:cut], "completion": text[cut:]}) + "\n")
-    (folder / "data").mkdir(parents=True)
-    (folder / "data" / "train.jsonl").write_text("".join(rows))
-    (folder / "data" / "validation.jsonl").write_text("".join(rows[:8]))
-
-
-def tokenised(folder: Path) -> list[dict[str, list[int]]]:
-    """Return these documents as Trainer reads them: the labels are not shifted."""
-    tokenizer = byte_tokenizer()
-    documents = []
-    for row in map(json.loads, (folder / "data" / "train.jsonl").read_text().splitlines()):
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        completion = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        documents.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion})
-    return documents
-
-
 def work(side: Side) -> dict[str, Any]:
-    """Return what a side did. Of documents, tokens are those that are followed by another of theirs."""
+    """Return what a side did."""
     if (side.folder / "work.json").exists():
         return json.loads((side.folder / "work.json").read_text())
     last = side.records[-1]
-    (parameters,), (device, precision) = told(side, r"model +([\d,]+) param"), told(side, STRATEGY)
+    parameters, tokens = (told(side, pattern)[0] for pattern in (r"model +([\d,]+) param", r"train +.*tokens ([\d,]+)"))
+    device, precision = told(side, STRATEGY)
     return {
         "parameters": int(parameters.replace(",", "")),
         "steps": last["step"],
-        "tokens": round(last["epoch"] * train_data(side)["tokens"]),
+        "tokens": round(last["epoch"] * int(tokens.replace(",", ""))),
         "device": device,
         "precision": precision,
     }
-
-
-def train_data(side: Side) -> dict[str, int]:
-    """Return what a run of train.py says of an epoch: sequences, tokens, targets and truncated documents."""
-    counts = re.findall(r"(?:^|, )([a-z ]+) ([\d,]*\d)(?=,|$)", told(side, r"train +(sequences .*)")[0])
-    return {name: int(count.replace(",", "")) for name, count in counts}
 
 
 def told(side: Side, pattern: str) -> tuple[str, ...]:
@@ -127,8 +115,39 @@ def told(side: Side, pattern: str) -> tuple[str, ...]:
     return found.groups()
 
 
-def assert_same_work(works: dict[str, dict[str, Any]]) -> None:
-    """Compare them with the first one's."""
-    expected = next(iter(works.values()))
-    for name, done in works.items():
-        assert done == expected, f"not the same work: {expected}, {name} {done}"
+def assert_same(side: Side, first: Side, within: float) -> None:
+    """Compare the work of two sides, and their losses."""
+    assert work(side) == work(first), f"not the same work: {work(first)}, {side.folder.name} {work(side)}"
+    off = drift(side.values, first.values)
+    assert off < within, f"not the same losses: {first.values}, {side.folder.name} {side.values}"
+
+
+def compare(precision: str, ours: dict[str, float], folder: Path) -> Iterator[Comparison]:
+    """Compare each of ours, by name with what it is to reach, with the best of the peers."""
+    plan = Plan(SHAPE, LENGTH, BATCH, BATCH, INTERVAL, precision=precision)
+    write_text(folder, (1 + ROUNDS) * INTERVAL * BATCH, LENGTH)
+    settings = plan.settings(folder / "data")
+    commands = {own: train_py(settings | {"compile": own == "compiled"}, precision=precision) for own in ours}
+    commands |= {name: plan.peer(name, folder) for name in PEERS}
+    sides = [Side(command, folder / name, CORES) for name, command in commands.items()]
+    turns = take_turns(ROUNDS, sides)
+    assert all(record["perf/padding"] == 0 for record in sides[0].records)
+    for side in sides:
+        assert_same(side, sides[0], within=0.01)
+    print(f"{precision}, {work(sides[0])}, losses {sides[0].values}")
+    speeds = {name: [INTERVAL * BATCH * LENGTH / s for s in taken] for name, taken in zip(commands, turns, strict=True)}
+    for name, found in speeds.items():
+        print(f"  {name:<9} {statistics.median(found):8,.0f} tokens/s ({min(found):,.0f} to {max(found):,.0f})")
+    best = max(PEERS, key=lambda name: statistics.median(speeds[name]))
+    for own, target in ours.items():
+        question = f"transformer {precision}{' compiled' * (own == 'compiled')}, best peer"
+        yield Comparison(question, "tokens/s", speeds[own], speeds[best], target, is_gain=True, is_speed=True)
+
+
+def measure(_: Path, folder: Path) -> list[Comparison]:
+    bf16 = compare("bf16", {"ours": 1.05, "compiled": 1.05}, folder / "bf16")
+    return [*bf16, *compare("fp32", {"ours": 1.0}, folder / "fp32")]
+
+
+if __name__ == "__main__":
+    pairs.main(measure, pairs.parser(__doc__))

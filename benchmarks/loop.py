@@ -101,4 +101,4 @@ if __name__ == "__main__":
         TASKS["mlp"] = "benchmarks.loop.Mlp"
         (train_or_check if sys.argv[1] == "train" else by_hand)(sys.argv[2:])
     else:
-        pairs.main(measure, __doc__)
+        pairs.main(measure, pairs.parser(__doc__))

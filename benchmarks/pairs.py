@@ -78,15 +78,21 @@ def load(file: Path) -> list[Comparison]:
     return [Comparison(**row) for row in json.loads(file.read_text())]
 
 
-def main(measure: Callable[[Path, Path], list[Comparison]], doc: str | None) -> None:
-    """Run the command line of a benchmark: `measure` takes the folder with MNIST, and one to work in."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", type=Path, default="data", help="folder with MNIST; downloaded where missing")
-    parser.add_argument("--save", type=Path, help="a file for the rows, as JSON")
-    chosen = parser.parse_args()
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return the command line of a benchmark, to which it can add options of its own."""
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--data_dir", type=Path, default="data", help="folder with MNIST; downloaded where missing")
+    options.add_argument("--save", type=Path, help="a file for the rows, as JSON")
+    return options
+
+
+def main(measure: Callable[..., list[Comparison]], options: argparse.ArgumentParser) -> None:
+    """Call `measure` with the folder with MNIST, one to work in, and the benchmark's own options."""
+    chosen = vars(options.parse_args())
+    data_dir, file = chosen.pop("data_dir").absolute(), chosen.pop("save")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else it would leave stopped processes behind
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(chosen.data_dir.absolute(), Path(folder))
+        rows = measure(data_dir, Path(folder), **chosen)
     print(table(rows))
-    if chosen.save:
-        save(rows, chosen.save)
+    if file:
+        save(rows, file)

@@ -137,7 +137,6 @@ class Side:
                 return
             if code is not None:
                 raise RuntimeError(f"{shlex.join(self.command)}\n{self.log[-6000:]}\nexit code {code}")
-            self.process.send_signal(signal.SIGCONT)  # `script` stops itself once it sees its child stopped
             time.sleep(0.005)
 
     def signal(self, number: int) -> list[psutil.Process]:
@@ -161,14 +160,13 @@ def running(*sides: Side) -> Iterator[None]:
             psutil.wait_procs(side.signal(signal.SIGKILL), timeout=30)
 
 
-def take_turns(rounds: int, sides: Sequence[Side], warm_up: int = 1) -> list[list[float]]:
-    """Start each and let it take turns that don't count (imports, compiling, first allocations), then one per round,
+def take_turns(rounds: int, sides: Sequence[Side]) -> list[list[float]]:
+    """Start each and let it take a turn that doesn't count (imports, compiling, first allocations), then one per round,
     then all come to their ends. Return the seconds of each turn, shape (sides, rounds)."""
     with running(*sides):
         for side in sides:
             side.start()
-            for _ in range(warm_up):
-                side.turn()
+            side.turn()
         seconds = in_turn(rounds, *(side.turn for side in sides))
         for side in sides:
             side.finish()

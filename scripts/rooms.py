@@ -32,7 +32,7 @@ FILES = {
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
     " tests/test_wandb_sweep.py",
-    "benchmarks": "benchmarks docs/figures.md docs/growth.svg tests/test_benchmarks.py",
+    "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py",
     "examples": "examples docs/examples.md tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
     "rooms": "scripts/rooms.py docs/make-it-yours.md",

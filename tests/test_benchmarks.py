@@ -33,7 +33,7 @@ def test_the_mnist_peer_is_the_same_model_and_prints_what_its_turns_end_with(
 def test_the_mnist_peer_can_be_the_users_own_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "raw", 1)
-    side = mnist.theirs(tmp_path, tmp_path / "theirs", 14, "main.py")
+    side = mnist.theirs(tmp_path, tmp_path / "theirs", 14, Path("main.py"))
     assert side.command == [sys.executable, f"{tmp_path}/main.py", "--no-accel", "--epochs=14"]
     assert (side.folder.parent / "data/MNIST/raw/train-images-idx3-ubyte").exists(), "where it looks for its images"
 
