@@ -302,7 +302,7 @@ def test_a_link_to_a_disk_that_is_not_mounted(link: str) -> None:
     """Tried without: a run whose checkpoints are elsewhere starts over, or ends in a traceback."""
     Path(f"runs{link}").parent.mkdir(parents=True, exist_ok=True)
     Path(f"runs{link}").symlink_to("/nowhere/disk")
-    assert f"runs{link} is a link to /nowhere/disk, which is not there; mount or make it" in mistakes()[-1]
+    assert f"runs{link} is a broken link to /nowhere/disk: mount the disk or create the folder" in mistakes()[-1]
 
 
 @pytest.mark.parametrize("proof", ["the record", "status.json"])

@@ -88,7 +88,7 @@ class Checkpoint(Settings):
 
     @property
     def num_best(self) -> int:
-        """How many of the best to keep."""
+        """Return how many of the best checkpoints to keep."""
         return max(self.keep_best, self.export_best)
 
 

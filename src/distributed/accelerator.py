@@ -61,7 +61,7 @@ class Launch:
     precision: str
     """fp32, bf16, fp16 or fp8; weights and optimizer are fp32 in all of them."""
     backend: str | None
-    """Of the collectives: nccl, gloo, ...; None in a single process."""
+    """Library of the collectives: nccl, gloo, ...; None in a single process."""
     comm_hook: str | None
     """Type that DDP casts gradients to on their way to the other processes: bf16 or fp16; None: no cast."""
     note: str | None

@@ -17,7 +17,8 @@ import psutil
 from src.config.errors import RunError, UserError
 
 GRACE_SECONDS = 5.0
-"""How long a process that may have failed only because another one did stays silent: the launcher ends it meanwhile."""
+"""Seconds to wait before reporting an error that may only be a symptom of another process's failure: the launcher ends
+this process meanwhile."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")

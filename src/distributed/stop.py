@@ -14,7 +14,7 @@ from src.config.config import Config
 from src.distributed.process import SIGNALS
 
 ASK_SECONDS = 0.5
-"""How long an evaluation goes on before its processes ask each other again whether to stop."""
+"""Seconds that an evaluation goes on before its processes ask each other again whether to stop."""
 
 
 class StopSignal:
@@ -34,12 +34,12 @@ class StopSignal:
 
     @property
     def reason(self) -> str | None:
-        """Why this process should stop; None if it was not asked to."""
+        """Return why this process should stop; None if it was not asked to."""
         return SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.time() > self._deadline else None)
 
     @property
     def requested(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Return whether this process was asked to stop."""
         return self.reason is not None
 
     def begin_sum(self, values: list[float]) -> Callable[[], list[float]]:

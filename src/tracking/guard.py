@@ -32,7 +32,7 @@ class Recorder:
     where = ""
     """Where the run is recorded, in a few words; known once it has started."""
     id: str | None = None
-    """By which a later session continues the run; None: it can't."""
+    """Name by which a later session continues the run; None: it can't."""
 
     def start(self) -> None:
         """Begin or continue the run."""
@@ -85,7 +85,7 @@ class Guarded:
 
     @property
     def where(self) -> str:
-        """Where the run is recorded, or why it is not."""
+        """Return where the run is recorded, or why it is not."""
         return f"not recorded: {self.failure}" if self.failure else self.recorder.where
 
     def tell(self, method: Callable[..., object], *arguments: Any) -> None:

@@ -38,12 +38,12 @@ class Recorders:
 
     @property
     def where(self) -> dict[str, str]:
-        """Where each of them records the run, by its title."""
+        """Return where each of them records the run, by its title."""
         return {recorder.recorder.title: recorder.where for recorder in self._all}
 
     @property
     def run_id(self) -> str | None:
-        """The id by which a later session continues the run there; None: there is none."""
+        """Return the id by which a later session continues the run there; None: there is none."""
         return next((recorder.recorder.id for recorder in self._all if recorder.recorder.id), None)
 
     def log(self, record: Record, tables: dict[str, Table]) -> None:

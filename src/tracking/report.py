@@ -41,7 +41,7 @@ PICTURES: dict[str, tuple[str, str, float]] = {
     "perf/waiting_seconds": ("Milliseconds per step", "waiting", 1e3),
     "perf/peak_memory_bytes": ("Peak memory, GiB", "", 2**-30),
 }
-"""By metric: the picture that it is drawn in, its label there, and what its values are multiplied by."""
+"""Picture that each metric is drawn in, its label there, and what its values are multiplied by."""
 SMOOTH = ("train/lr", "perf/peak_memory_bytes")
 """Metrics of training without noise."""
 ROOM, LONGEST = 400_000, 1500
@@ -57,7 +57,7 @@ class Recorded:
         """What can't be read, and is left out."""
         self.summary, self.status, self.check = (self._json(f"{n}.json") for n in ("summary", "status", "check"))
         self.settings = dict(flatten(saved_settings(folder) or parse(json.dumps(self.check.get("config")))))
-        """By dotted name. Where it isn't a run's folder, task.name is absent."""
+        """Values by dotted name. Where it isn't a run's folder, task.name is absent."""
         self.task = self.settings.get("task.name")
         self.curves: dict[str, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
         """Steps and finite values by metric."""

@@ -36,9 +36,9 @@ class BatchCounts(NamedTuple):
 
     targets: int
     tokens: int
-    """Without padding; 0 if it is not text."""
+    """Tokens without padding; 0 if it is not text."""
     padded_tokens: int
-    """With padding."""
+    """Tokens with padding."""
 
 
 class MicroBatch(NamedTuple):
@@ -47,9 +47,9 @@ class MicroBatch(NamedTuple):
     data: Any
     """What the task's `collate` returned, on the device."""
     num_examples: int
-    """0 if it is a dummy."""
+    """Examples in it; 0 if it is a dummy."""
     counts: BatchCounts
-    """As if it were no dummy."""
+    """What it has to be counted for, as if it were no dummy."""
 
     @property
     def weight(self) -> float:

@@ -27,9 +27,9 @@ class StepCounts(NamedTuple):
     targets: float
     """What the loss is a mean over: examples or tokens."""
     tokens: float
-    """Without padding; 0 if the task is not text."""
+    """Tokens without padding; 0 if the task is not text."""
     padded_tokens: float
-    """With padding."""
+    """Tokens with padding."""
     stop_requests: float
     """Processes that were asked to stop."""
 
@@ -46,7 +46,7 @@ class StepResult(NamedTuple):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm, for which this waits for the device; None: not finite, and the step was not taken."""
+        """Return the norm, for which this waits for the device; None: not finite, and the step was not taken."""
         norm = self.norm.item()
         return norm if math.isfinite(norm) else None
 
@@ -83,7 +83,7 @@ class Progress:
     finite_in_a_row: int = 0
     """Steps since the loss scale last changed."""
     interval: list[float] = field(default_factory=lambda: [0.0] * 4)
-    """Loss sum, targets, tokens without and with padding, over all processes, in this interval."""
+    """Sums over all processes in this interval: loss, targets, tokens without and with padding."""
     interval_seconds: float = 0.0
     """Time in this interval, evaluations excluded."""
     training_seconds: float = 0.0
@@ -91,7 +91,7 @@ class Progress:
     seconds: float = 0.0
     """Time since the first step, evaluations included, the time between two sessions of a run excluded."""
     tokens: float = 0.0
-    """Without padding, before this interval."""
+    """Tokens without padding, before this interval."""
     train_loss: float | None = None
     """The loss in the last training record; None: no step in it had a finite one."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -107,12 +107,12 @@ class Progress:
 
     @property
     def last_evaluated(self) -> int:
-        """The step that the last evaluation came after; 0: none yet."""
+        """Return the step that the last evaluation came after; 0: none yet."""
         return next(reversed(self.evaluations), 0)
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """The results of the last evaluation; empty: none yet."""
+        """Return the results of the last evaluation; empty: none yet."""
         return self.evaluations.get(self.last_evaluated, {})
 
     def start_clock(self) -> None:

@@ -32,7 +32,7 @@ class Run:
     resume_command: str
     """The command that continues it."""
     model: nn.Module
-    """As prepared: wrapped in DDP, or sharded."""
+    """The model as prepared: wrapped in DDP, or sharded."""
     optimizers: list[Optimizer]
     progress: Progress
     train_set: Examples
@@ -72,7 +72,7 @@ class Run:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The model's parameters, cached: walking through the modules takes longer than a small model's update."""
+        """Return the model's parameters, cached: walking through the modules takes longer than a small model's update."""
         return list(self.model.parameters())
 
     @cached_property
@@ -122,7 +122,7 @@ def new_model(
     set_seed(config.seed)
     model = config.task.build_empty_model(*sharding) if sharding else None
     if model is None:
-        set_seed(config.seed)  # again: it may have drawn before it found out that it can't
+        set_seed(config.seed)  # build_empty_model may have consumed random numbers before giving up
         model = config.task.build_model()
     if device_type == "cpu":  # room: cpu
         tuned += tune_for_cpu(model, precision, sharding is not None)  # room: cpu

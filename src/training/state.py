@@ -39,7 +39,7 @@ class ResumePoint:
     """What a run continues from."""
 
     checkpoint: Path | None = None
-    """None: the run starts at its beginning."""
+    """Where it is; None: the run starts at its beginning."""
     state: RunState | None = None
     notes: list[str] = field(default_factory=list)
     """What the user should know about the choice, a line each."""
@@ -50,12 +50,12 @@ class ResumePoint:
 
     @property
     def progress(self) -> Progress:
-        """The counters that the run goes on with."""
+        """Return the counters that the run goes on with."""
         return self.state.progress if self.state else Progress()
 
     @property
     def summary(self) -> str:
-        """What the run continues from, in one line; empty if there is no checkpoint."""
+        """Return what the run continues from, in one line; empty if there is no checkpoint."""
         if not (state := self.state):
             return ""
         where = f"from {self.checkpoint}, saved under {state.strategy} x {state.num_processes}"
@@ -63,7 +63,7 @@ class ResumePoint:
 
     @property
     def is_disk_shared(self) -> bool:
-        """Whether all machines see the same output folder, as they must without a mirror."""
+        """Return whether all machines see the same output folder, as they must without a mirror."""
         return self.mirror is None or self.mirror.is_shared
 
     def is_own(self, config: Config) -> bool:

@@ -24,7 +24,7 @@ from src.config.config import Config
 from src.config.errors import UserError
 
 INPUTS_OF_BLOCKS = r"L\['(args|kwargs)'\]"
-"""As the compiler calls them: blocks of transformers take (*args, **kwargs)."""
+"""The inputs of a block as the compiler calls them: those of transformers take (*args, **kwargs)."""
 
 
 def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
