@@ -169,7 +169,8 @@ def _write_errors(folder: Path) -> Iterator[str]:
     own = [folder, *(folder / name for name in RUN_FILES), *folder.glob("checkpoints/step_*")]
     for path in (*folder.absolute().parents, *own):
         if path.is_symlink() and not path.exists():
-            yield f"output_dir={folder}: {path} is a broken link to {os.readlink(path)}: mount the disk or create the folder"
+            target = os.readlink(path)
+            yield f"output_dir={folder}: {path} is a broken link to {target}: mount the disk or create the folder"
     parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
     if not parent.is_dir():
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"

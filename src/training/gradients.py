@@ -14,7 +14,8 @@ from src.distributed.accelerator import num_replicas
 
 def float64_zeros(shape: int | tuple[int, ...], device: torch.device) -> Tensor:
     """Return zeros to sum in: float64, or float32 on MPS, which has no float64."""
-    return torch.zeros(shape, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -23,28 +24,43 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def grad_norm(accelerator: Accelerator, gradients: list[Tensor]) -> Tensor:
-    """Return the L2 norm of the gradients of all processes; shape (), float64 (on MPS float32), on the run's device,
-    for which this doesn't wait. Collective if they are sharded: else each process has all of them.
+    """Return the L2 norm of the gradients of all processes, without waiting for the device.
+
+    Collective if they are sharded: else each process has all of them.
 
     Args:
         gradients: this process's.
+
+    Returns:
+        Shape (), float64 (on MPS float32), on the run's device.
     """
     squares = grad_square_sum(gradients).to(accelerator.device)
     if accelerator.is_fsdp2:
-        squares = accelerator.reduce(squares, "sum") / num_replicas(accelerator)
+        squares = accelerator.reduce(squares, "sum")
+        # under HSDP each shard is on several processes, and was counted as often
+        squares = squares / num_replicas(accelerator)
     return squares.sqrt()
 
 
 def grad_square_sum(gradients: list[Tensor]) -> Tensor:
     """Return the sum of the squares of all values; shape (), float64 (on MPS float32)."""
     device = gradients[0].device
-    if device.type == "cpu":  # torch's norm of a million values is off by 5e-5 there, but its sum adds in pairs
-        return torch.stack([gradient.square().sum() for gradient in gradients]).double().sum()
+    if device.type == "cpu":
+        # torch's norm of a million values is off by 5e-5 there, but its sum adds in pairs
+        squares = [gradient.square().sum() for gradient in gradients]
+        return torch.stack(squares).double().sum()
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square().sum()
+    # one kernel for all of them
+    norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+    return torch.stack(norms).square().sum()
 
 
-def scale_and_clip_(gradients: list[Tensor], scale: float | Tensor, norm: Tensor, max_norm: float | None) -> None:
+def scale_and_clip_(
+    gradients: list[Tensor],
+    scale: float | Tensor,
+    norm: Tensor,
+    max_norm: float | None,
+) -> None:
     """Multiply the gradients by `scale`, in place, and clip them to a global L2 norm of `max_norm` if one is given.
 
     Args:
@@ -53,7 +69,9 @@ def scale_and_clip_(gradients: list[Tensor], scale: float | Tensor, norm: Tensor
         norm: L2, of all gradients over all processes, after scaling; shape (), on any device.
     """
     if max_norm is not None:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) * scale
+        # 1e-6, as in torch's clip_grad_norm_; at most 1, so that small gradients stay as they are
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = clip * scale
     if isinstance(scale, Tensor):
         torch._foreach_mul_(gradients, scale.to(gradients[0]))
     elif scale != 1:
@@ -61,17 +79,21 @@ def scale_and_clip_(gradients: list[Tensor], scale: float | Tensor, norm: Tensor
 
 
 def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
-    """Take the step, unless the gradients' norm, of shape (), is not finite: on a GPU where an optimizer is fused and
-    can leave it out by itself, else by waiting for the answer. Then clear the gradients."""
+    """Take the step, unless the gradients' norm, of shape (), is not finite. Then clear the gradients.
+
+    On a GPU a fused optimizer leaves the step out by itself; of others the host waits for the answer.
+    """
     for optimizer in optimizers:
         # torch's fused SGD reads momentum that its first step should have written, even if that was left out
         needs_first_step = optimizer.defaults.get("momentum") and not optimizer.state
-        if optimizer.defaults.get("fused") and not norm.is_cpu and not needs_first_step:
+        is_fused = optimizer.defaults.get("fused") and not norm.is_cpu and not needs_first_step
+        is_recorded = optimizer.param_groups[0].get("capturable") and optimizer.state
+        if is_fused:
             # as torch.amp.GradScaler does it; the optimizer would copy it to offloaded parameters without waiting
             device = optimizer.param_groups[0]["params"][0].device
             optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
             optimizer.step()
-        elif optimizer.param_groups[0].get("capturable") and optimizer.state:
+        elif is_recorded:
             _step_or_undo(optimizer, norm.isfinite())
         elif math.isfinite(norm):
             optimizer.step()

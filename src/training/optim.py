@@ -1,8 +1,8 @@
-"""Optimizers by name, the learning rate as a function of the step, and the scaling of gradients."""
+"""Optimizers by name, and the learning rate as a function of the step."""
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,21 +20,30 @@ class Schedule(NamedTuple):
 
 
 def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
-    """Return one optimizer; for muon two: it takes the weight matrices except embeddings and the last layer, and adamw
-    takes the rest, if any. Call it after FSDP has sharded the model."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    hidden: set[nn.Parameter] = set()
-    if config.name == "muon":
-        ends = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        ends.update([m.weight for m in model.modules() if isinstance(m, nn.Linear)][-1:])
-        hidden = {p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and p not in ends}
-    rest = [p for p in parameters if p not in hidden]
-    matrices = {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay}
-    vectors = {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}
-    groups = [group for group in (matrices, vectors) if group["params"]]
+    """Return one optimizer; for muon two.
+
+    Muon takes the weight matrices except embeddings and the last layer, and adamw takes the rest, if any. Call it after
+    FSDP has sharded the model: optimizers hold references to the parameters, which sharding replaces.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hidden = hidden_matrices(model) if config.name == "muon" else set()
+    rest = [p for p in trained if p not in hidden]
+
+    # Biases and the scales of norms don't decay: zero is nothing special to them.
+    matrices = {
+        "params": [p for p in rest if p.ndim >= 2],
+        "weight_decay": config.weight_decay,
+    }
+    vectors = {
+        "params": [p for p in rest if p.ndim < 2],
+        "weight_decay": 0.0,
+    }
+    groups: list[dict[str, Any]] = [group for group in (matrices, vectors) if group["params"]]
+
     match config.name:
         case "sgd":
-            is_sharded = any(isinstance(p, DTensor) for p in parameters)
+            # torch's fused SGD takes no DTensor
+            is_sharded = any(isinstance(p, DTensor) for p in trained)
             return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
             return [Adadelta(groups, lr=config.lr)]
@@ -42,16 +51,30 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
             optimizers: list[Optimizer] = []
             if hidden:
                 muon = Muon(
-                    [p for p in parameters if p in hidden],
+                    [p for p in trained if p in hidden],
                     lr=config.lr,
                     weight_decay=config.weight_decay,
                     momentum=config.momentum,
-                    adjust_lr_fn="match_rms_adamw",  # updates of adamw's size, so that both share one learning rate
+                    # updates of adamw's size, so that both share one learning rate
+                    adjust_lr_fn="match_rms_adamw",
                 )
                 optimizers.append(muon)
             if groups:
+                # fused: one kernel for all parameters, which can leave a step out by itself
                 optimizers.append(AdamW(groups, lr=config.lr, betas=config.betas, fused=True))
             return optimizers
+
+
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the trained weight matrices between the embeddings and the last layer: those that Muon is for (Jordan et
+    al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+    ends = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if linear:
+        ends.add(linear[-1].weight)
+    matrices = {p for p in model.parameters() if p.requires_grad and p.ndim == 2}
+    # a single row or column is a vector in all but name
+    return {p for p in matrices if min(p.shape) > 1} - ends
 
 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:
@@ -61,10 +84,15 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
     decay_epochs epochs (torch's StepLR); one_cycle: cosine up from a 25th of the peak, cosine down (Smith & Topin 2018,
     https://arxiv.org/abs/1708.07120, as torch's OneCycleLR). All but one_cycle warm up linearly.
     """
-    warmup = round(config.warmup_steps * schedule_steps) if config.warmup_steps < 1 else config.warmup_steps
+    warmup = config.warmup_steps
+    if warmup < 1:  # a share of the schedule
+        warmup = round(warmup * schedule_steps)
     if step < warmup:
         rise = (step + 1) / warmup
-        return config.lr * (_cosine(1 / 25, 1, rise) if config.schedule == "one_cycle" else rise)
+        if config.schedule == "one_cycle":
+            return config.lr * _cosine(1 / 25, 1, rise)
+        return config.lr * rise
+
     progress = (step - warmup) / max(1, schedule_steps - warmup)
     match config.schedule:
         case "constant":
@@ -74,15 +102,17 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
         case "cosine" | "one_cycle":
             return config.lr * _cosine(1, config.final_lr_ratio, progress)
         case "step":
-            return config.lr * config.decay_factor ** math.floor(step / steps_per_epoch / config.decay_epochs + 1e-9)
+            # 1e-9: a quotient that should be whole may come out just below
+            decays = math.floor(step / steps_per_epoch / config.decay_epochs + 1e-9)
+            return config.lr * config.decay_factor**decays
 
 
 def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if not isinstance(
-                group["lr"], Tensor
-            ):  # src/training/cuda_graph.py sets a tensor: a graph would repeat this value
+            # training/cuda_graph.py sets a tensor, as a recorded step would repeat a number
+            if not isinstance(group["lr"], Tensor):
                 group["lr"] = lr
 
 

@@ -72,7 +72,7 @@ class Run:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """Return the model's parameters, cached: walking through the modules takes longer than a small model's update."""
+        """Return the model's parameters; cached, as walking through the modules takes longer than a small update."""
         return list(self.model.parameters())
 
     @cached_property
