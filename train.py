@@ -43,7 +43,7 @@ from src.tracking.tracker import Tracker, stop_at_start
 from src.tracking.wandb import fetch_artifacts  # room: wandb
 from src.training.batches import CountedSteps, MicroBatch, TrainStep, evaluation_batches, training_steps
 from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
-from src.training.evaluation import Evaluation, gather_in_order, metrics_of, score
+from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import StepCounts, StepResult
@@ -256,7 +256,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     stop meanwhile."""
     accelerator, task = run.accelerator, run.task
     run.model.eval()
-    scores = score(task, run.model, evaluation_batches(run), run.device, stop)
+    scores = evaluate_batches(task, run.model, evaluation_batches(run), run.device, stop)
     report = task.report(run.model, run.device) if scores else {}
     run.model.train()
     if scores is None:

@@ -79,12 +79,14 @@ class ShardedBatchSampler:
         chunk = self.micro_batch_size * self.world_size
         for start in range(0, len(self.order), self.global_batch_size):
             batch = self.order[start : start + self.global_batch_size]
+            # dealt out in turn, so that a global batch holds the same examples on any number of processes
             yield [batch[i : i + chunk][self.rank :: self.world_size] for i in range(0, len(batch), chunk)]
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps():
             for indices in step:
-                yield indices.tolist() or self.order[:1].tolist()  # a dummy's example does not count
+                # without an example left, any stands in: a dummy's does not count
+                yield indices.tolist() or self.order[:1].tolist()
 
 
 def epoch_seed(config: Config, epoch: int, *purpose: int) -> list[int]:
@@ -139,9 +141,11 @@ class CountedSteps:
 
     def _begin_next(self) -> None:
         self._upcoming = next(self._steps, [])
-        counts = np.zeros(3)  # nothing, after the last step
+        # after the last step there are no batches: the sums are zeros
+        counts = np.zeros(3)
         for batch in self._upcoming:
             counts += batch.weight * np.array(batch.counts)
+        # one small all-reduce on the CPU, which goes on while the device computes
         sums = self._stop.begin_sum([*counts.tolist(), self._stop.requested])
         self._exchanged = lambda: StepCounts(*sums())
 
@@ -183,7 +187,8 @@ def _load(
     config = run.config
     sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.rank, run.world_size)
     batches: Iterator[Any]
-    if config.num_workers == 0:  # a DataLoader would take as long as a small model's step
+    if config.num_workers == 0:
+        # a DataLoader would take as long as a small model's step
         batches = (fetch(config.task, dataset, indices) for indices in sampler)
     else:
         # for what examples draw themselves: its own for each process and epoch
@@ -213,11 +218,18 @@ def _on_device(run: Run, steps: Iterator[list[MicroBatch]]) -> Iterator[list[Mic
 
 
 def _copy(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
-    if device.index is not None:  # a single process's has none; each thread has a current device of its own
+    # each thread has a current device of its own; a single process's has no index
+    if device.index is not None:
         torch.accelerator.set_device_index(device)
-    if device.type == "cuda":  # from other memory, a copy would wait until the device has finished
-        step = [batch._replace(data=recursively_apply(_pinned, batch.data)) for batch in step]
-    return [batch._replace(data=send_to_device(batch.data, device, non_blocking=True)) for batch in step]
+    copied = []
+    for batch in step:
+        data = batch.data
+        if device.type == "cuda":
+            # from other memory, a copy would wait until the device has finished
+            data = recursively_apply(_pinned, data)
+        data = send_to_device(data, device, non_blocking=True)
+        copied.append(batch._replace(data=data))
+    return copied
 
 
 def _pinned(tensor: Tensor) -> Tensor:

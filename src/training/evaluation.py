@@ -1,5 +1,6 @@
 """Evaluation: the one loop over batches that training, --check and the tools share, and its results in order."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class Scores(NamedTuple):
 
 
 @torch.no_grad()
-def score(
+def evaluate_batches(
     task: Task, model: nn.Module, batches: Iterable[MicroBatch], device: torch.device, stop: StopSignal | None = None
 ) -> Scores | None:
     """Return the scores of this process's batches; None if told to stop meanwhile."""
@@ -47,6 +48,7 @@ def score(
         if stop and stop.poll():
             return None
         loss, batch_outputs = returned(task, "evaluate", model, batch.data)
+        # a dummy batch, of weight 0, is only there because FSDP's forward is collective
         loss_sum += loss * batch.weight
         targets += batch.counts.targets * batch.weight
         examples += batch.num_examples
@@ -67,7 +69,7 @@ def evaluate_alone(
             batch = micro_batch(task, fetch(task, dataset, indices), len(indices))
             yield batch._replace(data=send_to_device(batch.data, device))
 
-    scores = score(task, model, batches(), device)
+    scores = evaluate_batches(task, model, batches(), device)
     assert scores  # as nobody asks it to stop
     loss_sum, targets, _ = scores.totals.tolist()
     return loss_sum / max(targets, 1), {name: output.cpu() for name, output in scores.outputs.items()}
@@ -81,10 +83,14 @@ def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int
         num_examples: of the dataset: the length of what is returned.
     """
     world_size = accelerator.num_processes
-    missing = -(-num_examples // world_size) - len(outputs)  # 0 or 1, as shares are every world_size-th example
-    padded = torch.cat([outputs, outputs.new_zeros(missing, *outputs.shape[1:])])
+    largest_share = math.ceil(num_examples / world_size)
+    # a gather takes equal sizes; shares are every world_size-th example, so that one is missing at most
+    missing = outputs.new_zeros(largest_share - len(outputs), *outputs.shape[1:])
+    padded = torch.cat([outputs, missing])
     gathered = accelerator.gather(padded).view(world_size, *padded.shape)
-    return gathered.transpose(0, 1).flatten(0, 1)[:num_examples].cpu()
+    # the first example of each process, then the second, …: the order of the dataset, with the padding last
+    in_order = gathered.transpose(0, 1).flatten(0, 1)
+    return in_order[:num_examples].cpu()
 
 
 def metrics_of(task: Task, loss: float, examples: int, outputs: dict[str, Any]) -> dict[str, float]:

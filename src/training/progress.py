@@ -101,7 +101,8 @@ class Progress:
     evaluations_without_gain: int = 0
 
     def __post_init__(self) -> None:
-        self.evaluations = {int(step): results for step, results in self.evaluations.items()}  # JSON's keys are text
+        # JSON's keys are text
+        self.evaluations = {int(step): results for step, results in self.evaluations.items()}
         self._unread: list[StepResult] = []
         self.start_clock()
 
@@ -123,7 +124,8 @@ class Progress:
         """Count the time since the last tick, as training or as evaluation."""
         now = time.perf_counter()
         self.seconds += now - self._clock
-        self.interval_seconds += (now - self._clock) * is_training
+        if is_training:
+            self.interval_seconds += now - self._clock
         self._clock = now
 
     @contextmanager
@@ -138,24 +140,35 @@ class Progress:
         self._unread.append(result)
 
     def read_steps(self, accelerator: Accelerator, is_fp16: bool, max_bad_steps: int) -> bool:
-        """Count the steps that were added since the last call, for which this waits for the device: a step whose loss
-        is not finite doesn't count in the interval. Return whether there were `max_bad_steps` bad ones in a row.
-        Collective.
+        """Count the steps that were added since the last call, for which this waits for the device.
+
+        A step whose loss is not finite doesn't count in the interval. Collective.
+
+        Returns:
+            Whether there were `max_bad_steps` bad ones in a row.
         """
         if not self._unread:
             return False
         results, self._unread = self._unread, []
         sums = loss_sums(accelerator, results)
+        # one transfer for all of them: each would wait for the device
         norms = torch.stack([result.norm for result in results]).tolist()
         for result, loss_sum, grad_norm in zip(results, sums, norms, strict=True):
             if math.isfinite(loss_sum):
-                counts = result.counts
-                step = (loss_sum, counts.targets, counts.tokens, counts.padded_tokens)
-                self.interval = [total + n for total, n in zip(self.interval, step, strict=True)]
+                self._add_to_interval(loss_sum, result.counts)
             self.update_loss_scale(grad_norm, is_fp16)
             if self.skipped_in_a_row >= max_bad_steps:
                 return True
         return False
+
+    def _add_to_interval(self, loss_sum: float, counts: StepCounts) -> None:
+        totals = self.interval
+        self.interval = [
+            totals[0] + loss_sum,
+            totals[1] + counts.targets,
+            totals[2] + counts.tokens,
+            totals[3] + counts.padded_tokens,
+        ]
 
     def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> bool:
         """Update the loss scale; return whether the step was taken: a global norm decides, alike on all processes.
@@ -175,13 +188,16 @@ class Progress:
         self.finite_in_a_row = 0
         if is_fp16 and self.loss_scale > SMALLEST_LOSS_SCALE:
             self.loss_scale /= 2
-            self.skipped_in_a_row = 0  # in fp16 an overflow is no sign of trouble as long as a smaller scale can help
+            # an overflow is no sign of trouble as long as a smaller scale can help
+            self.skipped_in_a_row = 0
         return False
 
     def explain_bad_steps(self, config: Config, is_fp16: bool, newest: Path | None) -> str:
         """Return a message that says why the run ends. `newest` is the last checkpoint."""
-        advice = "use bf16" if is_fp16 else "lower optim.lr, set optim.max_grad_norm or look for bad values in the data"
         fault = f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped"
+        advice = "lower optim.lr, set optim.max_grad_norm or look for bad values in the data"
+        if is_fp16:
+            advice = "use bf16"
         return f"{fault}: {advice}; the last checkpoint is {newest or 'none'}"
 
     def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
@@ -202,9 +218,11 @@ class Progress:
 
     def end_interval(self) -> None:
         """Begin the next interval."""
+        _, _, tokens, _ = self.interval
         self.training_seconds += self.interval_seconds
-        self.tokens += self.interval[2]
-        self.interval, self.interval_seconds = [0.0] * 4, 0.0
+        self.tokens += tokens
+        self.interval = [0.0] * 4
+        self.interval_seconds = 0.0
 
     def count_evaluation(self, results: dict[str, float], settings: EarlyStopping) -> None:
         """Keep the results of the evaluation after this step, and whether they are an improvement."""
@@ -214,7 +232,8 @@ class Progress:
         now = score(results, settings.metric, settings.mode)
         self.evaluations_without_gain += 1
         if self.best is None or now > self.best + settings.min_delta:
-            self.best, self.evaluations_without_gain = now, 0
+            self.best = now
+            self.evaluations_without_gain = 0
 
     def is_out_of_patience(self, settings: EarlyStopping) -> bool:
         """Return whether to end the run: the same on all processes, and after a resume."""
@@ -226,4 +245,6 @@ def score(results: Mapping[str, float], metric: str, mode: Literal["min", "max"]
     value = results[metric]
     if math.isnan(value):
         return -sys.float_info.max
-    return -value if mode == "min" or (mode is None and metric.endswith(LESS_IS_BETTER)) else value
+    if mode is None:
+        mode = "min" if metric.endswith(LESS_IS_BETTER) else "max"
+    return -value if mode == "min" else value

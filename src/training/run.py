@@ -43,7 +43,7 @@ class Run:
     """Facts about model and data, for summary.json and the start-up summary."""
 
     def __post_init__(self) -> None:
-        if not self.is_fp16:
+        if not self.is_fp16:  # only fp16 underflows
             self.progress.loss_scale = 1.0
 
     @property
@@ -81,16 +81,20 @@ class Run:
 
     @cached_property
     def total_steps(self) -> int:
-        return self.config.steps(self.steps_per_epoch)[0]
+        total, _ = self.config.steps(self.steps_per_epoch)
+        return total
 
     @cached_property
     def schedule(self) -> Schedule:
-        return Schedule(self.config.steps(self.steps_per_epoch)[1], self.steps_per_epoch)
+        _, schedule_steps = self.config.steps(self.steps_per_epoch)
+        return Schedule(schedule_steps, self.steps_per_epoch)
 
     def is_evaluation_due(self) -> bool:
         """Return whether an evaluation is due after this step and has not been made yet."""
-        step, every = self.progress.step, self.config.eval_every or self.steps_per_epoch
-        return (step % every == 0 or step == self.total_steps) and step > self.progress.last_evaluated
+        step = self.progress.step
+        every = self.config.eval_every or self.steps_per_epoch
+        is_due = step % every == 0 or step == self.total_steps
+        return is_due and step > self.progress.last_evaluated
 
     def is_evaluated(self) -> bool:
         """Return whether this step has been evaluated."""
@@ -98,13 +102,20 @@ class Run:
 
     def is_save_due(self) -> bool:
         """Return whether a checkpoint is due after this step, even if it is not the last one."""
+        # what was just evaluated may be the best so far
         is_candidate = self.config.checkpoint.num_best > 0 and self.is_evaluated()
         return self.progress.step % self.config.save_every == 0 or is_candidate
 
     def is_read_due(self) -> bool:
         """Return whether the host needs this step's numbers now: until then, it doesn't wait for the device."""
-        is_last = self.progress.step == self.total_steps
-        return is_last or self.is_fp16 or self.is_log_due() or self.is_evaluation_due() or self.is_save_due()
+        # in fp16 the next step's loss scale depends on this one's norm
+        return (
+            self.is_fp16
+            or self.progress.step == self.total_steps
+            or self.is_log_due()
+            or self.is_evaluation_due()
+            or self.is_save_due()
+        )
 
     def is_log_due(self) -> bool:
         """Return whether an interval ends with this step."""
@@ -114,22 +125,29 @@ class Run:
 def new_model(
     config: Config, device_type: str, precision: str, sharding: tuple[int, int] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the task's model, the same on all processes, and facts about it by name. `sharding`, of FSDP: which shard
-    is this process's, and their number; the model may then be without weights."""
-    tuned = config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
+    """Return the task's model, the same on all processes, and facts about it by name.
+
+    Args:
+        sharding: under FSDP, which shard is this process's, and their number; the model may then be without weights.
+    """
+    task = config.task
+    tuned = task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
     tuned += ["compile"] if config.compile else []
     tuned += ["cuda_graphs"] if config.cuda_graphs else []  # room: cuda_graphs
+
+    # the same seed on all processes: the same weights
     set_seed(config.seed)
-    model = config.task.build_empty_model(*sharding) if sharding else None
+    model = task.build_empty_model(*sharding) if sharding else None
     if model is None:
         set_seed(config.seed)  # build_empty_model may have consumed random numbers before giving up
-        model = config.task.build_model()
+        model = task.build_model()
     if device_type == "cpu":  # room: cpu
         tuned += tune_for_cpu(model, precision, sharding is not None)  # room: cpu
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    parameters = list(model.parameters())
+    is_empty = any(p.is_meta for p in parameters)
     return model, {
-        "parameters": sum(size for size, _ in sizes),
-        "trained_parameters": sum(size for size, is_trained in sizes if is_trained),
+        "parameters": sum(p.numel() for p in parameters),
+        "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "tuned": tuned,
-        "built_whole": sharding is not None and not any(p.is_meta for p in model.parameters()),
+        "built_whole": sharding is not None and not is_empty,
     }

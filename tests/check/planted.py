@@ -432,7 +432,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------------- the evaluation
 def in_evaluation(patch: pytest.MonkeyPatch, wrapper: Callable[..., Any]) -> None:
     """Wrap what train.evaluate calls with the batches, not what it is compared with."""
-    wrap(patch, train, "score", wrapper)
+    wrap(patch, train, "evaluate_batches", wrapper)
 
 
 def after_evaluation(patch: pytest.MonkeyPatch, do: Callable[[Any], object]) -> None:
