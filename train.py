@@ -14,9 +14,9 @@ if __name__ == "__main__":  # a signal may come, or the launcher die, during the
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, get_int_from_env, set_seed
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -36,6 +36,7 @@ from src.distributed.accelerator import (
 from src.distributed.launcher import resume_command
 from src.distributed.machines import alike, require_same_data  # room: machines
 from src.distributed.stop import StopSignal
+from src.tasks.base import Examples, Task
 from src.tasks.returned import Examined, returned
 from src.tracking.performance import Performance  # room: performance
 from src.tracking.summary import dry_run
@@ -52,7 +53,8 @@ from src.training.transforms import transform
 
 
 def main() -> None:
-    record(train_or_check)(sys.argv[1:])  # puts the traceback of what failed first into the launcher's table
+    # `record` puts the traceback of what failed first into the launcher's table
+    record(train_or_check)(sys.argv[1:])
 
 
 @exit_codes()
@@ -64,21 +66,16 @@ def train_or_check(argv: list[str]) -> None:
         return
     if config.check:  # room: check
         is_right = run_checks(run, train_step, evaluate, restore)  # room: check
-        leave(run)  # room: check
+        leave(run.accelerator)  # room: check
         sys.exit(0 if is_right else 1)  # room: check
     is_done = fit(run)
-    leave(run)
+    leave(run.accelerator)
     if is_done and config.push_to_hub and run.is_main:
         push_to_hub(config)
-    if not is_done and get_int_from_env(["GROUP_WORLD_SIZE"], 1) > 1 and not config.dry_run:
-        sys.exit(1)  # stopped, on several machines: after 0, launchers wait for minutes and report success
-
-
-def leave(run: Run) -> None:
-    """Leave the process group, once all processes are done: gloo sometimes aborts where one of them leaves earlier."""
-    SIGNALS.release()
-    run.accelerator.wait_for_everyone()
-    run.accelerator.end_training()
+    num_machines = get_int_from_env(["GROUP_WORLD_SIZE"], 1)
+    if not is_done and not config.dry_run and num_machines > 1:
+        # stopped: after exit code 0, launchers of several machines wait for minutes and report success
+        sys.exit(1)
 
 
 @alike  # room: machines
@@ -90,20 +87,27 @@ def settings(argv: list[str]) -> Config:
     )
 
 
+def leave(accelerator: Accelerator) -> None:
+    """Leave the process group, once all processes are done: gloo sometimes aborts where one of them leaves earlier."""
+    SIGNALS.release()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
 def build(config: Config) -> Run | None:
     """Join the processes, build data, model and optimizers, and load the checkpoint to continue from.
 
     Returns:
         The run; None if the one in this output folder is finished.
     """
+    # ------------------------------------------------------------------- processes, and what the run continues from
     accelerator, launch = build_accelerator(config)
-    command, task = resume_command(config), config.task
+    command = resume_command(config)
     resume = find_checkpoint(accelerator, config)
     if resume.is_finished:
-        accelerator.print(f"{config.folder} holds this run, finished: nothing to do; raise --epochs or --max_steps")
-        SIGNALS.release()
-        accelerator.wait_for_everyone()
-        accelerator.end_training()
+        says = "holds this run, finished: nothing to do; raise --epochs or --max_steps"
+        accelerator.print(f"{config.folder} {says}")
+        leave(accelerator)
         return None
     if config.dry_run:  # there is nothing to save
         SIGNALS.release()
@@ -111,25 +115,61 @@ def build(config: Config) -> Run | None:
         SIGNALS.release()  # room: check
     elif accelerator.is_main_process:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
-    with local_main_process_first(accelerator):  # it downloads and tokenizes
-        datasets = returned(task, "build_datasets")
-    fingerprints = [task.fingerprint(dataset) for dataset in datasets] if accelerator.is_local_main_process else []
-    require_same_data(fingerprints)  # room: machines
-    train_set, eval_set = (task.to_device(d, accelerator.device) if config.num_workers == 0 else d for d in datasets)
 
+    # ------------------------------------------------------------------------------------------------------- data
+    task = config.task
+    train_set, eval_set, fingerprints = build_data(config, accelerator)
+
+    # --------------------------------------------------------------------------------------- model and optimizers
     model, facts = new_model(config, launch.device, launch.precision, find_shard(accelerator))
-    facts["data"] = {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
+    facts["data"] = {
+        "train": task.describe("train", train_set),
+        "eval": task.describe("eval", eval_set),
+    }
     transform(model, config, accelerator)
     model = prepare(accelerator, model)
     if any(parameter.is_meta for parameter in model.parameters()):
-        task.load_weights(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
-    optimizers = build_optimizers(config.optim, model)
+        # built without weights and sharded since: each process fills its own shards
+        is_offloaded = launch.strategy.endswith("offload")
+        task.load_weights(model, torch.device("cpu") if is_offloaded else accelerator.device)
+    optimizers = build_optimizers(config.optim, model)  # after sharding, which replaces the parameters
+
+    # --------------------------------------------------------------------------------------------------- the run
     metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, accelerator, model)
-    set_seed((config.seed + accelerator.process_index) % 2**32)  # each process draws dropout masks of its own
-    data: dict[str, Any] = {"train_set": train_set, "eval_set": eval_set, "metadata": metadata, "facts": facts}
-    run = Run(config, accelerator, launch, resume, command, model, optimizers, resume.progress, **data)
+    # from here on each process draws random numbers, such as dropout masks, of its own
+    set_seed((config.seed + accelerator.process_index) % 2**32)
+    run = Run(
+        config,
+        accelerator,
+        launch,
+        resume,
+        command,
+        model,
+        optimizers,
+        resume.progress,
+        train_set,
+        eval_set,
+        metadata,
+        facts,
+    )
     restore(run)
     return run
+
+
+def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples, list[str]]:
+    """Return the data to train and to evaluate on, and their fingerprints; of the latter none but on the first process
+    of each machine."""
+    task = config.task
+    with local_main_process_first(accelerator):  # it downloads and tokenizes, the others find it done
+        train_set, eval_set = returned(task, "build_datasets")
+    fingerprints: list[str] = []
+    if accelerator.is_local_main_process:
+        fingerprints = [task.fingerprint(train_set), task.fingerprint(eval_set)]
+    require_same_data(fingerprints)  # room: machines
+    if config.num_workers == 0:  # processes that load data can't read the device's memory
+        train_set = task.to_device(train_set, accelerator.device)
+        eval_set = task.to_device(eval_set, accelerator.device)
+    return train_set, eval_set, fingerprints
 
 
 def restore(run: Run) -> None:
@@ -148,33 +188,29 @@ def fit(run: Run) -> bool:
     with Tracker(run) as tracker:
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.say)
-        steps, is_stopping = CountedSteps(training_steps(run, progress.step), stop), False
-        take_step: TrainStep = train_step
-        if config.cuda_graphs:  # room: cuda_graphs
-            take_step = RecordedStep(run, train_step)  # room: cuda_graphs
-        if run.is_main and run.device.type != "cpu":
-            run.task.import_metrics()
+        steps = CountedSteps(training_steps(run, progress.step), stop)
+        is_stopping = False
+        take_step = step_function(run)
         progress.start_clock()
         run.model.train()
         while True:
             # ----------------------------------------------------------- between two steps: evaluate, save, stop
             if run.is_evaluation_due() and not is_stopping:
-                with progress.evaluating():
-                    evaluation = evaluate(run, stop)
-                    if evaluation:
-                        progress.count_evaluation(evaluation.metrics, config.early_stopping)
-                        tracker.log_evaluation(evaluation)
-                is_stopping = evaluation is None
-            is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
-            checkpoints.poll()  # reports on the one being written once it is done
+                is_stopping = not evaluate_and_log(run, stop, tracker)
+            is_last = progress.step == run.total_steps
+            is_last = is_last or progress.is_out_of_patience(config.early_stopping)
+            # a task may only now show that it has no such metric as the settings judge by
             unknown = next(metric_errors(config, progress.evaluation), None) if run.is_evaluated() else None
-            if progress.step and (is_last or is_stopping or unknown or (run.is_save_due() and checkpoints.is_ready())):
+            checkpoints.poll()  # reports on the one being written once it is done
+            is_ending = is_last or is_stopping or unknown is not None
+            if progress.step and (is_ending or (run.is_save_due() and checkpoints.is_ready())):
                 progress.tick()
                 checkpoints.save(tracker.state())
             if unknown:
                 checkpoints.close()
-                raise UserError(f"{unknown}; with another one, the same command continues from step {progress.step}")
-            if is_last or is_stopping:
+                hint = f"with another one, the same command continues from step {progress.step}"
+                raise UserError(f"{unknown}; {hint}")
+            if is_ending:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
             performance.begin_step()  # room: performance
@@ -185,10 +221,11 @@ def fit(run: Run) -> bool:
             is_stopping = steps.is_stop_requested()
             progress.add_step(result)
             tracker.advance()
-            is_read = is_stopping or run.is_read_due()
-            if is_read and progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps):
-                checkpoints.close()
-                raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
+            if is_stopping or run.is_read_due():  # else the host doesn't wait for the device
+                has_failed = progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps)
+                if has_failed:
+                    checkpoints.close()
+                    raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
                 measured: dict[str, float] = {}
                 measured |= performance.metrics()  # room: performance
@@ -199,10 +236,36 @@ def fit(run: Run) -> bool:
             tracker.write_stopped(stop.reason or "another process", checkpoints.newest)
         checkpoints.close()
         if not is_stopping:
-            metrics = (load_best(run, tracker.say) if config.checkpoint.export_best else None) or progress.evaluation
-            export_model(run, metrics)
-            tracker.write_summary(metrics, checkpoints.figures())
+            finish(run, tracker, checkpoints)
     return not is_stopping
+
+
+def step_function(run: Run) -> TrainStep:
+    """Return what takes the optimizer steps: `train_step`, or a recording of it."""
+    if run.is_main and run.device.type != "cpu":
+        run.task.import_metrics()  # takes seconds, for which the first evaluation would wait
+    if run.config.cuda_graphs:  # room: cuda_graphs
+        return RecordedStep(run, train_step)  # room: cuda_graphs
+    return train_step
+
+
+def evaluate_and_log(run: Run, stop: StopSignal, tracker: Tracker) -> bool:
+    """Evaluate after the latest step. Return whether that was done; if not, the run was told to stop meanwhile."""
+    with run.progress.evaluating():
+        evaluation = evaluate(run, stop)
+        if evaluation:
+            run.progress.count_evaluation(evaluation.metrics, run.config.early_stopping)
+            tracker.log_evaluation(evaluation)
+    return evaluation is not None
+
+
+def finish(run: Run, tracker: Tracker, checkpoints: CheckpointWriter) -> None:
+    """Export the model, and write down what came out of the run."""
+    metrics = run.progress.evaluation
+    if run.config.checkpoint.export_best:
+        metrics = load_best(run, tracker.say) or metrics
+    export_model(run, metrics)
+    tracker.write_summary(metrics, checkpoints.figures())
 
 
 def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
@@ -213,7 +276,9 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) ->
     for the device, unless an optimizer cannot leave out a step by itself.
     """
     accelerator, config, progress = run.accelerator, run.config, run.progress
-    task = Examined(run.task) if progress.step == 0 else run.task  # the first loss is looked at: is it a sum?
+    task: Task | Examined = run.task
+    if progress.step == 0:
+        task = Examined(run.task)  # which looks at the first loss: is it a sum?
 
     # ------------------------------------------------------------------------------------------ forward and backward
     # DDP and FSDP average the gradients over the processes: times their number, the mean is the sum again
@@ -262,10 +327,13 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     if scores is None:
         return None
     loss_sum, targets, examples = accelerator.reduce(scores.totals, "sum").tolist()
-    outputs = {name: gather_in_order(accelerator, o, len(run.eval_set)) for name, o in scores.outputs.items()}
-    metrics = [metrics_of(task, loss_sum / targets, int(examples), outputs) if run.is_main else {}]
-    broadcast_object_list(metrics)  # all processes must decide alike on early stopping
-    return Evaluation(metrics[0], report, outputs)
+    outputs = {name: gather_in_order(accelerator, output, len(run.eval_set)) for name, output in scores.outputs.items()}
+    metrics = {}
+    if run.is_main:
+        metrics = metrics_of(task, loss_sum / targets, int(examples), outputs)
+    # all processes must decide alike on early stopping
+    (metrics,) = broadcast_object_list([metrics])
+    return Evaluation(metrics, report, outputs)
 
 
 if __name__ == "__main__":
