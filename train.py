@@ -13,10 +13,8 @@ if __name__ == "__main__":  # a signal may come, or the launcher die, during the
     SIGNALS.catch()
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, get_int_from_env, set_seed
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -29,15 +27,15 @@ from src.config.config import Config, metric_errors
 from src.distributed.accelerator import (
     build_accelerator,
     find_shard,
-    local_main_process_first,
+    leave,
     naming_full_gpus,
     prepare,
 )
 from src.distributed.launcher import resume_command
-from src.distributed.machines import alike, require_same_data  # room: machines
+from src.distributed.machines import alike  # room: machines
 from src.distributed.stop import StopSignal
-from src.tasks.base import Examples, Task
-from src.tasks.returned import Examined, returned
+from src.tasks.base import Task
+from src.tasks.returned import Examined
 from src.tracking.performance import Performance  # room: performance
 from src.tracking.summary import dry_run
 from src.tracking.tracker import Tracker, stop_at_start
@@ -45,10 +43,10 @@ from src.tracking.wandb import fetch_artifacts  # room: wandb
 from src.training.batches import CountedSteps, MicroBatch, TrainStep, evaluation_batches, training_steps
 from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
-from src.training.gradients import float64_zeros, grad_norm, local_gradients, scale_and_clip_, step_if_finite
+from src.training.gradients import float64_zeros, grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import StepCounts, StepResult
-from src.training.run import Run, new_model
+from src.training.run import Run, new_data, new_model
 from src.training.transforms import transform
 
 
@@ -87,13 +85,6 @@ def settings(argv: list[str]) -> Config:
     )
 
 
-def leave(accelerator: Accelerator) -> None:
-    """Leave the process group, once all processes are done: gloo sometimes aborts where one of them leaves earlier."""
-    SIGNALS.release()
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-
-
 def build(config: Config) -> Run | None:
     """Join the processes, build data, model and optimizers, and load the checkpoint to continue from.
 
@@ -118,7 +109,7 @@ def build(config: Config) -> Run | None:
 
     # ------------------------------------------------------------------------------------------------------- data
     task = config.task
-    train_set, eval_set, fingerprints = build_data(config, accelerator)
+    train_set, eval_set, fingerprints = new_data(config, accelerator)
 
     # --------------------------------------------------------------------------------------- model and optimizers
     model, facts = new_model(config, launch.device, launch.precision, find_shard(accelerator))
@@ -154,22 +145,6 @@ def build(config: Config) -> Run | None:
     )
     restore(run)
     return run
-
-
-def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples, list[str]]:
-    """Return the data to train and to evaluate on, and their fingerprints; of the latter none but on the first process
-    of each machine."""
-    task = config.task
-    with local_main_process_first(accelerator):  # it downloads and tokenizes, the others find it done
-        train_set, eval_set = returned(task, "build_datasets")
-    fingerprints: list[str] = []
-    if accelerator.is_local_main_process:
-        fingerprints = [task.fingerprint(train_set), task.fingerprint(eval_set)]
-    require_same_data(fingerprints)  # room: machines
-    if config.num_workers == 0:  # processes that load data can't read the device's memory
-        train_set = task.to_device(train_set, accelerator.device)
-        eval_set = task.to_device(eval_set, accelerator.device)
-    return train_set, eval_set, fingerprints
 
 
 def restore(run: Run) -> None:
@@ -305,15 +280,6 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) ->
     step_if_finite(run.optimizers, norm)  # the same on all processes
     progress.step += 1
     return StepResult(counts, lr, loss_sum, norm)
-
-
-def reducing(run: Run, is_last: bool) -> AbstractContextManager[None]:
-    """Return the context of a micro-batch's forward and backward: whether they end with a reduction of the gradients.
-
-    DDP reduces them once, after the last micro-batch. FSDP would have to keep them unsharded until then.
-    """
-    is_reduced = is_last or (run.accelerator.is_fsdp2 and run.config.fsdp_reduce_each_micro_batch)
-    return nullcontext() if is_reduced else run.accelerator.no_sync(run.model)
 
 
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:

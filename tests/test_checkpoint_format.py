@@ -13,8 +13,8 @@ from torch import nn
 
 from src.checkpoint.format import best_first, evaluation_of, file_facts, read_state
 from src.checkpoint.tensors import rank_state_dict, run_tensors
-from src.config.config import Checkpoint
 from src.config.errors import UserError
+from src.config.groups import Checkpoint
 from src.training.state import FORMAT_VERSION
 from tests.faults.runs import EACH_STEP, checkpoints, cut_back, refusal
 from tests.launching import Whole

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
-from src.config.config import Optim
+from src.config.groups import Optim
 from src.tasks.mnist import MnistCnn
 from src.training.gradients import _step_or_undo, grad_square_sum, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr

@@ -20,7 +20,7 @@ from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.rng import random_state
 from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
-from src.config.config import Checkpoint
+from src.config.groups import Checkpoint
 from src.training.batches import EVALUATION_FACTOR, evaluation_batches
 from src.training.gradients import to_local
 from src.training.progress import mean_loss

@@ -8,7 +8,7 @@ and no FSDP, no accumulation, mixed precision or checkpoints. docs/learn/2-data-
 Every process has the whole model and computes the gradients of its share of each batch. A `broadcast` of the weights at
 the start, and in each step an `all_reduce` of two numbers (the loss and the number of its targets, which it is divided
 by) and of each gradient keep them one model. DDP computes the same, but faster: it reduces buckets of 25 MB, and starts
-on each while the backward pass goes on. `python -m benchmarks.data_parallel` measures both against this file.
+on each while the backward pass goes on.
 
 Sources: https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html, and Li et al. 2020 for what DDP does,
 https://arxiv.org/abs/2006.15704.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from src.checkpoint.folder import list_checkpoints
-from src.config.config import Checkpoint
 from src.config.errors import UserError, naming
+from src.config.groups import Checkpoint
 from src.training.progress import Progress, score
 from src.training.state import FORMAT_VERSION, RunState
 

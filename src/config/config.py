@@ -10,12 +10,12 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from huggingface_hub import constants, get_token
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
 from src.config.errors import UserError, cause
+from src.config.groups import Checkpoint, EarlyStopping, Optim
 from src.config.settings import (
     Length,
-    Reopens,
     ResumeSafe,
     SafeReopens,
     Settings,
@@ -37,72 +37,6 @@ RENAMED = {"task.learn_all": "task.train_on_prompts"}
 """Settings of earlier versions by name, and their names now."""
 NOT_READ = ("trackers", "alerts", "log_norms")
 """Settings of a saved run that nothing depends on: trackers need not be installed here, others have changed or left."""
-
-Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Optim(Settings):
-    """The optimizer and its learning rate."""
-
-    name: Literal["adamw", "sgd", "adadelta", "muon"] = "adamw"
-    """The optimizer. muon takes the hidden weight matrices and leaves the rest to adamw, at the same rate."""
-    lr: PositiveFloat = 3e-3
-    """Peak learning rate."""
-    weight_decay: NonNegativeFloat = 0.01
-    """Weight decay, decoupled for adamw and muon. Biases, norms and other vectors never decay."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    """Decay rates of adamw's first and second moment."""
-    momentum: Share = 0.9
-    """Momentum of sgd and muon."""
-    max_grad_norm: PositiveFloat | None = None
-    """Global L2 norm that gradients are clipped to; null: no clipping."""
-    schedule: Literal["constant", "linear", "cosine", "step", "one_cycle"] = "one_cycle"
-    """Shape of the learning-rate curve: see lr_at in src/training/optim.py."""
-    warmup_steps: NonNegativeFloat = 0.3
-    """Steps until the peak is reached; a value below 1 is a share of the schedule."""
-    final_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the end of linear, cosine and one_cycle, as a share of the peak."""
-    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.7
-    """Factor that schedule=step multiplies the learning rate by."""
-    decay_epochs: PositiveFloat = 1.0
-    """Epochs between two such multiplications."""
-
-
-class Checkpoint(Settings):
-    """Which checkpoints are kept, and which one is exported."""
-
-    mirror: str | None = None  # room: mirror
-    """Folder or URL of fsspec (s3://…, hf://…) to copy checkpoints to, as run_name; null: none."""  # room: mirror
-    keep_last: PositiveInt = 2
-    """How many of the newest checkpoints to keep."""
-    keep_best: NonNegativeInt = 0
-    """How many more to keep, the best by `metric`. Above 0, each evaluation is followed by a checkpoint."""
-    metric: Reopens[str] = "eval/loss"
-    """Metric that ranks the evaluations for keep_best and export_best."""
-    mode: Reopens[Literal["min", "max"] | None] = None
-    """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
-    export_best: Reopens[bool] = False
-    """Export the best checkpoint at the end instead of the last. Implies keep_best=1."""
-    accept_changes: bool = False
-    """Continue even if changed settings or data make this a different run from the one that was saved."""
-
-    @property
-    def num_best(self) -> int:
-        """Return how many of the best checkpoints to keep."""
-        return max(self.keep_best, self.export_best)
-
-
-class EarlyStopping(Settings):
-    """Stopping before the last step, once a metric no longer improves."""
-
-    metric: str | None = None
-    """Evaluation metric to watch, such as eval/loss; null: no early stopping."""
-    mode: Literal["min", "max"] | None = None
-    """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
-    patience: PositiveInt = 3
-    """Evaluations in a row without an improvement after which to stop."""
-    min_delta: NonNegativeFloat = 0.0
-    """Change in the metric that an improvement must exceed."""
 
 
 class Config(Settings):

@@ -32,6 +32,7 @@ from src.config.errors import UserError
 from src.config.settings import nearest
 from src.distributed.launch_guard import refuse_another_strategy, refuse_wrong_launch  # room: launch_guard
 from src.distributed.launcher import Launcher, find_launcher, what_is_asked
+from src.distributed.process import SIGNALS
 
 warnings.filterwarnings("ignore", "Slicing a flattened dim")  # what Accelerate does for HSDP
 warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor", FutureWarning)  # its gather, on NCCL
@@ -277,3 +278,10 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
     else:
         peak = torch.accelerator.max_memory_allocated()
     return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
+
+
+def leave(accelerator: Accelerator) -> None:
+    """Leave the process group, once all processes are done: gloo sometimes aborts where one of them leaves earlier."""
+    SIGNALS.release()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()

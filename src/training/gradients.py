@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -10,12 +11,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from src.distributed.accelerator import num_replicas
+from src.training.run import Run
 
 
 def float64_zeros(shape: int | tuple[int, ...], device: torch.device) -> Tensor:
     """Return zeros to sum in: float64, or float32 on MPS, which has no float64."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def reducing(run: Run, is_last: bool) -> AbstractContextManager[None]:
+    """Return the context of a micro-batch's forward and backward: whether they end with a reduction of the gradients.
+
+    DDP reduces them once, after the last micro-batch. FSDP would have to keep them unsharded until then.
+    """
+    is_reduced = is_last or (run.accelerator.is_fsdp2 and run.config.fsdp_reduce_each_micro_batch)
+    return nullcontext() if is_reduced else run.accelerator.no_sync(run.model)
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

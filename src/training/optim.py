@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, AdamW, Muon, Optimizer
 
-from src.config.config import Optim
+from src.config.groups import Optim
 
 
 class Schedule(NamedTuple):

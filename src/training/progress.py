@@ -13,7 +13,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from src.config.config import Config, EarlyStopping
+from src.config.config import Config
+from src.config.groups import EarlyStopping
 
 SMALLEST_LOSS_SCALE = 2.0**-24
 GROWTH_INTERVAL = 2000

@@ -12,8 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from src.config.config import Config
-from src.distributed.accelerator import HALF_PRECISION, Launch
+from src.distributed.accelerator import HALF_PRECISION, Launch, local_main_process_first
+from src.distributed.machines import require_same_data  # room: machines
 from src.tasks.base import Examples, Task
+from src.tasks.returned import returned
 from src.training.cpu import tune_for_cpu  # room: cpu
 from src.training.optim import Schedule
 from src.training.progress import Progress
@@ -120,6 +122,22 @@ class Run:
     def is_log_due(self) -> bool:
         """Return whether an interval ends with this step."""
         return self.progress.step % self.config.log_every == 0
+
+
+def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples, list[str]]:
+    """Return the data to train and to evaluate on, and their fingerprints; of the latter none but on the first process
+    of each machine."""
+    task = config.task
+    with local_main_process_first(accelerator):  # it downloads and tokenizes, the others find it done
+        train_set, eval_set = returned(task, "build_datasets")
+    fingerprints: list[str] = []
+    if accelerator.is_local_main_process:
+        fingerprints = [task.fingerprint(train_set), task.fingerprint(eval_set)]
+    require_same_data(fingerprints)  # room: machines
+    if config.num_workers == 0:  # processes that load data can't read the device's memory
+        train_set = task.to_device(train_set, accelerator.device)
+        eval_set = task.to_device(eval_set, accelerator.device)
+    return train_set, eval_set, fingerprints
 
 
 def new_model(

@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from torch.distributed.tensor import DTensor
 
-from src.config.config import Optim, config_from
+from src.config.config import config_from
+from src.config.groups import Optim
 from src.distributed.accelerator import build_accelerator, prepare, sharded_units
 from src.tasks import TASKS
 from src.tasks.text import language_model as causal_lm
