@@ -67,38 +67,41 @@ def checkpoint_metadata(
 def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     """Return the newest valid checkpoint of the output folder, or else the one to branch off from; raise a UserError if
     none is valid, or if the settings now make it a different run. Collective."""
+    point = ResumePoint()
     if config.check:  # room: check
-        return ResumePoint()  # room: check
+        return point  # room: check
     own = config.folder / "checkpoints"
-    mirror: Any = None
+    mirrored: list[Path] = []
     if config.checkpoint.mirror and not config.dry_run:  # room: mirror
-        mirror = Mirror(accelerator, config, _lock)  # room: mirror
+        point.mirror = Mirror(accelerator, config, _lock)  # room: mirror
     if accelerator.is_main_process and not config.dry_run:
         _lock(config.folder)
         if own.is_symlink() and own.exists():
             _lock(own)  # two runs must not share it
-        mirrored = mirror.bring_record() if mirror else []
+        if point.mirror:  # room: mirror
+            mirrored = point.mirror.bring_record()  # room: mirror
         if errors := list(folder_errors(config, mirrored)):  # whoever held the lock may have changed what is there
             raise UserError("\n".join(errors))
         format.remove_incomplete(own)
     if config.resume == "never":
-        return ResumePoint(mirror=mirror)
-    parent, there = parent_checkpoint(config), mirror.candidates() if mirror else list_checkpoints(own)
-    checkpoint, damaged = first_valid(accelerator, [*there, *([parent] if parent else [])], mirror)
-    if checkpoint is None and damaged:
-        lines = [f"{path}: {why}" for path, why in damaged.items()]
-        advice = f"move {config.folder} away to start over" if own.exists() else "choose another --resume"
-        advice += "" if mirror else ", or set checkpoint.mirror if the run had one"
-        raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
+        return point
+    candidates = list_checkpoints(own)
+    if point.mirror:  # room: mirror
+        candidates = point.mirror.candidates()  # room: mirror
+    if parent := parent_checkpoint(config):
+        candidates.append(parent)
+    checkpoint, damaged = first_valid(accelerator, candidates, point.mirror)
     if checkpoint is None:
-        is_begun = (config.folder / "metrics.jsonl").exists()
-        notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
-        return ResumePoint(notes=notes, mirror=mirror)
+        _require_none_damaged(config, damaged)
+        if (config.folder / "metrics.jsonl").exists():
+            point.notes.append(f"starting over: {config.folder} has no checkpoint yet")
+        return point
     # as the main process sees them: a change to a file system reaches machines at different times
     state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
+    point.checkpoint, point.state = checkpoint, state
     done = "passed over" if config.dry_run else "passed over and set aside"
-    notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
-    point = ResumePoint(checkpoint, state, [*notes, *_note_changes(config, checkpoint, state)], mirror=mirror)
+    point.notes += [f"{done}: {path}, {why}" for path, why in damaged.items()]
+    point.notes += _note_changes(config, checkpoint, state)
     point.is_finished = has_ended and point.is_own(config)
     watched = state.config["early_stopping"]
     if (watched["metric"], watched["mode"]) != (config.early_stopping.metric, config.early_stopping.mode):
@@ -106,12 +109,25 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if accelerator.is_main_process:
         if point.is_own(config):
             _require_whole_record(config, checkpoint, state)
-            if mirror and mirror.is_shared and checkpoint not in mirrored:  # its copy failed, or was killed
-                mirror.start(checkpoint, state)
-                mirror.wait() if point.is_finished else None
+            if point.mirror and point.mirror.is_shared and checkpoint not in mirrored:  # room: mirror
+                point.mirror.start(checkpoint)  # its copy failed, or was killed  # room: mirror
+                if point.is_finished:  # room: mirror
+                    point.mirror.wait()  # room: mirror
         for path in filter(Path.exists, () if config.dry_run else damaged):  # no parent: that is the last candidate
             format.quarantine(path)
     return point
+
+
+def _require_none_damaged(config: Config, damaged: dict[Path, str]) -> None:
+    """Raise a UserError if there are checkpoints, all of them damaged."""
+    if damaged:
+        lines = [f"{path}: {why}" for path, why in damaged.items()]
+        advice = "choose another --resume"
+        if (config.folder / "checkpoints").exists():
+            advice = f"move {config.folder} away to start over"
+        if not config.checkpoint.mirror:  # room: mirror
+            advice += ", or set checkpoint.mirror if the run had one"  # room: mirror
+        raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
 
 
 def load_checkpoint(run: Run) -> None:
@@ -163,9 +179,10 @@ def first_valid(accelerator: Accelerator, candidates: list[Path], mirror: Any) -
     damaged: dict[Path, str] = {}
     share = accelerator.process_index, accelerator.num_processes
     for checkpoint in gather_object([candidates])[0]:
-        checkpoint = mirror.here(checkpoint) if mirror else checkpoint
         problems = gather_object(list(format.problems(checkpoint, share=share)))
-        if not (problems := mirror.fetch(checkpoint, problems) if mirror else problems):
+        if mirror:  # room: mirror
+            checkpoint, problems = mirror.fetch(checkpoint, problems)  # room: mirror
+        if not problems:
             return checkpoint, damaged
         damaged[checkpoint] = problems[0]
     return None, damaged

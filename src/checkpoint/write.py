@@ -68,12 +68,12 @@ class CheckpointWriter:
     def is_ready(self) -> bool:
         """Return whether the next one can be begun. Where the mirror alone has whole checkpoints and is still busy with
         the previous one, say that it can't. Collective; call `poll` before."""
-        run = self._run
-        if run.resume.is_disk_shared or all(gather_object([self._pending is None])):
-            return True
-        why = f"{run.resume.mirror.url} takes longer than from save to save"
-        self._say(f"WARNING: no checkpoint of step {run.progress.step}: {why}")
-        return False
+        resume = self._run.resume  # room: mirror
+        if not resume.is_disk_shared and not all(gather_object([self._pending is None])):  # room: mirror
+            why = f"{resume.mirror.url} takes longer than from save to save"  # room: mirror
+            self._say(f"WARNING: no checkpoint of step {self._run.progress.step}: {why}")  # room: mirror
+            return False  # room: mirror
+        return True
 
     def save(self, tracker_state: dict[str, Any]) -> None:
         """Start writing a checkpoint of the run as it is now; wait for the previous one and for the copy. The main
@@ -112,14 +112,16 @@ class CheckpointWriter:
         try:
             future.result()
         except CheckpointException as error:  # a process could not write, and all have been told
-            if self._run.accelerator.is_local_main_process:
-                shutil.rmtree(writer.folder, ignore_errors=True)
             says = cause(next(iter(error.failures.values()))[0])
             kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
             self._say(f"WARNING: no checkpoint of step {writer.state.progress.step}: {says}; {kept}")
         else:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
+        if self._run.accelerator.is_local_main_process:
+            shutil.rmtree(writer.folder, ignore_errors=True)  # it is there if it was not published
+            if not self._run.resume.is_disk_shared:  # room: mirror
+                writer.rotate()  # what was fetched  # room: mirror
 
     def figures(self) -> dict[str, float]:
         """Return what saving has cost so far, by its name in summary.json."""
@@ -129,8 +131,8 @@ class CheckpointWriter:
         """Wait for the checkpoint that is being written, free the memory of the copies, and wait for the mirror."""
         self.poll(wait=True)
         self._stager.close()
-        if self._run.resume.mirror:
-            self._run.resume.mirror.wait()
+        if self._run.resume.mirror:  # room: mirror
+            self._run.resume.mirror.wait()  # room: mirror
 
 
 class StorageWriter(HuggingFaceStorageWriter):
@@ -138,8 +140,7 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def __init__(self, checkpoint: Path, state: RunState, run: Run) -> None:
         self.checkpoint, self.state, self._mirror = checkpoint, state, run.resume.mirror
-        self._is_shared = run.resume.is_disk_shared
-        self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}") if self._is_shared else checkpoint
+        self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}")
         super().__init__(str(self.folder), save_distributed=True)
         self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no GPU stream is needed
         self._run, self._random = run, random_state(run.device)
@@ -156,31 +157,37 @@ class StorageWriter(HuggingFaceStorageWriter):
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
-        if not self._is_shared:
-            self._mirror.patiently(self._mirror.put, self.folder, facts)
+        if not self._run.resume.is_disk_shared:  # room: mirror
+            self._mirror.patiently(self._mirror.put, self.folder, facts)  # room: mirror
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint and rotate; called on the coordinator when all have written."""
-        config = self._run.config
         write_json(self.folder / STATE, asdict(self.state))
         files = {STATE: file_facts(self.folder / STATE)}
         for (result,) in results:
             files |= result.storage_data
-        if not self._is_shared:
-            return self._mirror.patiently(self._mirror.complete, self.folder, self.state, files)
+        if not self._run.resume.is_disk_shared:  # room: mirror
+            self._mirror.patiently(self._mirror.put, self.folder, [STATE])  # room: mirror
+            self._mirror.patiently(self._mirror.complete, self.folder, files)  # room: mirror
+            return  # room: mirror
         for name, facts in files.items():
             file = self.folder / name
             if not file.exists() or file.stat().st_size != facts["bytes"]:
                 raise OSError(f"{file} is not as its process wrote it: share output_dir, or set checkpoint.mirror")
         publish(self.folder, files, self.checkpoint)
-        if self._mirror:
-            self._mirror.start(self.checkpoint, self.state)
-        evaluations = self.state.progress.evaluations
+        if self._mirror:  # room: mirror
+            self._mirror.start(self.checkpoint)  # room: mirror
+        status = {"status": "unfinished", "checkpoint": str(self.checkpoint)}
         try:
-            rotate(self.checkpoint.parent, config.checkpoint, evaluations, self._mirror and self._mirror.copying)
-            write_json(config.folder / "status.json", {"status": "unfinished", "checkpoint": str(self.checkpoint)})
+            self.rotate()
+            write_json(self._run.config.folder / "status.json", status)
         except Exception as error:  # in any case, the new one is published
             warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)
+
+    def rotate(self) -> None:
+        """Delete the checkpoints here that are not to be kept."""
+        in_use = self._mirror and self._mirror.copying
+        rotate(self.checkpoint.parent, self._run.config.checkpoint, self.state.progress.evaluations, in_use)
