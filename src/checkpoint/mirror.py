@@ -26,8 +26,8 @@ from accelerate.utils import gather_object
 from fsspec.core import url_to_fs
 
 from src.checkpoint import format
-from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, file_facts, problems, write_text
+from src.checkpoint.folder import list_checkpoints, parse
+from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, problems, write_text
 from src.config.config import Config
 from src.config.errors import RunError, UserError, cause, explained
 from src.config.terminal import say
@@ -49,6 +49,7 @@ class Mirror:
         name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # each trial of a sweep has its own
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{name}"
         self._says = f"checkpoint.mirror={config.checkpoint.mirror}: "
+        self.too_slow = f"{self.url} takes longer than from save to save"
         try:
             self._fs, self._root = url_to_fs(self.url)
             if accelerator.is_local_main_process:
@@ -118,15 +119,13 @@ class Mirror:
             elif self._is_first and not _is_copy(checkpoint, files):
                 wrong = self._fetch(checkpoint, files)
             wrong = gather_object(wrong)
-            if self._is_main and not wrong:
-                say(f"fetched from {self.url}/{checkpoint.name}")
-            elif self._is_main and files:  # it must not count when some of its files have been written anew
-                self._fs.mv(self._path(checkpoint, MANIFEST), self._path(checkpoint, f"damaged_{MANIFEST}"))
+        if self._is_main and not wrong:
+            say(f"fetched from {self.url}/{checkpoint.name}")
         return checkpoint, wrong
 
     def _fetch(self, checkpoint: Path, files: dict[str, Any]) -> list[str]:
         """Get all of a checkpoint, in place of what is here. Return what is wrong with it there."""
-        unfinished = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}")
+        unfinished = format.unfinished(checkpoint)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for name, facts in files.items():
@@ -141,11 +140,27 @@ class Mirror:
         format.publish(unfinished, files, checkpoint)
         return []
 
+    def is_ready(self, step: int, is_idle: bool) -> bool:
+        """Return whether a checkpoint of this step can be begun. Where the mirror alone has whole ones, and a process
+        is not idle but still busy with the one before, say that it can't. Collective."""
+        if self.is_shared or all(gather_object([is_idle])):
+            return True
+        if self._is_main:
+            say(f"WARNING: no checkpoint of step {step}: {self.too_slow}")
+        return False
+
+    def catch_up(self, checkpoint: Path, is_finished: bool) -> None:
+        """Copy a checkpoint whose copy failed, or was killed; wait for that if the run has nothing else to do."""
+        if self.is_shared and checkpoint not in self._manifests():
+            self.start(checkpoint)
+            if is_finished:
+                self.wait()
+
     def start(self, checkpoint: Path) -> None:
         """Copy a published checkpoint in the background, after the one that is being copied. Only the newest waits for
         that: it takes the place of another one."""
         for replaced in list(self._waiting):
-            say(f"WARNING: {replaced} is not in the mirror: {self.url} takes longer than from save to save")
+            say(f"WARNING: {replaced} is not in the mirror: {self.too_slow}")
         self._waiting.append(checkpoint)
         copier().apply_async(self._copy_newest)
 
@@ -176,8 +191,8 @@ class Mirror:
         work_done.get()
 
     def _copy(self, checkpoint: Path) -> None:
-        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
-        self.put(checkpoint, files)
+        files = format.manifest(checkpoint)
+        self.put(checkpoint, files.keys() - {STATE})
         self.complete(checkpoint, files)
 
     def put(self, folder: Path, files: Iterable[str]) -> None:
@@ -186,8 +201,9 @@ class Mirror:
             self._put(self._path(folder, name), folder / name)
 
     def complete(self, folder: Path, files: dict[str, Any]) -> None:
-        """Copy the run's record as it was then, add the manifest, and delete what is not to be kept."""
+        """Copy state.json and the run's record as it was then, add the manifest, and delete what is not to be kept."""
         state = format.read_state(folder)
+        self.put(folder, [STATE])
         for name, facts in files.items():
             there = self._path(folder, name)
             if not self._fs.exists(there) or self._fs.size(there) != facts["bytes"]:
@@ -222,9 +238,9 @@ class Mirror:
         """Return the facts about the files of each whole checkpoint there, the newest first."""
         found = {}
         for checkpoint in sorted(self._steps(), key=format.step_of, reverse=True):
-            with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
-                files = json.loads(self._fs.cat_file(self._path(checkpoint, MANIFEST)))["files"]
-                if all(Path(name).name == name for name in files):  # nor is a path that leads elsewhere
+            with contextlib.suppress(FileNotFoundError):
+                files = parse(self._fs.cat_file(self._path(checkpoint, MANIFEST))).get("files", {})
+                if files and all(Path(name).name == name for name in files):  # nor is a path that leads elsewhere
                     found[checkpoint] = files
         return found
 
@@ -239,4 +255,4 @@ class Mirror:
 
 def _is_copy(checkpoint: Path, files: dict[str, Any]) -> bool:
     """Return whether the checkpoint is here, whole, and has these files."""
-    return not any(problems(checkpoint)) and json.loads((checkpoint / MANIFEST).read_text())["files"] == files
+    return not any(problems(checkpoint)) and format.manifest(checkpoint) == files

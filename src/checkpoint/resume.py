@@ -85,9 +85,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
         format.remove_incomplete(own)
     if config.resume == "never":
         return point
-    candidates = list_checkpoints(own)
-    if point.mirror:  # room: mirror
-        candidates = point.mirror.candidates()  # room: mirror
+    candidates = point.mirror.candidates() if point.mirror else list_checkpoints(own)
     if parent := parent_checkpoint(config):
         candidates.append(parent)
     checkpoint, damaged = first_valid(accelerator, candidates, point.mirror)
@@ -109,10 +107,8 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if accelerator.is_main_process:
         if point.is_own(config):
             _require_whole_record(config, checkpoint, state)
-            if point.mirror and point.mirror.is_shared and checkpoint not in mirrored:  # room: mirror
-                point.mirror.start(checkpoint)  # its copy failed, or was killed  # room: mirror
-                if point.is_finished:  # room: mirror
-                    point.mirror.wait()  # room: mirror
+            if point.mirror:  # room: mirror
+                point.mirror.catch_up(checkpoint, point.is_finished)  # room: mirror
         for path in filter(Path.exists, () if config.dry_run else damaged):  # no parent: that is the last candidate
             format.quarantine(path)
     return point
@@ -125,8 +121,7 @@ def _require_none_damaged(config: Config, damaged: dict[Path, str]) -> None:
         advice = "choose another --resume"
         if (config.folder / "checkpoints").exists():
             advice = f"move {config.folder} away to start over"
-        if not config.checkpoint.mirror:  # room: mirror
-            advice += ", or set checkpoint.mirror if the run had one"  # room: mirror
+        advice += "" if config.checkpoint.mirror else ", or set checkpoint.mirror if the run had one"  # room: mirror
         raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
 
 
@@ -144,8 +139,8 @@ def load_checkpoint(run: Run) -> None:
     require_same_frozen(checkpoint, saved.frozen_norm, now["frozen_norm"])
     if not run.config.checkpoint.accept_changes:
         _require_same_data(checkpoint, vars(saved), now)
-    then, here = ({**of["versions"], "precision": of["precision"]} for of in (vars(saved), now))
-    if changes := _differences({name: (then.get(name), value) for name, value in here.items()}):
+    versions = {name: (saved.versions.get(name), version) for name, version in now["versions"].items()}
+    if changes := _differences({**versions, "precision": (saved.precision, now["precision"])}):
         run.resume.notes.append(f"changed since: {changes}: what follows differs by rounding")
     load_tensors(checkpoint, run.model, run.optimizers)
     set_seed((run.config.seed + step + run.rank) % 2**32)
@@ -193,11 +188,12 @@ def _lock(folder: Path) -> None:
     PATIENCE_SECONDS. The lock is held until this process ends."""
     if not folder.exists():
         atexit.register(_delete_if_empty, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     for second in range(PATIENCE_SECONDS):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             if SIGNALS.name:  # status.json is the other process's
                 SIGNALS.die()
@@ -205,10 +201,6 @@ def _lock(folder: Path) -> None:
                 terminal.say(f"{folder}: another process is still writing this run; waiting for it to end")
         except OSError:  # this file system has no locks
             return
-        else:
-            if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
-                return  # else the other process was refused and deleted the folder that was locked
-        os.close(descriptor)
         time.sleep(1)
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
 
@@ -222,9 +214,8 @@ def _delete_if_empty(folder: Path) -> None:
 def _has_ended(config: Config) -> bool:
     """Return whether the run has reached the end that is asked for now, and its model is there."""
     then, now = (dict(flatten(values)) for values in (saved_settings(config.folder), config.model_dump(mode="json")))
-    reopening = marked(type(config), Change.REOPENS)
-    is_there = (config.folder / "summary.json").exists() and (config.folder / "model").exists()
-    return is_there and all(then.get(name) == now.get(name) for name in reopening)
+    is_there = all((config.folder / name).exists() for name in ("summary.json", "model"))
+    return is_there and all(then.get(name) == now.get(name) for name in marked(type(config), Change.REOPENS))
 
 
 def _differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:

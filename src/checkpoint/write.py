@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -23,15 +21,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.format import INCOMPLETE, STATE, file_facts, publish, rotate, sync, write_json
+from src.checkpoint.format import STATE, file_facts, publish, rotate, sync, unfinished, write_json
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import cause, explained
 from src.training.run import Run
 from src.training.state import RunState
 
-TICK = 0.005
-"""Seconds between two looks at whether writing keeps the loop from running."""
 HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
 """What DCP writes into each file and looks for when it reads."""
 
@@ -50,8 +46,6 @@ class CheckpointWriter:
         """The last checkpoint; None if there is none yet."""
         self.pause_seconds = 0.0
         """How long all saves together have kept the loop from training."""
-        self.stall_seconds = 0.0
-        """For how long, at most, no other thread got to run while a checkpoint was written."""
         self._run, self._say = run, say
         self._group: Any = None
         if torch.distributed.is_initialized():  # of its own: the background thread's must not mix with the loop's
@@ -66,14 +60,9 @@ class CheckpointWriter:
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
 
     def is_ready(self) -> bool:
-        """Return whether the next one can be begun. Where the mirror alone has whole checkpoints and is still busy with
-        the previous one, say that it can't. Collective; call `poll` before."""
-        resume = self._run.resume  # room: mirror
-        if not resume.is_disk_shared and not all(gather_object([self._pending is None])):  # room: mirror
-            why = f"{resume.mirror.url} takes longer than from save to save"  # room: mirror
-            self._say(f"WARNING: no checkpoint of step {self._run.progress.step}: {why}")  # room: mirror
-            return False  # room: mirror
-        return True
+        """Return whether the next one can be begun. Collective; call `poll` before."""
+        mirror = self._run.resume.mirror
+        return mirror is None or mirror.is_ready(self._run.progress.step, self._pending is None)
 
     def save(self, tracker_state: dict[str, Any]) -> None:
         """Start writing a checkpoint of the run as it is now; wait for the previous one and for the copy. The main
@@ -94,13 +83,6 @@ class CheckpointWriter:
         pause = time.perf_counter() - started
         self._pending = writer, future, pause
         self.pause_seconds += pause
-        threading.Thread(target=self._time_stalls, args=(future,), daemon=True).start()
-
-    def _time_stalls(self, future: Future[Any]) -> None:
-        while not future.done():
-            started = time.perf_counter()
-            time.sleep(TICK)
-            self.stall_seconds = max(self.stall_seconds, time.perf_counter() - started - TICK)
 
     def poll(self, wait: bool = False) -> None:
         """Report on the checkpoint that is being written, if it is done. A failure ends the run only if the
@@ -125,7 +107,7 @@ class CheckpointWriter:
 
     def figures(self) -> dict[str, float]:
         """Return what saving has cost so far, by its name in summary.json."""
-        return {"save_pause_seconds": self.pause_seconds, "save_stall_seconds": self.stall_seconds}
+        return {"save_pause_seconds": self.pause_seconds}
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, free the memory of the copies, and wait for the mirror."""
@@ -140,7 +122,7 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def __init__(self, checkpoint: Path, state: RunState, run: Run) -> None:
         self.checkpoint, self.state, self._mirror = checkpoint, state, run.resume.mirror
-        self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}")
+        self.folder = unfinished(checkpoint)
         super().__init__(str(self.folder), save_distributed=True)
         self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no GPU stream is needed
         self._run, self._random = run, random_state(run.device)
@@ -170,7 +152,6 @@ class StorageWriter(HuggingFaceStorageWriter):
         for (result,) in results:
             files |= result.storage_data
         if not self._run.resume.is_disk_shared:  # room: mirror
-            self._mirror.patiently(self._mirror.put, self.folder, [STATE])  # room: mirror
             self._mirror.patiently(self._mirror.complete, self.folder, files)  # room: mirror
             return  # room: mirror
         for name, facts in files.items():
