@@ -38,7 +38,7 @@ def save(step: int) -> Path:
     state = json.loads(STATE_FILE.read_text())
     state["progress"]["step"], state["metrics_bytes"] = step, 10 * step
     (unfinished / STATE).write_text(json.dumps(state))
-    for name in ("shard-00001.safetensors", "shard-00002.safetensors", "rng_00001.json"):
+    for name in (*(f"shard-0000{number}.safetensors" for number in range(1, 5)), "rng_00001.json"):
         (unfinished / name).write_bytes(os.urandom(1000))
     (FOLDER / "run" / "metrics.jsonl").write_text("123456789\n" * step)
     (FOLDER / "run" / "config.yaml").write_text(f"log_every: {step}")
@@ -47,7 +47,7 @@ def save(step: int) -> Path:
 
 
 def copy(mirror: Mirror, checkpoint: Path) -> None:
-    mirror.start(checkpoint, read_state(checkpoint))
+    mirror.start(checkpoint)
     mirror.wait()
 
 
@@ -73,7 +73,6 @@ def kill_at(number: int) -> None:
 
     patch("put_file", lambda source, target: Path(target).write_bytes(Path(source).read_bytes()[:500]))
     patch("pipe_file", lambda target, content: Path(target).write_bytes(content[: len(content) // 2]))
-    patch("mv")
     patch("rm_file")
     patch("rm", lambda folder: next(Path(folder).iterdir()).unlink())
 

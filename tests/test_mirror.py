@@ -13,7 +13,6 @@ from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
 from src.checkpoint.folder import run_settings
-from src.checkpoint.format import read_state
 from src.checkpoint.mirror import Mirror, copier
 from src.checkpoint.resume import find_checkpoint
 from src.config.errors import RunError, UserError
@@ -171,18 +170,18 @@ def test_machines_go_on_exactly_from_s3(launch: Launch, whole: Whole, tmp_path: 
 
 
 def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Also where the second one is now the first, and without the second. What is there is not fetched again."""
+    """Also where the second one is now the first, and without the second. Each fetches all of it, once."""
     expected = whole("fsdp", *TINY, *FREE, processes=2)
     assert on_machines(launch, "fsdp", tmp_path, *FREE, **STOP).exit_code != 0
     assert mirrored(tmp_path / "mirror") == [8, 12]
     size = sum(shard.stat().st_size for shard in tmp_path.glob("mirror/mnist/step_00000012/shard-*"))
     turned, fewer = (Path(shutil.copytree(tmp_path, f"{tmp_path}-{name}")) for name in ("turned", "fewer"))
     assert_same_run(on_machines(launch, "fsdp", tmp_path, *FREE).succeeded(), expected)
-    assert fetched(tmp_path) == size  # of the other one's shard, by each
+    assert fetched(tmp_path) == 2 * size  # by each
     assert_same_run(on_machines(launch, "fsdp", turned, *FREE, turned=1).succeeded(), expected)
-    assert fetched(turned) == size
+    assert fetched(turned) == 2 * size
     alone = on_machines(launch, "fsdp", fewer, *FREE, machines=1).succeeded()
-    assert fetched(fewer) < size
+    assert fetched(fewer) == size
     assert alone.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
@@ -193,8 +192,10 @@ def test_so_they_do_under_ddp(launch: Launch, whole: Whole, tmp_path: Path) -> N
     run = on_machines(launch, "ddp", tmp_path, turned=1).succeeded()
     assert_same_run(run, whole("ddp", *TINY, processes=2))
     assert mirrored(tmp_path / "mirror") == [12, 14]
-    parts = {path.name for path in tmp_path.glob("machine*/run/checkpoints/*")}
-    assert parts == {"step_00000008", "step_00000012", "step_00000014"}  # the oldest goes with the next save
+    assert {path.name for path in tmp_path.glob("machine*/run/checkpoints/*")} == {"step_00000012"}  # as it was fetched
+    again = on_machines(launch, "ddp", tmp_path, "--max_steps=16").succeeded()
+    assert [record["step"] for record in again.records][-1] == 16
+    assert mirrored(tmp_path / "mirror") == [14, 16]
 
 
 def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(
@@ -238,7 +239,7 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
     mirror = Mirror(Accelerator(cpu=True), run_settings(arguments), lambda _: None)
-    mirror.start(checkpoint, read_state(checkpoint))
+    mirror.start(checkpoint)
     mirror.wait()
     says = f"{tmp_path}/mirror/mnist takes more than half of timeout_minutes=0.0001"
     assert capfd.readouterr().out == f"WARNING: the mirror lacks the newest checkpoint: {says}\n"

@@ -34,7 +34,7 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "Launch": check_launch,
     "Data": check_data,
     "Same start": check_start,
-    "Gradients and Updates": check_steps,
+    "Gradients": check_steps,  # and Updates
     "Accumulation": check_accumulation,
     "Evaluation": check_evaluation,
     "Checkpoint": check_checkpoint,
@@ -53,21 +53,23 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Res
     chosen, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"  # TF32's 10 bits hide small faults
     subject = Subject(run, train_step, evaluate, restore)
     rows: list[Row] = []
-    for name, check in CHECKS.items():
+    for name in CHECKS:
         if rows and rows[0]["result"] == "fail":
             break  # each process would examine a run of its own
-        if check is check_cost:
+        if name == "Cost":
             convolutions.fp32_precision = chosen
         try:
-            everywhere = gather(list(check(subject)))
+            everywhere = gather(examine(subject, name))
         except UserError:  # of the task
             raise
         except Exception as error:  # also of the parts of the run that are examined
+            measured = "another process failed"
             if not lost_peers(error):
                 traceback.print_exc()
+                measured = f"{type(error).__name__}: {error}"
             if is_main:
-                measured = "another process failed" if lost_peers(error) else f"{type(error).__name__}: {error}"
-                rows.append(finding(name, "examined", measured, "without an error", False, "see the traceback"))
+                cause = "see the traceback"
+                rows.append(finding("examined", measured, "without an error", False, cause, name))
                 _report(run, rows, time.perf_counter() - started)
             sys.exit(1)  # the others may be waiting in any collective
         rows += map(_worst, zip(*everywhere, strict=False))
@@ -76,12 +78,20 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Res
     return all(row["result"] != "fail" for row in rows)
 
 
+def examine(subject: Subject, name: str) -> list[Row]:
+    """Return what a check finds on this process. Collective."""
+    return [row | {"check": row["check"] or name} for row in CHECKS[name](subject)]
+
+
 def _worst(rows: tuple[Row, ...]) -> Row:
     """Return the row of the first process that failed, naming those that did unless all did; else the first one's."""
     failed = [rank for rank, row in enumerate(rows) if row["result"] == "fail"]
-    row = rows[failed[0] if failed else 0]
-    on = f", on process {', '.join(map(str, failed))}" if 0 < len(failed) < len(rows) else ""
-    return row | {"measured": row["measured"] + on}
+    if not failed:
+        return rows[0]
+    row = rows[failed[0]]
+    if len(failed) < len(rows):
+        row["measured"] += f", on process {', '.join(map(str, failed))}"
+    return row
 
 
 def _report(run: Run, rows: list[Row], seconds: float) -> None:

@@ -17,29 +17,33 @@ FLOOR = 1e-2
 Row = dict[str, str]
 WIDTHS = {"check": 12, "what": 29, "measured": 42, "bound": 23, "result": 6}
 """Characters of the table's columns."""
+INDENT = " " * 14
+"""Of what a failure means, below its row."""
 
 
-def finding(check: str, what: str, measured: str, bound: str = "", is_passed: bool = True, cause: str = "") -> Row:
+def finding(what: str, measured: str, bound: str = "", is_passed: bool = True, cause: str = "", check: str = "") -> Row:
     """Return a row of the table, of check.json and of W&B. Without a bound it is a note, which cannot fail.
 
     Args:
         cause: what a failure usually means, and what to do.
+        check: the check's name; empty: the one in CHECKS.
     """
-    result = "note"
+    row = {"check": check, "what": what, "measured": measured, "bound": bound, "result": "note", "means": ""}
     if bound:
-        result = "pass" if is_passed else "fail"
-    means = cause if result == "fail" else ""
-    return {"check": check, "what": what, "measured": measured, "bound": bound, "result": result, "means": means}
+        row["result"] = "pass"
+        if not is_passed:
+            row |= {"result": "fail", "means": cause}
+    return row
 
 
-def finding_alike(check: str, what: str, value: str, cause: str, is_good: bool = True) -> Row:
+def finding_alike(what: str, value: str, cause: str, is_good: bool = True) -> Row:
     """Return a row that passes if all processes have the same value, and it is a good one. Collective."""
-    values = gather(value)
-    others = [rank for rank, other in enumerate(values) if other != values[0]]
-    measured = f"{values[0]} on all processes"
-    if others:
-        measured = f"{values[0]}; by process {', '.join(map(str, others))}: {values[others[0]]}"
-    return finding(check, what, measured, "the same on all", not others and is_good, cause)
+    first, *others = gather(value)
+    differing = [rank for rank, other in enumerate(others, start=1) if other != first]
+    measured = f"{first} on all processes"
+    if differing:
+        measured = f"{first}; by process {', '.join(map(str, differing))}: {others[differing[0] - 1]}"
+    return finding(what, measured, "the same on all", not differing and is_good, cause)
 
 
 class WorstError:
@@ -47,20 +51,18 @@ class WorstError:
 
     def __init__(self, bound: float = EXACT) -> None:
         self._bound = bound
-        self._worst, self._name = 0.0, ""
+        self._errors = [(0.0, "")]
 
     def add(self, errors: Mapping[str, float]) -> None:
         """Add errors by name; one that is not a number counts as infinite."""
-        for name, error in errors.items():
-            size = math.inf if math.isnan(error) else error
-            if size > self._worst:
-                self._worst, self._name = size, name
+        self._errors += [(math.inf if math.isnan(error) else error, name) for name, error in errors.items()]
 
-    def finding(self, check: str, what: str, cause: str) -> Row:
+    def finding(self, what: str, cause: str, check: str = "") -> Row:
         """Return the worst error of all processes as a row, which passes or fails by this process's own. Collective."""
-        error, name = max(gather((self._worst, self._name)))
-        measured = f"{error:.1e} ({name})" if name else "0"
-        return finding(check, what, measured, f"{self._bound:.2g}", self._worst <= self._bound, cause)
+        own, _ = max(self._errors)
+        error, name = max(gather(max(self._errors)))
+        measured = f"{error:.1e} ({name})" if error else "0"
+        return finding(what, measured, f"{self._bound:.2g}", own <= self._bound, cause, check)
 
 
 def gather(value: Any) -> list[Any]:
@@ -82,12 +84,15 @@ def relative_error(found: float, expected: float) -> float:
 def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Return by name the L2 norm of the difference as a share of that of what was expected; a tensor that is not in
     `found` counts as zeros. `all` is that of all tensors together."""
-    norms = {name: norm([tensor]) for name, tensor in expected.items()}
-    differences = {name: norm([tensor - found[name] if name in found else tensor]) for name, tensor in expected.items()}
-    total = math.hypot(*norms.values()) + 1e-30
-    floor = FLOOR * total / math.sqrt(max(1, sum(tensor.numel() for tensor in expected.values())))
-    errors = {n: d / (norms[n] + floor * math.sqrt(expected[n].numel())) for n, d in differences.items()}
-    return errors | {"all": math.hypot(*differences.values()) / total}
+    num_values = sum(tensor.numel() for tensor in expected.values())
+    total = norm(expected.values()) + 1e-30
+    floor = FLOOR * total / math.sqrt(max(1, num_values))
+    errors, differences = {}, []
+    for name, tensor in expected.items():
+        difference = norm([tensor - found.get(name, 0)])
+        errors[name] = difference / (norm([tensor]) + floor * math.sqrt(tensor.numel()))
+        differences.append(difference)
+    return errors | {"all": math.hypot(*differences) / total}
 
 
 def table(rows: list[Row]) -> Iterator[str]:
@@ -96,12 +101,13 @@ def table(rows: list[Row]) -> Iterator[str]:
     yield "  ".join("-" * width for width in WIDTHS.values())
     previous = ""
     for row in rows:
-        check = "" if row["check"] == previous else row["check"]
+        shown = row | {"result": row["result"].replace("fail", "FAIL")}
+        if row["check"] == previous:
+            shown["check"] = ""
         previous = row["check"]
-        yield from _lines(row | {"check": check, "result": row["result"].replace("fail", "FAIL")})
+        yield from _lines(shown)
         if row["means"]:
-            indent = " " * (WIDTHS["check"] + 2)
-            yield from textwrap.wrap(f"-> {row['means']}", 110, initial_indent=indent, subsequent_indent=indent)
+            yield from textwrap.wrap(f"-> {row['means']}", 110, initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 def _lines(row: Row) -> Iterator[str]:

@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain, count, islice
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from src.check.findings import Row, WorstError, finding, finding_alike, gather, relative_error
 from src.check.reference import own_share
-from src.check.subject import Subject, checksum, named_tensors, shard_like
+from src.check.subject import Subject, checksum, named_tensors, num_bytes, shard_like
 from src.distributed.accelerator import num_replicas, sharded_units
 from src.distributed.launcher import is_set
 from src.training.batches import MicroBatch, evaluation_batches, fetch, samples, training_steps
@@ -30,7 +28,6 @@ from src.training.gradients import to_local
 from src.training.run import Run
 
 APART = "each process trains a model of its own: launcher and script disagree on what is distributed"
-SHARED_DEVICE = "processes share a device: each must take the one of its LOCAL_RANK"
 NOT_APPLIED = (
     "what the yaml asks for was not applied: look for keys that Accelerate ignores, variables ACCELERATE_* in the "
     "environment, and a model that was not passed through prepare()"
@@ -59,6 +56,10 @@ OTHER_WEIGHTS = (
     "processes built different models: seed all alike before build_model (src/training/run.py), and only after it each "
     "in its own way, for dropout"
 )
+UNSEEDED = (
+    "build_model makes other weights on each process for the same seed: it draws from something that "
+    "accelerate.utils.set_seed doesn't seed"
+)
 SAME_DROPOUT = (
     "dropout drops the same units on every process, so that a global batch has less variety than on one: add the "
     "process's rank to the seed once the model is built"
@@ -67,45 +68,41 @@ SAME_DROPOUT = (
 
 def check_launch(subject: Subject) -> Iterator[Row]:
     """Look at processes and model, not at what the launcher or Accelerate says about them."""
-    row, run, on_cpu = partial(finding, "Launch"), subject.run, subject.run.device.type == "cpu"
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    run, world_size = subject.run, int(os.environ.get("WORLD_SIZE", "1"))
     joined = int(run.accelerator.reduce(torch.ones((), device=run.device), "sum"))
-    yield row("processes that see each other", str(joined), f"{world_size}, as started", joined == world_size, APART)
-    devices = gather(str(run.device).replace("cpu:0", "cpu"))
-    is_bound = not on_cpu and os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world_size)
-    measured = ", ".join(f"{devices.count(device)} x {device}" for device in sorted(set(devices)))
-    yield row("devices", measured, "one each" if is_bound else "", len(set(devices)) == run.world_size, SHARED_DEVICE)
-    wants_fsdp = is_set("ACCELERATE_USE_FSDP") or run.launch.requested["distributed_type"] == "FSDP"
-    wanted = "FSDP" if wants_fsdp else "DDP" if world_size > 1 else "single"
-    units = sharded_units(run.model)
-    kind = "FSDP" if units else "DDP" if isinstance(run.model, DistributedDataParallel) else "single"
-    yield row("strategy", f"{kind}: {run.launch.strategy}", wanted, kind == wanted, NOT_APPLIED)
+    seen = joined == world_size
+    yield finding("processes that see each other", str(joined), f"{world_size}, as started", seen, APART)
+    wanted = "DDP" if world_size > 1 else "single"
+    if is_set("ACCELERATE_USE_FSDP") or run.launch.requested["distributed_type"] == "FSDP":
+        wanted = "FSDP"
+    kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "single"
+    if sharded_units(run.model):
+        kind = "FSDP"
+    yield finding("strategy", f"{kind}: {run.launch.strategy}", wanted, kind == wanted, NOT_APPLIED)
     if run.launch.note:
-        yield row("stand-in", run.launch.note)
-    held = max(gather(sum(p.numel() * p.element_size() for p in map(to_local, run.model.parameters())))) / 1e6
-    if not units:
-        yield row("parameters per process", f"{held:,.2f} MB, all of them")
-        return
-    blocks, modules = blocks_to_wrap(subject), dict(subject.unwrapped.named_modules())
-    wrapped = [name for name in blocks if isinstance(modules[name], FSDPModule)]
+        yield finding("stand-in", run.launch.note)
+    held = max(gather(num_bytes(map(to_local, run.parameters)))) / 1e6
+    if kind == "FSDP":
+        yield from _shards(subject, held)
+    else:
+        yield finding("parameters per process", f"{held:,.2f} MB, all of them")
+
+
+def _shards(subject: Subject, held: float) -> Iterator[Row]:
+    """Look at what FSDP has wrapped and sharded. `held`: the MB of parameters that a process has, at most."""
+    run, units, blocks = subject.run, sharded_units(subject.run.model), blocks_to_wrap(subject)
+    wrapped = [name for name in blocks if isinstance(subject.unwrapped.get_submodule(name), FSDPModule)]
     measured = f"{units}, {len(wrapped)} of {len(blocks)} blocks among them"
-    yield row("sharded units", measured, "all blocks, and the rest", units > 1 and wrapped == blocks, NOT_WRAPPED)
-    total = sum(4 * p.numel() for p in subject.reference.parameters()) / 1e6
+    yield finding("sharded units", measured, "all blocks, and the rest", units > 1 and wrapped == blocks, NOT_WRAPPED)
     num_shards = run.world_size // num_replicas(run.accelerator)
     largest = sum(4 * largest_shard(p, num_shards) for p in subject.reference.parameters()) / 1e6
+    total = num_bytes(subject.reference.parameters()) / 1e6
     whole = [name for name, p in run.model.named_parameters() if not isinstance(p, DTensor)]
-    measured = f"{held:,.2f} MB of {total:,.2f} ({held / total:.1%})" + (f", all of {whole[0]}" if whole else "")
-    yield row("parameters per process", measured, f"{largest:,.2f} MB", held <= largest and not whole, NOT_SHARDED)
-    places = ", ".join(sorted({p.device.type for p in run.model.parameters()}))
-    wanted = "cpu" if is_set("FSDP_OFFLOAD_PARAMS") else run.device.type
-    note = " (as they would without offload here)" if on_cpu else ""
-    yield row(
-        "where the shards live",
-        places + note,
-        wanted,
-        places == wanted,
-        "the yaml's fsdp_offload_params was not applied",
-    )
+    measured = f"{held:,.2f} MB of {total:,.2f} ({held / total:.1%})"
+    if whole:
+        measured += f", all of {whole[0]}"
+    is_even = held <= largest and not whole
+    yield finding("parameters per process", measured, f"{largest:,.2f} MB", is_even, NOT_SHARDED)
 
 
 def largest_shard(parameter: Tensor, world_size: int) -> int:
@@ -137,35 +134,40 @@ def reading_indices(run: Run) -> Run:
 
 def check_data(subject: Subject) -> Iterator[Row]:
     """Follow the run's own path to the data, from sampler to batches, including processes that load data."""
-    row, run, steps = partial(finding, "Data"), subject.run, subject.steps_per_epoch
+    run, steps = subject.run, subject.steps_per_epoch
     sizes = f"{len(run.train_set):,} and {len(run.eval_set):,} examples"
-    datasets = finding_alike("Data", "datasets", f"{sizes}, checksum {_sample_checksum(run)}", OTHER_DATA)
+    datasets = finding_alike("datasets", f"{sizes}, checksum {_sample_checksum(run)}", OTHER_DATA)
     yield datasets
     if datasets["result"] == "fail":
         return
     indexed = reading_indices(run)
-    found, expected = _indices(training_steps(indexed, 0, 2 * steps)), _by_hand(run, 0, 2 * steps)
     for epoch in (1, 2):
-        own = slice((epoch - 1) * steps, epoch * steps)
-        yield _each_once(f"epoch {epoch}: examples read", found[own], len(run.train_set))
-        wrong = [n for n, (here, there) in enumerate(zip(found[own], expected[own], strict=True), 1) if here != there]
+        first, last = (epoch - 1) * steps, epoch * steps
+        found, expected = _indices(training_steps(indexed, first, last)), _by_hand(run, first, last)
+        yield _each_once(f"epoch {epoch}: examples read", found, len(run.train_set))
+        wrong = [n for n, (here, there) in enumerate(zip(found, expected, strict=True), 1) if here != there]
         measured = f"{steps - len(wrong):,} of {steps:,} steps as on one process"
-        measured += f", not step {wrong[0]}" if wrong else ""
-        yield row(f"epoch {epoch}: order", measured, "all of them", not wrong, OTHER_ORDER)
+        if wrong:
+            measured += f", not step {wrong[0]}"
+        yield finding(f"epoch {epoch}: order", measured, "all of them", not wrong, OTHER_ORDER)
+
+    def is_in_order(step: int) -> bool:
+        return _indices(training_steps(indexed, step, step + 2)) == _by_hand(run, step, step + 2)
+
+    def is_as_drawn(step: int) -> bool:
+        return _are_as_drawn(run, step)
+
     later = sorted({1, 2, 3, max(2, run.total_steps // steps - 1)})
-    resumed, begun = (1, steps - 1), [epoch * steps for epoch in later]
-    seen = {n: _indices(training_steps(indexed, n, n + 2)) == _by_hand(run, n, n + 2) for n in (*resumed, *begun)}
-    drawn = {epoch * steps: _are_as_drawn(run, epoch, steps) for epoch in (0, *later)}
+    begun = [epoch * steps for epoch in later]
     shuffled = f"epochs {', '.join(str(epoch + 1) for epoch in later)}: shuffled anew"
-    for what, steps_done, is_same, cause in (
-        ("resumed in the epoch", resumed, seen, OTHER_RESUME),
-        (shuffled, begun, seen, NOT_SHUFFLED),
-        ("examples, as drawn", list(drawn), drawn, OTHER_AUGMENTATION),
+    for what, steps_done, is_right, cause in (
+        ("resumed in the epoch", [1, steps - 1], is_in_order, OTHER_RESUME),
+        (shuffled, begun, is_in_order, NOT_SHUFFLED),
+        ("examples, as drawn", [0, *begun], is_as_drawn, OTHER_AUGMENTATION),
     ):
-        wrong = [n for n in steps_done if not is_same[n]]
-        yield row(
-            what, f"others after step {wrong[0]:,}" if wrong else "as on one process", "the same", not wrong, cause
-        )
+        wrong = [step for step in steps_done if not is_right(step)]
+        measured = f"others after step {wrong[0]:,}" if wrong else "as on one process"
+        yield finding(what, measured, "the same", not wrong, cause)
     evaluated = _indices([batch] for batch in evaluation_batches(indexed))
     yield _each_once("evaluation: examples read", evaluated, len(run.eval_set))
     yield from _packing(subject)
@@ -197,25 +199,25 @@ def _each_once(what: str, read: list[list[int]], num_examples: int) -> Row:
     if len(again) > distinct / 2 and len(absent) > num_examples / 4:
         causes = ["every process reads the same shard: the sampler knows neither rank nor number of processes"]
     measured = f"{distinct:,} of {num_examples:,}, in {len(found):,} reads"
-    return finding("Data", what, measured, "each once", not causes, "; ".join(causes))
+    return finding(what, measured, "each once", not causes, "; ".join(causes))
 
 
-def _are_as_drawn(run: Run, epoch: int, steps_per_epoch: int) -> bool:
+def _are_as_drawn(run: Run, step: int) -> bool:
     """Return whether the augmented examples of an epoch's first step are what any other process would make of them."""
-    size, step = run.config.micro_batch(run.world_size), epoch * steps_per_epoch
+    size, epoch = run.config.micro_batch(run.world_size), step // run.steps_per_epoch
     (micro_batches,) = training_steps(run, step, step + 1)
     set_seed(run.config.seed)
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
     (own,) = _by_hand(run, step, step + 1)
     expected = [fetch(run.task, augmented, own[i : i + size]) for i in range(0, len(own), size)]
-    return _checksum([batch.data for batch in micro_batches if batch.weight]) == _checksum(expected)
+    return checksum([batch.data for batch in micro_batches if batch.weight]) == checksum(expected)
 
 
 def _sample_checksum(run: Run) -> str:
     """Return the checksum of some examples of both datasets."""
     set_seed(run.config.seed)
     augmented = run.task.augmented(run.train_set, [run.config.seed, 0, 1])
-    return _checksum([fetch(run.task, dataset, _some(dataset, 8)) for dataset in (augmented, run.eval_set)])
+    return checksum([fetch(run.task, dataset, _some(dataset, 8)) for dataset in (augmented, run.eval_set)])
 
 
 def _some(dataset: Any, most: int) -> list[int]:
@@ -223,36 +225,32 @@ def _some(dataset: Any, most: int) -> list[int]:
     return np.unique(np.linspace(0, len(dataset) - 1, most).astype(np.int64)).tolist()
 
 
-def _checksum(batches: list[Any]) -> str:
-    return checksum([leaf for leaf in tree_leaves(batches) if torch.is_tensor(leaf)])
-
-
 def _packing(subject: Subject) -> Iterator[Row]:
     """Compare some examples that pack several documents with each of these by itself."""
     run, task, errors = subject.run, subject.run.task, WorstError()
-    packed = [(sample, task.documents(sample)) for sample in samples(run.train_set, _some(run.train_set, 64))]
-    packed = sorted([pair for pair in packed if len(pair[1]) > 1], key=lambda pair: len(pair[1]))[:2]
+    packed: dict[int, tuple[Any, Any]] = {}  # by the number of its documents, an example and each of them
+    for sample in samples(run.train_set, _some(run.train_set, 64)):
+        alone = task.documents(sample)
+        if len(alone) > 1:
+            packed.setdefault(len(alone), (sample, alone))
     if not packed:
         return
     size = run.config.micro_batch(run.world_size)
     subject.reference.eval()
     with subject.perturbed():
-        for number, (sample, alone) in enumerate(packed, start=1):
-            found, expected = (
-                evaluate_alone(task, subject.reference, examples, size, run.device)[0] for examples in ([sample], alone)
-            )
-            errors.add({f"example {number}, {len(alone)} documents": relative_error(found, expected)})
+        for number in sorted(packed)[:2]:
+            sample, alone = packed[number]
+            found, _ = evaluate_alone(task, subject.reference, [sample], size, run.device)
+            expected, _ = evaluate_alone(task, subject.reference, alone, size, run.device)
+            errors.add({f"an example of {number} documents": relative_error(found, expected)})
     subject.reference.train()
-    yield errors.finding("Data", "packed: loss, relative error", DOCUMENTS_MEET)
+    yield errors.finding("packed: loss, relative error", DOCUMENTS_MEET)
 
 
 def check_start(subject: Subject) -> Iterator[Row]:
     """Look before the first step. Each process compares its shard of what is sharded, so that a wrong one is named."""
     found, expected = named_tensors(subject.unwrapped), named_tensors(subject.reference)
-    cause = "build_model makes other weights on each process for the same seed: it draws from something that "
-    cause += "accelerate.utils.set_seed doesn't seed"
-    built = f"checksum {checksum(list(expected.values()))}"
-    yield finding_alike("Same start", "build_model, seeded alike", built, cause)
+    yield finding_alike("build_model, seeded alike", f"checksum {checksum(expected)}", UNSEEDED)
     differing = sorted(found.keys() ^ expected.keys())
     for name in [name for name in expected if name in found]:
         shard = to_local(shard_like(expected[name], found[name]))
@@ -262,8 +260,8 @@ def check_start(subject: Subject) -> Iterator[Row]:
     if differing:
         measured = differing[0] + (f" and {len(differing) - 1} more differ" if differing[1:] else " differs")
     bound = f"bitwise, for seed {subject.run.config.seed}"
-    yield finding("Same start", "weights and buffers", measured, bound, not differing, OTHER_WEIGHTS)
+    yield finding("weights and buffers", measured, bound, not differing, OTHER_WEIGHTS)
     drawn = gather(subject.rng_checksum)
     is_own = len(set(drawn)) == len(drawn)
     measured = "each process its own" if is_own else "the same on several processes"
-    yield finding("Same start", "random numbers from here on", measured, "each its own", is_own, SAME_DROPOUT)
+    yield finding("random numbers from here on", measured, "each its own", is_own, SAME_DROPOUT)

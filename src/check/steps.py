@@ -5,15 +5,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from src.check.findings import EXACT, Row, WorstError, finding, gather, norm, relative_error, relative_errors
+from src.check.findings import EXACT, Row, WorstError, finding, norm, relative_error, relative_errors
 from src.check.reference import all_reduce, average_gradients, backward
 from src.check.subject import Subject, capture_update, whole
-from src.checkpoint.rng import random_state
-from src.tasks.returned import returned
 from src.training.batches import MicroBatch
 from src.training.optim import lr_at
 from src.training.progress import mean_loss
@@ -57,6 +54,8 @@ DRIFT = {
     "buffers": "a buffer follows each process's own examples, and is not synchronised: evaluation and checkpoints have "
     "one process's. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks at one example",
 }
+SEEDED = "on, seeded alike in the run and by hand"
+OTHER_NORM = "the norm is one process's, or was taken before the gradients were scaled: clipping goes by it"
 SIZE_MATTERS = (
     "micro-batches change the result: Task.loss returns a mean in place of the sum over its targets, or of other "
     "targets than count_targets counts, or an example's loss depends on those beside it"
@@ -66,32 +65,31 @@ SIZE_MATTERS = (
 def check_steps(subject: Subject) -> Iterator[Row]:
     """Take the first two steps of an epoch and its last, ragged one. Before each, the reference takes over the run's
     weights; it computes its own gradients, but then updates with the run's: each fault shows in one of the two."""
-    run, config, reference = subject.run, subject.run.config, subject.reference
-    sizes = {0: None, 1: _other_size(subject), subject.steps_per_epoch - 1: None}  # None: the run's own
-    examined = {step: next(subject.micro_batches(step, size)) for step, size in sizes.items()}
-    randomness = _randomness(subject, examined[0][0])
+    run, config, own = subject.run, subject.run.config, subject.run.config.micro_batch(subject.run.world_size)
+    sizes = {0: own, 1: _other_size(subject) or own, subject.steps_per_epoch - 1: own}
+    examined = {step: next(subject.micro_batches(step, micro_batch_size=size)) for step, size in sizes.items()}
     exact = REORDERED if config.compile else EXACT
     bound = COMPRESSED if run.launch.comm_hook else exact
     gradients, norms, losses = WorstError(bound), WorstError(bound), WorstError(exact)
     is_muon_sharded = config.optim.name == "muon" and subject.is_fsdp
     updates = WorstError(MUON_UPDATE if is_muon_sharded else UPDATE)
     for step, micro_batches in examined.items():
-        for model in (run.model, reference):
-            model.train(not randomness.startswith("switched off"))
+        for model in (run.model, subject.reference):
+            model.train(not config.compile)  # compiled code draws other numbers than the reference
         subject.copy_to_reference()
         expected, expected_loss = _gradients_by_hand(subject, micro_batches)
         expected_norm = norm(expected.values())
-        max_norm = _clip(expected, expected_norm, step) if config.optim.max_grad_norm is not None else None
         # at the schedule's peak, an update stands out from the weights' rounding
-        changes = {"max_grad_norm": max_norm, "schedule": "constant", "warmup_steps": 0}
-        optim = config.optim.model_copy(update=changes)
-        clipped_run = subject.at(step, config=config.model_copy(update={"optim": optim}))
+        changes: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0}
+        if config.optim.max_grad_norm is not None:  # one step's norm is below the limit, which must leave it alone
+            changes["max_grad_norm"] = expected_norm * (2.0 if step == 0 else 0.5)
+            _clip(expected, expected_norm, changes["max_grad_norm"])
+        clipped_run = subject.at(step, optim=config.optim.model_copy(update=changes))
         subject.seed()
         with capture_update(clipped_run) as found:
             result = subject.step(clipped_run, micro_batches)
         if result.grad_norm is None:
-            cause = "the loss or its gradient overflows"
-            yield finding("Gradients", "finite", "not finite", "finite", False, cause)
+            yield finding("finite", "not finite", "finite", False, "the loss or its gradient overflows")
             return
         gradients.add(relative_errors(found, expected))
         losses.add({f"step {step + 1}": relative_error(mean_loss(run.accelerator, result), expected_loss)})
@@ -99,90 +97,76 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         updates.add(_update_errors(subject, found))
     rates = _rates(subject)
     run.model.train()
-    yield finding("Gradients", "randomness (dropout, …)", randomness)
-    yield gradients.finding("Gradients", "largest relative error", NOT_THE_MEAN)
-    yield losses.finding("Gradients", "loss, relative error", "as above: sums, counts and means")
+    dropout = "switched off (eval mode): compiled code draws other numbers" if config.compile else SEEDED
+    yield finding("randomness (dropout, …)", dropout)
+    yield gradients.finding("largest relative error", NOT_THE_MEAN)
+    yield losses.finding("loss, relative error", "as above: sums, counts and means")
     clipping = "not clipped" if config.optim.max_grad_norm is None else "clipped at 2 x, 0.5 x it"
-    cause = "the norm is one process's, or was taken before the gradients were scaled: clipping goes by it"
-    yield norms.finding("Gradients", f"norm, {clipping}", cause)
+    yield norms.finding(f"norm, {clipping}", OTHER_NORM)
     yield _settings(subject)
-    yield rates.finding("Updates", "learning rate", WRONG_RATE)
-    yield updates.finding("Updates", "parameters after each step", WRONG_UPDATE)
+    yield rates.finding("learning rate", WRONG_RATE, "Updates")
+    yield updates.finding("parameters after each step", WRONG_UPDATE, "Updates")
     yield from _replicas(subject)
 
 
-def _clip(gradients: dict[str, Tensor], norm: float, step: int) -> float:
-    """Clip gradients, in place, to a limit that is returned. One step's norm is below it: it must leave them alone."""
-    max_norm = norm * (2.0 if step == 0 else 0.5)
+def _clip(gradients: dict[str, Tensor], norm: float, max_norm: float) -> None:
     for gradient in gradients.values():
         gradient *= min(1.0, max_norm / (norm + 1e-6))
-    return max_norm
 
 
 def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:
     """Return a step's gradients, by name, and its loss. Collective."""
     subject.seed()
     model, task = subject.reference, subject.run.task
-    own = [batch.data for batch in micro_batches if batch.weight]
-    loss_sum, num_targets = backward(task, model, own)
+    sums = backward(task, model, [batch.data for batch in micro_batches if batch.weight])
     for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): all need as many forward passes
         if not batch.weight:
             (task.loss(model, batch.data) * 0).backward()
-    loss_sum, num_targets = all_reduce(loss_sum), all_reduce(num_targets)
+    loss_sum, num_targets = map(all_reduce, sums)
     average_gradients(model, num_targets)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return gradients, (loss_sum / num_targets.clamp(min=1)).item()
 
 
-def _randomness(subject: Subject, micro_batch: MicroBatch) -> str:
-    """Return, as text, how the random numbers that the model draws are dealt with."""
-    device = subject.run.device
-    before = random_state(device)
-    with torch.no_grad():
-        returned(subject.run.task, "loss", subject.reference, micro_batch.data)
-    if not any(gather(random_state(device) != before)):
-        return "the model draws none"
-    if subject.run.config.compile:
-        return "switched off (eval mode): compiled code draws other numbers"
-    return "on, seeded alike in the run and by hand"
-
-
 def _update_errors(subject: Subject, gradients: Mapping[str, Tensor]) -> dict[str, float]:
     """Update the reference with the run's gradients. Return by name how far the run's weights are from the reference's,
     as a share of how far those have moved."""
-    reference, errors = dict(subject.reference.named_parameters()), {}
-    before = {name: parameter.detach().clone() for name, parameter in reference.items()}
+    reference, before, errors = dict(subject.reference.named_parameters()), {}, {}
     for name, parameter in reference.items():
+        before[name] = parameter.detach().clone()
         parameter.grad = gradients.get(name)
     for optimizer in subject.reference_optimizers:
         optimizer.step()
     subject.reference.zero_grad()
     for name, parameter in subject.unwrapped.named_parameters():
         found, expected = whole(parameter, subject.run.device), reference[name].detach()
-        moved = norm([expected - before[name]])
-        errors[name] = norm([found - expected]) / (moved + 1e-4 * norm([expected]) + 1e-30)
+        scale = norm([expected - before[name]]) + 1e-4 * norm([expected]) + 1e-30
+        errors[name] = norm([found - expected]) / scale
     return errors
 
 
 def _rates(subject: Subject) -> WorstError:
     """Return the errors of the learning rate, as shares of the peak, in steps of one example: at the edges of the run
     and of its first epochs, and halfway. An error is infinite where the optimizers don't step."""
-    run, per_epoch, errors, used = subject.run, subject.steps_per_epoch, WorstError(LEARNING_RATE), [0.0]
+    run, per_epoch, errors = subject.run, subject.steps_per_epoch, WorstError(LEARNING_RATE)
     optim = run.config.optim.model_copy(update={"lr": TINY * run.config.optim.lr})
-    config, (total, length) = run.config.model_copy(update={"optim": optim}), run.config.steps(per_epoch)
+    total, length = run.config.steps(per_epoch)
+    used: list[float] = []
 
     def note(*_: Any) -> None:
-        used[:] = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+        used.extend(group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups)
 
-    hook, one_example = run.optimizers[-1].register_step_pre_hook(note), next(subject.micro_batches(0, 1))[:1]
+    hook = run.optimizers[-1].register_step_pre_hook(note)
+    one_example = next(subject.micro_batches(0, micro_batch_size=1))[:1]
     run.model.eval()  # BatchNorm needs several
     edges = {0, 1, per_epoch - 1, per_epoch, 2 * per_epoch - 1, 2 * per_epoch, 3 * per_epoch - 1, total // 2, total - 1}
     for step in sorted(edges & {*range(total)}):
-        used[:] = [math.inf]
-        subject.step(subject.at(step, config=config), one_example)
+        used.clear()
+        subject.step(subject.at(step, optim=optim), one_example)
         expected = lr_at(step, optim, length, per_epoch)
-        errors.add({f"step {step + 1}": max(abs(rate - expected) for rate in used) / optim.lr})
+        worst = max((abs(rate - expected) for rate in used), default=math.inf)
+        errors.add({f"step {step + 1}": worst / optim.lr})
     hook.remove()
     return errors
 
@@ -190,9 +174,10 @@ def _rates(subject: Subject) -> WorstError:
 def _settings(subject: Subject) -> Row:
     """Compare what the optimizers have with the rule of training/optim.py, written a second time: what has a name in
     optim is as it says, and all else as torch has it."""
-    optim, layers = subject.run.config.optim, list(subject.unwrapped.modules())
-    ends = {layer.weight for layer in layers if isinstance(layer, nn.Embedding)}
-    ends |= {layer.weight for layer in [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]}
+    optim = subject.run.config.optim
+    layers = list(subject.unwrapped.modules())
+    linear = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+    ends = {layer.weight for layer in layers if isinstance(layer, nn.Embedding)} | {*linear[-1:]}  # not for Muon
     differing = defaultdict(list)  # for each parameter, what is wrong with each optimizer that has it
     for optimizer in subject.run.optimizers:
         for group in optimizer.param_groups:
@@ -208,23 +193,27 @@ def _settings(subject: Subject) -> Row:
                 differing[p].append(", ".join(wrong))
     trained = [(name, differing[p]) for name, p in subject.unwrapped.named_parameters() if p.requires_grad]
     bad = [f"{name}: " + (of[0] if len(of) == 1 else f"in {len(of)} groups") for name, of in trained if of != [""]]
-    measured = f"{len(trained) - len(bad)} of {len(trained)} as they should" + (f", not {bad[0]}" if bad else "")
+    measured = f"{len(trained) - len(bad)} of {len(trained)} as they should"
+    if bad:
+        measured += f", not {bad[0]}"
     bound = "as in optim, vectors don't decay"
-    return finding("Updates", "optimizer and its settings", measured, bound, not bad, WRONG_SETTING)
+    return finding("optimizer and its settings", measured, bound, not bad, WRONG_SETTING, "Updates")
 
 
 def _replicas(subject: Subject) -> Iterator[Row]:
     model, drifted = subject.unwrapped, subject.drifted()
     replicas = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     for what, names in (("replicas", replicas), ("buffers", dict(model.named_buffers()))):
-        differing = ", ".join([name for name in drifted if name in names][:3])
-        measured = f"{differing}: differs" if differing else f"{len(names)}, none drifts apart"
-        yield finding("Updates", what, measured, "the same" if names else "", not differing, DRIFT[what])
+        differing = [name for name in drifted if name in names]
+        measured = f"{len(names)}, none drifts apart"
+        if differing:
+            measured = f"{', '.join(differing[:3])}: differs"
+        yield finding(what, measured, "the same" if names else "", not differing, DRIFT[what], "Updates")
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     local = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     if local and subject.run.world_size > 1:
         says = f"{local[0]} and {len(local) - 1} more: each process's examples alone, so that the curve depends on them"
-        yield finding("Updates", "batch norm", says)
+        yield finding("batch norm", says, check="Updates")
 
 
 def check_accumulation(subject: Subject) -> Iterator[Row]:
@@ -232,23 +221,23 @@ def check_accumulation(subject: Subject) -> Iterator[Row]:
     steps were compared with those by hand; in eval mode, as dropout would draw other numbers."""
     own, other = subject.run.config.micro_batch(subject.run.world_size), _other_size(subject)
     if other is None:
-        yield finding("Accumulation", "other micro-batches", f"none: a process has {own} example per batch")
+        yield finding("other micro-batches", f"none: a process has {own} example per batch")
         return
     subject.copy_to_reference()
     subject.reference.eval()
     gradients, losses = WorstError(REORDERED), WorstError(REORDERED)
     for step in (0, subject.steps_per_epoch - 1):
         expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step)))
-        found, loss = _gradients_by_hand(subject, next(subject.micro_batches(step, other)))
+        found, loss = _gradients_by_hand(subject, next(subject.micro_batches(step, micro_batch_size=other)))
         gradients.add(relative_errors(found, expected))
         losses.add({f"step {step + 1}": relative_error(loss, expected_loss)})
     subject.reference.train()
-    yield gradients.finding("Accumulation", f"gradient: {other} in place of {own}", SIZE_MATTERS)
-    yield losses.finding("Accumulation", f"loss: {other} in place of {own}", SIZE_MATTERS)
+    yield gradients.finding(f"gradient: {other} in place of {own}", SIZE_MATTERS)
+    yield losses.finding(f"loss: {other} in place of {own}", SIZE_MATTERS)
 
 
 def _other_size(subject: Subject) -> int | None:
-    """Return the next smaller size of micro-batches, else the next larger one; None: there is no other."""
+    """Return another size of micro-batches, the next smaller one if there is one; None: there is no other."""
     config, world_size = subject.run.config, subject.run.world_size
     share, own = config.global_batch_size // world_size, config.micro_batch(world_size)
     sizes = [size for size in range(1, share + 1) if share % size == 0 and size != own]

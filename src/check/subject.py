@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from accelerate.utils import broadcast, extract_model_from_parallel, set_seed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from src.check.findings import gather
 from src.distributed.stop import StopSignal
@@ -31,34 +32,33 @@ class Subject:
 
     def __init__(self, run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Restore) -> None:
         self.run, self.train_step, self.evaluate, self.restore = run, train_step, evaluate, restore
-        self.rng_checksum = checksum([torch.get_rng_state()])
+        self.rng_checksum = checksum(torch.get_rng_state())
         """Checksum of the generator as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
         self.is_fsdp = run.accelerator.is_fsdp2
         self.steps_per_epoch = -(-len(run.train_set) // run.config.global_batch_size)  # as the run's own should be
-        config = run.config.model_copy(update={"task": run.task.reference()})
+        config = self.at(0, task=run.task.reference()).config
         self.reference = new_model(config, run.launch.device, run.launch.precision)[0].to(run.device).train()
-        self.reference_optimizers = build_optimizers(run.config.optim, self.reference)
+        self.reference_optimizers = build_optimizers(config.optim, self.reference)
 
     @property
     def unwrapped(self) -> nn.Module:
         """The run's model without its wrapper; FSDP leaves shards in it."""
         return extract_model_from_parallel(self.run.model)
 
-    def at(self, step: int, **changes: Any) -> Run:
-        """Return the run as it is after `step` steps, with `changes` to its other fields."""
-        return replace(self.run, progress=Progress(step=step), **changes)
+    def at(self, step: int, **settings: Any) -> Run:
+        """Return the run as it is after `step` steps, with other settings."""
+        return replace(self.run, progress=Progress(step=step), config=self.run.config.model_copy(update=settings))
 
-    def micro_batches(self, first: int, size: int | None = None) -> Iterator[list[MicroBatch]]:
-        """Yield this process's micro-batches, of `size` where given, for each step from `first` on, without end."""
-        changes = {"micro_batch_size": size} if size else {}
-        return training_steps(replace(self.run, config=self.run.config.model_copy(update=changes)), first, 10**12)
+    def micro_batches(self, first: int, **settings: Any) -> Iterator[list[MicroBatch]]:
+        """Yield this process's micro-batches for each step from `first` on, without end."""
+        return training_steps(self.at(first, **settings), first, 10**12)
 
     def step(self, run: Run, micro_batches: list[MicroBatch]) -> StepResult:
         """Take the run's own step."""
-        optimized = {id(p) for o in run.optimizers for group in o.param_groups for p in group["params"]}
+        optimized = {p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]}
         for parameter in run.model.parameters():
-            if id(parameter) not in optimized:  # nobody clears its gradient: Updates reports that, once
+            if parameter not in optimized:  # nobody clears its gradient: Updates reports that, once
                 parameter.grad = None
         _, counts = next(CountedSteps(iter([micro_batches]), self.stop))
         return self.train_step(run, micro_batches, counts)
@@ -74,9 +74,9 @@ class Subject:
         """
         is_broadcast = isinstance(self.run.model, DistributedDataParallel) and self.run.model.broadcast_buffers
         held = dict(self.unwrapped.named_parameters()) if is_broadcast else named_tensors(self.unwrapped)
-        sums = {name: checksum([tensor]) for name, tensor in held.items() if not isinstance(tensor, DTensor)}
+        sums = {name: checksum(tensor) for name, tensor in held.items() if not isinstance(tensor, DTensor)}
         everywhere = gather(sums)
-        return [name for name in sums if len({of_process[name] for of_process in everywhere}) > 1]
+        return [name for name in sums if any(other[name] != sums[name] for other in everywhere)]
 
     def copy_to_reference(self) -> None:
         """Give the reference the run's weights and buffers. Collective."""
@@ -88,21 +88,20 @@ class Subject:
 
     @contextlib.contextmanager
     def perturbed(self) -> Iterator[None]:
-        """Add noise of twice their size to the reference's trained weights, and copy the first process's into the run's
-        model: to a fresh model all examples are much alike, so that any way to average their losses would pass.
-        Collective."""
-        pairs = list(zip(self.reference.parameters(), self.unwrapped.parameters(), strict=True))
-        kept = [(to_local(p), to_local(p).detach().clone()) for pair in pairs for p in pair]
+        """Add noise of twice their size to the run's trained weights, and give them to the reference: to a fresh model
+        all examples are much alike, so that any way to average their losses would pass. Collective."""
+        kept = [to_local(parameter).detach().clone() for parameter in self.run.parameters]
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for ours, theirs in pairs:
+            for ours, theirs in zip(self.reference.parameters(), self.run.parameters, strict=True):
                 if ours.requires_grad:
                     size = 2 * ours.square().mean().sqrt().clamp(min=0.02)
                     ours.add_(size * torch.randn(ours.shape, generator=generator).to(ours))
                 to_local(theirs).copy_(to_local(shard_like(broadcast(ours.detach().clone()), theirs)))
             yield
-            for p, value in kept:
-                p.copy_(value)
+            for parameter, value in zip(self.run.parameters, kept, strict=True):
+                to_local(parameter).copy_(value)
+            self.copy_to_reference()
 
 
 @contextlib.contextmanager
@@ -143,10 +142,16 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
     return DTensor.from_local(local, mesh, tensor.placements, shape=shape, stride=stride).full_tensor()
 
 
-def checksum(tensors: list[Tensor]) -> str:
-    """Return a checksum that is equal if all values are, to the last bit."""
+def checksum(tree: Any) -> str:
+    """Return a checksum that is equal if the values of all tensors in the tree are, to the last bit."""
     digest = hashlib.sha256()
-    for tensor in tensors:  # a copy, as FSDP can't free the memory of what has been a numpy array
-        copied = to_local(tensor).detach().to("cpu", copy=True)
-        digest.update(copied.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for tensor in tree_leaves(tree):
+        if isinstance(tensor, Tensor):  # a copy, as FSDP can't free the memory of what has been a numpy array
+            copied = to_local(tensor).detach().to("cpu", copy=True)
+            digest.update(copied.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that the tensors take together."""
+    return sum(tensor.nbytes for tensor in tensors)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from src.checkpoint.format import unfinished
 from src.config.config import Config
 from src.config.errors import RunError, cause
 from src.config.settings import write_yaml
@@ -22,41 +23,40 @@ def export_model(run: Run, metrics: dict[str, float]) -> None:
     """Write the folder `model`, replacing one from a shorter run, with the metrics of its weights on its card.
     Collective: under FSDP each process has a shard."""
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
-    with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished_place(folder)) as unfinished:
+    with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished_place(folder)) as incomplete:
         accelerator.wait_for_everyone()
         is_written_by_all = accelerator.is_fsdp2 and run.resume.is_disk_shared
-        if is_written_by_all and run.task.export_sharded(model, unfinished, accelerator):
+        if is_written_by_all and run.task.export_sharded(model, incomplete, accelerator):
             if run.is_main:
-                _card(run.config, metrics).save(unfinished / "README.md")
+                _card(run.config, metrics).save(incomplete / "README.md")
             return
         weights = accelerator.get_state_dict(run.model)
         if run.is_main:
-            export_weights(run.config, model, weights, metrics, unfinished)
+            export_weights(run.config, model, weights, metrics, incomplete)
 
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a folder to write into. It takes the place of `folder` when it is complete, and is deleted if it never is.
     Raise a RunError if it cannot be written."""
-    place, unfinished = folder.resolve(), unfinished_place(folder)
+    place, incomplete = folder.resolve(), unfinished_place(folder)
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
+        shutil.rmtree(incomplete, ignore_errors=True)
+        incomplete.mkdir(parents=True)
+        yield incomplete
         shutil.rmtree(place, ignore_errors=True)
-        unfinished.rename(place)
+        incomplete.rename(place)
     except (OSError, SafetensorError) as error:
         reason = f"{folder} cannot be written, {cause(error)}"
         raise RunError(f"{reason}: fix that, and run the same command again") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(incomplete, ignore_errors=True)
 
 
 def unfinished_place(path: Path) -> Path:
     """Return where a folder or file is written until it is complete: beside it, on another disk if it is a link to
     there."""
-    place = path.resolve()
-    return place.with_name(f"tmp_{place.name}")
+    return unfinished(path.resolve())
 
 
 def export_weights(

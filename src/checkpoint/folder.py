@@ -85,12 +85,10 @@ def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[A
     for name, _ in fields(type(config)):
         if name in safe:
             continue
-        try:
+        with contextlib.suppress(KeyError, TypeError):  # another version of the code did not have it
             before, after = (reduce(getitem, name.split("."), values) for values in (saved, now))
-        except (KeyError, TypeError):  # another version of the code did not have it
-            continue
-        if before != after:
-            changed[name] = before, after
+            if before != after:
+                changed[name] = before, after
     return changed
 
 
@@ -118,32 +116,36 @@ def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterato
 
 def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
     """Yield what is wrong with the run that the folder, or its mirror, holds."""
-    folder = config.folder
-    held = [name for name in RUN_FILES if _is_held(folder / name)] + ["checkpoint.mirror"][: len(mirrored)]
-    checkpoints, saved = list_checkpoints(folder / "checkpoints") or mirrored, saved_settings(folder)
-    holds, elsewhere = f"output_dir={folder}: holds", f"{ELSEWHERE}, or move that folder away"
+    folder, saved = config.folder, saved_settings(config.folder)
+    held = [name for name in RUN_FILES if _is_held(folder / name)]
+    checkpoints = list_checkpoints(folder / "checkpoints") or mirrored
+    if mirrored:  # room: mirror
+        held.append("checkpoint.mirror")  # room: mirror
+    elsewhere = f"{ELSEWHERE}, or move that folder away"
     lost = f"output_dir={folder}: its run saved checkpoints, but none are there: restore {folder / 'checkpoints'}"
+    lost = f"{lost}; or {elsewhere}"
+    holds, holds_run = f"output_dir={folder}: holds", f"a run already ({', '.join(held)})"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
         is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
         if is_branch and checkpoints:
-            pass  # it continues from its own
-        elif is_branch and _had_checkpoints(folder, saved):
-            yield f"{lost}; or {elsewhere}"
+            return  # it continues from its own
+        if is_branch and _had_checkpoints(folder, saved):
+            yield lost
         elif not (source / "manifest.json").is_file():
             there = [str(path) for path in (*source.glob("step_*"), *source.glob("checkpoints/step_*"))]
             yield f"resume={source}: not a checkpoint{nearest(str(source), there)}; auto, never, or a folder step_…"
         elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
             yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}"
     elif held and config.resume == "never":
-        yield f"{holds} a run already ({', '.join(held)}); {elsewhere}"
+        yield f"{holds} {holds_run}; {elsewhere}"
     elif held and not checkpoints:
         if "summary.json" in held or "model" in held or not saved:
-            yield f"{holds} a run already ({', '.join(held)}), but no checkpoint of it; {elsewhere}"
+            yield f"{holds} {holds_run}, but no checkpoint of it; {elsewhere}"
         elif changed_settings(config, saved).keys() - LENGTH_SETTINGS:
             yield f"{holds} the beginning of a run with other settings; {elsewhere}"
         elif _had_checkpoints(folder, saved):
-            yield f"{lost}; or {elsewhere}"
+            yield lost
 
 
 def _is_held(path: Path) -> bool:
@@ -154,28 +156,25 @@ def _is_held(path: Path) -> bool:
 
 
 def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says. One that
-    lacks it, of a finished run or an earlier version of the code, has if its record goes past two saves."""
-    with contextlib.suppress(OSError, LookupError):
-        return parse((folder / "status.json").read_bytes())["checkpoint"] not in (None, saved.get("resume"))
-    steps = [record["step"] for record in read_lines(folder / "metrics.jsonl") if record]
-    with contextlib.suppress(LookupError, TypeError):
-        return steps[-1] - steps[0] > 2 * saved["save_every"]
+    """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says."""
+    with contextlib.suppress(FileNotFoundError):
+        newest = parse((folder / "status.json").read_bytes()).get("checkpoint")
+        return newest not in (None, saved.get("resume"))
     return False
 
 
 def _write_errors(folder: Path) -> Iterator[str]:
     """Yield a line for each place that cannot be written to."""
-    own = [folder, *(folder / name for name in RUN_FILES), *folder.glob("checkpoints/step_*")]
-    for path in (*folder.absolute().parents, *own):
+    parents, own = folder.absolute().parents, [folder / name for name in RUN_FILES]
+    for path in (*parents, folder, *own, *folder.glob("checkpoints/step_*")):
         if path.is_symlink() and not path.exists():
             target = os.readlink(path)
             yield f"output_dir={folder}: {path} is a broken link to {target}: mount the disk or create the folder"
-    parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
+    parent = next(path for path in (folder, *parents) if os.path.exists(path))
     if not parent.is_dir():
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
         return
-    for path in (parent, *(folder / name for name in RUN_FILES)):  # some may be another user's
+    for path in (parent, *own):  # some may be another user's
         try:
             if path.is_dir():
                 tempfile.TemporaryFile(dir=path).close()

@@ -49,9 +49,19 @@ def evaluation_of(checkpoint: Path) -> dict[str, float]:
     checkpoint was saved is in the next checkpoint, and so in the newest beside it."""
     progress = read_state(checkpoint).progress
     if progress.step not in progress.evaluations:
-        whole = (path for path in list_checkpoints(checkpoint.parent) if not any(problems(path, contents=False)))
-        progress.evaluations |= read_state(next(whole, checkpoint)).progress.evaluations
+        newest, *_ = [*whole_checkpoints(checkpoint.parent), checkpoint]
+        progress.evaluations |= read_state(newest).progress.evaluations
     return progress.evaluations.get(progress.step, {})
+
+
+def manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the facts about each of its files, by name."""
+    return json.loads((checkpoint / MANIFEST).read_text())["files"]
+
+
+def unfinished(path: Path) -> Path:
+    """Return where a file or folder is written until it is complete."""
+    return path.with_name(f"{INCOMPLETE}{path.name}")
 
 
 def file_facts(file: Path) -> dict[str, Any]:
@@ -70,7 +80,7 @@ def write_json(file: Path, content: Any) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """Write the file whole or not at all, no matter when the process or the machine stops."""
-    incomplete = file.with_name(f"{INCOMPLETE}{file.name}")
+    incomplete = unfinished(file)
     with naming(incomplete), incomplete.open("w") as stream:
         stream.write(text)
         stream.flush()
@@ -99,13 +109,17 @@ def remove_incomplete(checkpoints: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def whole_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints in a folder whose files are there, the newest first; their checksums are not compared."""
+    return [path for path in list_checkpoints(checkpoints) if not any(problems(path, contents=False))]
+
+
 def rotate(
     checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]], in_use: Path | None
 ) -> None:
     """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay; so
     does the one that is `in_use`."""
-    whole = [path for path in list_checkpoints(checkpoints) if not any(problems(path, contents=False))]
-    for path in superfluous(whole, settings, evaluations):
+    for path in superfluous(whole_checkpoints(checkpoints), settings, evaluations):
         if path == in_use:
             continue
         if path.is_symlink():  # someone moved the folder to another disk: it is theirs
@@ -138,7 +152,7 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
     try:
         name = MANIFEST
         try:
-            files = json.loads((checkpoint / name).read_text())["files"]
+            files = manifest(checkpoint)
             entries = [(file, int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()]
             name, step = STATE, checkpoint.name.removeprefix("step_")
             progress = dict(json.loads((checkpoint / name).read_text()).get("progress", ()))

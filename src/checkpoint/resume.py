@@ -67,38 +67,39 @@ def checkpoint_metadata(
 def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     """Return the newest valid checkpoint of the output folder, or else the one to branch off from; raise a UserError if
     none is valid, or if the settings now make it a different run. Collective."""
+    point = ResumePoint()
     if config.check:  # room: check
-        return ResumePoint()  # room: check
+        return point  # room: check
     own = config.folder / "checkpoints"
-    mirror: Any = None
+    mirrored: list[Path] = []
     if config.checkpoint.mirror and not config.dry_run:  # room: mirror
-        mirror = Mirror(accelerator, config, _lock)  # room: mirror
+        point.mirror = Mirror(accelerator, config, _lock)  # room: mirror
     if accelerator.is_main_process and not config.dry_run:
         _lock(config.folder)
         if own.is_symlink() and own.exists():
             _lock(own)  # two runs must not share it
-        mirrored = mirror.bring_record() if mirror else []
+        if point.mirror:  # room: mirror
+            mirrored = point.mirror.bring_record()  # room: mirror
         if errors := list(folder_errors(config, mirrored)):  # whoever held the lock may have changed what is there
             raise UserError("\n".join(errors))
         format.remove_incomplete(own)
     if config.resume == "never":
-        return ResumePoint(mirror=mirror)
-    parent, there = parent_checkpoint(config), mirror.candidates() if mirror else list_checkpoints(own)
-    checkpoint, damaged = first_valid(accelerator, [*there, *([parent] if parent else [])], mirror)
-    if checkpoint is None and damaged:
-        lines = [f"{path}: {why}" for path, why in damaged.items()]
-        advice = f"move {config.folder} away to start over" if own.exists() else "choose another --resume"
-        advice += "" if mirror else ", or set checkpoint.mirror if the run had one"
-        raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
+        return point
+    candidates = point.mirror.candidates() if point.mirror else list_checkpoints(own)
+    if parent := parent_checkpoint(config):
+        candidates.append(parent)
+    checkpoint, damaged = first_valid(accelerator, candidates, point.mirror)
     if checkpoint is None:
-        is_begun = (config.folder / "metrics.jsonl").exists()
-        notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
-        return ResumePoint(notes=notes, mirror=mirror)
+        _require_none_damaged(config, damaged)
+        if (config.folder / "metrics.jsonl").exists():
+            point.notes.append(f"starting over: {config.folder} has no checkpoint yet")
+        return point
     # as the main process sees them: a change to a file system reaches machines at different times
     state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
+    point.checkpoint, point.state = checkpoint, state
     done = "passed over" if config.dry_run else "passed over and set aside"
-    notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
-    point = ResumePoint(checkpoint, state, [*notes, *_note_changes(config, checkpoint, state)], mirror=mirror)
+    point.notes += [f"{done}: {path}, {why}" for path, why in damaged.items()]
+    point.notes += _note_changes(config, checkpoint, state)
     point.is_finished = has_ended and point.is_own(config)
     watched = state.config["early_stopping"]
     if (watched["metric"], watched["mode"]) != (config.early_stopping.metric, config.early_stopping.mode):
@@ -106,12 +107,22 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if accelerator.is_main_process:
         if point.is_own(config):
             _require_whole_record(config, checkpoint, state)
-            if mirror and mirror.is_shared and checkpoint not in mirrored:  # its copy failed, or was killed
-                mirror.start(checkpoint, state)
-                mirror.wait() if point.is_finished else None
+            if point.mirror:  # room: mirror
+                point.mirror.catch_up(checkpoint, point.is_finished)  # room: mirror
         for path in filter(Path.exists, () if config.dry_run else damaged):  # no parent: that is the last candidate
             format.quarantine(path)
     return point
+
+
+def _require_none_damaged(config: Config, damaged: dict[Path, str]) -> None:
+    """Raise a UserError if there are checkpoints, all of them damaged."""
+    if damaged:
+        lines = [f"{path}: {why}" for path, why in damaged.items()]
+        advice = "choose another --resume"
+        if (config.folder / "checkpoints").exists():
+            advice = f"move {config.folder} away to start over"
+        advice += "" if config.checkpoint.mirror else ", or set checkpoint.mirror if the run had one"  # room: mirror
+        raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
 
 
 def load_checkpoint(run: Run) -> None:
@@ -128,8 +139,8 @@ def load_checkpoint(run: Run) -> None:
     require_same_frozen(checkpoint, saved.frozen_norm, now["frozen_norm"])
     if not run.config.checkpoint.accept_changes:
         _require_same_data(checkpoint, vars(saved), now)
-    then, here = ({**of["versions"], "precision": of["precision"]} for of in (vars(saved), now))
-    if changes := _differences({name: (then.get(name), value) for name, value in here.items()}):
+    versions = {name: (saved.versions.get(name), version) for name, version in now["versions"].items()}
+    if changes := _differences({**versions, "precision": (saved.precision, now["precision"])}):
         run.resume.notes.append(f"changed since: {changes}: what follows differs by rounding")
     load_tensors(checkpoint, run.model, run.optimizers)
     set_seed((run.config.seed + step + run.rank) % 2**32)
@@ -163,9 +174,10 @@ def first_valid(accelerator: Accelerator, candidates: list[Path], mirror: Any) -
     damaged: dict[Path, str] = {}
     share = accelerator.process_index, accelerator.num_processes
     for checkpoint in gather_object([candidates])[0]:
-        checkpoint = mirror.here(checkpoint) if mirror else checkpoint
         problems = gather_object(list(format.problems(checkpoint, share=share)))
-        if not (problems := mirror.fetch(checkpoint, problems) if mirror else problems):
+        if mirror:  # room: mirror
+            checkpoint, problems = mirror.fetch(checkpoint, problems)  # room: mirror
+        if not problems:
             return checkpoint, damaged
         damaged[checkpoint] = problems[0]
     return None, damaged
@@ -176,11 +188,12 @@ def _lock(folder: Path) -> None:
     PATIENCE_SECONDS. The lock is held until this process ends."""
     if not folder.exists():
         atexit.register(_delete_if_empty, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     for second in range(PATIENCE_SECONDS):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             if SIGNALS.name:  # status.json is the other process's
                 SIGNALS.die()
@@ -188,10 +201,6 @@ def _lock(folder: Path) -> None:
                 terminal.say(f"{folder}: another process is still writing this run; waiting for it to end")
         except OSError:  # this file system has no locks
             return
-        else:
-            if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
-                return  # else the other process was refused and deleted the folder that was locked
-        os.close(descriptor)
         time.sleep(1)
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
 
@@ -205,9 +214,8 @@ def _delete_if_empty(folder: Path) -> None:
 def _has_ended(config: Config) -> bool:
     """Return whether the run has reached the end that is asked for now, and its model is there."""
     then, now = (dict(flatten(values)) for values in (saved_settings(config.folder), config.model_dump(mode="json")))
-    reopening = marked(type(config), Change.REOPENS)
-    is_there = (config.folder / "summary.json").exists() and (config.folder / "model").exists()
-    return is_there and all(then.get(name) == now.get(name) for name in reopening)
+    is_there = all((config.folder / name).exists() for name in ("summary.json", "model"))
+    return is_there and all(then.get(name) == now.get(name) for name in marked(type(config), Change.REOPENS))
 
 
 def _differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:

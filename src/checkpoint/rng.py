@@ -24,9 +24,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of each generator by name, a GPU's by its type."""
     name, words, *position = np.random.get_state()
     state: dict[str, Any] = {"python": random.getstate(), "numpy": [name, np.asarray(words).tolist(), *position]}
-    state["torch"] = torch.get_rng_state().numpy().tobytes().hex()
+    state["torch"] = _hex(torch.get_rng_state())
     if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state().numpy().tobytes().hex()
+        state[device.type] = _hex(torch.get_device_module(device).get_rng_state())
     return state
 
 
@@ -36,7 +36,14 @@ def restore_random_state(file: Path, device: torch.device) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+    torch.set_rng_state(_from_hex(state["torch"]))
     if device.type in state:
-        saved = torch.frombuffer(bytearray.fromhex(state[device.type]), dtype=torch.uint8)
-        torch.get_device_module(device).set_rng_state(saved)
+        torch.get_device_module(device).set_rng_state(_from_hex(state[device.type]))
+
+
+def _hex(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _from_hex(state: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

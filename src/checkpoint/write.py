@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -23,15 +21,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.format import INCOMPLETE, STATE, file_facts, publish, rotate, sync, write_json
+from src.checkpoint.format import STATE, file_facts, publish, rotate, sync, unfinished, write_json
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import cause, explained
 from src.training.run import Run
 from src.training.state import RunState
 
-TICK = 0.005
-"""Seconds between two looks at whether writing keeps the loop from running."""
 HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
 """What DCP writes into each file and looks for when it reads."""
 
@@ -50,8 +46,6 @@ class CheckpointWriter:
         """The last checkpoint; None if there is none yet."""
         self.pause_seconds = 0.0
         """How long all saves together have kept the loop from training."""
-        self.stall_seconds = 0.0
-        """For how long, at most, no other thread got to run while a checkpoint was written."""
         self._run, self._say = run, say
         self._group: Any = None
         if torch.distributed.is_initialized():  # of its own: the background thread's must not mix with the loop's
@@ -66,14 +60,9 @@ class CheckpointWriter:
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
 
     def is_ready(self) -> bool:
-        """Return whether the next one can be begun. Where the mirror alone has whole checkpoints and is still busy with
-        the previous one, say that it can't. Collective; call `poll` before."""
-        run = self._run
-        if run.resume.is_disk_shared or all(gather_object([self._pending is None])):
-            return True
-        why = f"{run.resume.mirror.url} takes longer than from save to save"
-        self._say(f"WARNING: no checkpoint of step {run.progress.step}: {why}")
-        return False
+        """Return whether the next one can be begun. Collective; call `poll` before."""
+        mirror = self._run.resume.mirror
+        return mirror is None or mirror.is_ready(self._run.progress.step, self._pending is None)
 
     def save(self, tracker_state: dict[str, Any]) -> None:
         """Start writing a checkpoint of the run as it is now; wait for the previous one and for the copy. The main
@@ -94,13 +83,6 @@ class CheckpointWriter:
         pause = time.perf_counter() - started
         self._pending = writer, future, pause
         self.pause_seconds += pause
-        threading.Thread(target=self._time_stalls, args=(future,), daemon=True).start()
-
-    def _time_stalls(self, future: Future[Any]) -> None:
-        while not future.done():
-            started = time.perf_counter()
-            time.sleep(TICK)
-            self.stall_seconds = max(self.stall_seconds, time.perf_counter() - started - TICK)
 
     def poll(self, wait: bool = False) -> None:
         """Report on the checkpoint that is being written, if it is done. A failure ends the run only if the
@@ -112,25 +94,27 @@ class CheckpointWriter:
         try:
             future.result()
         except CheckpointException as error:  # a process could not write, and all have been told
-            if self._run.accelerator.is_local_main_process:
-                shutil.rmtree(writer.folder, ignore_errors=True)
             says = cause(next(iter(error.failures.values()))[0])
             kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
             self._say(f"WARNING: no checkpoint of step {writer.state.progress.step}: {says}; {kept}")
         else:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
+        if self._run.accelerator.is_local_main_process:
+            shutil.rmtree(writer.folder, ignore_errors=True)  # it is there if it was not published
+            if not self._run.resume.is_disk_shared:  # room: mirror
+                writer.rotate()  # what was fetched  # room: mirror
 
     def figures(self) -> dict[str, float]:
         """Return what saving has cost so far, by its name in summary.json."""
-        return {"save_pause_seconds": self.pause_seconds, "save_stall_seconds": self.stall_seconds}
+        return {"save_pause_seconds": self.pause_seconds}
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, free the memory of the copies, and wait for the mirror."""
         self.poll(wait=True)
         self._stager.close()
-        if self._run.resume.mirror:
-            self._run.resume.mirror.wait()
+        if self._run.resume.mirror:  # room: mirror
+            self._run.resume.mirror.wait()  # room: mirror
 
 
 class StorageWriter(HuggingFaceStorageWriter):
@@ -138,8 +122,7 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def __init__(self, checkpoint: Path, state: RunState, run: Run) -> None:
         self.checkpoint, self.state, self._mirror = checkpoint, state, run.resume.mirror
-        self._is_shared = run.resume.is_disk_shared
-        self.folder = checkpoint.with_name(f"{INCOMPLETE}{checkpoint.name}") if self._is_shared else checkpoint
+        self.folder = unfinished(checkpoint)
         super().__init__(str(self.folder), save_distributed=True)
         self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no GPU stream is needed
         self._run, self._random = run, random_state(run.device)
@@ -156,31 +139,36 @@ class StorageWriter(HuggingFaceStorageWriter):
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
-        if not self._is_shared:
-            self._mirror.patiently(self._mirror.put, self.folder, facts)
+        if not self._run.resume.is_disk_shared:  # room: mirror
+            self._mirror.patiently(self._mirror.put, self.folder, facts)  # room: mirror
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint and rotate; called on the coordinator when all have written."""
-        config = self._run.config
         write_json(self.folder / STATE, asdict(self.state))
         files = {STATE: file_facts(self.folder / STATE)}
         for (result,) in results:
             files |= result.storage_data
-        if not self._is_shared:
-            return self._mirror.patiently(self._mirror.complete, self.folder, self.state, files)
+        if not self._run.resume.is_disk_shared:  # room: mirror
+            self._mirror.patiently(self._mirror.complete, self.folder, files)  # room: mirror
+            return  # room: mirror
         for name, facts in files.items():
             file = self.folder / name
             if not file.exists() or file.stat().st_size != facts["bytes"]:
                 raise OSError(f"{file} is not as its process wrote it: share output_dir, or set checkpoint.mirror")
         publish(self.folder, files, self.checkpoint)
-        if self._mirror:
-            self._mirror.start(self.checkpoint, self.state)
-        evaluations = self.state.progress.evaluations
+        if self._mirror:  # room: mirror
+            self._mirror.start(self.checkpoint)  # room: mirror
+        status = {"status": "unfinished", "checkpoint": str(self.checkpoint)}
         try:
-            rotate(self.checkpoint.parent, config.checkpoint, evaluations, self._mirror and self._mirror.copying)
-            write_json(config.folder / "status.json", {"status": "unfinished", "checkpoint": str(self.checkpoint)})
+            self.rotate()
+            write_json(self._run.config.folder / "status.json", status)
         except Exception as error:  # in any case, the new one is published
             warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)
+
+    def rotate(self) -> None:
+        """Delete the checkpoints here that are not to be kept."""
+        in_use = self._mirror and self._mirror.copying
+        rotate(self.checkpoint.parent, self._run.config.checkpoint, self.state.progress.evaluations, in_use)

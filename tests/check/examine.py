@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import train
-from src.check import CHECKS
+from src.check import examine
 from src.check.subject import Subject
 from src.checkpoint.folder import run_settings
 from src.training.progress import Progress
 from tests.check.planted import ALONE, smaller
 
-EXAMINED = ("Data", "Gradients and Updates", "Accumulation", "Evaluation", "Checkpoint")
+EXAMINED = ("Data", "Gradients", "Accumulation", "Evaluation", "Checkpoint")
 
 
 def main(output: Path, settings: list[str]) -> None:
@@ -34,7 +34,7 @@ def main(output: Path, settings: list[str]) -> None:
         optimizers = train.build_optimizers(config.optim, run.model)
         examined = replace(run, config=config, optimizers=optimizers, progress=Progress(loss_scale=1.0))
         subject = Subject(examined, train.train_step, train.evaluate, train.restore)
-        rows = [row for name in EXAMINED for row in CHECKS[name](subject)]
+        rows = [row for name in EXAMINED for row in examine(subject, name)]
         return [row for row in rows if row["result"] == "fail"]
 
     found: dict[str, Any] = {"": failures()}
