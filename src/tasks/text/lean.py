@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -127,7 +128,16 @@ def weight_files(source: str, revision: str | None) -> list[str]:
 def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None:
     """Read this process's part of the weights into a sharded model without any, as transformers would: with its renames
     and conversions, in the model's dtype."""
-    _convert(_WithoutAdapters(model, device), _slices(files), device)
+
+    def keep_on_device(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+        """Return the parameter where it belongs: transformers moves offloaded shards to the mesh's device."""
+        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(keep_on_device)  # type: ignore[arg-type]  # it may return one
+    try:
+        _convert(_WithoutAdapters(model), _slices(files), device)
+    finally:
+        hook.remove()
 
 
 def _convert(model: Any, weights: dict[str, Any], device: torch.device) -> LoadStateDictInfo:
@@ -162,8 +172,8 @@ def _slices(files: list[str]) -> dict[str, Any]:
 class _WithoutAdapters:
     """A model as it was before it got adapters: the names of its weights, and where to set them."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -171,27 +181,11 @@ class _WithoutAdapters:
     def state_dict(self) -> dict[str, Tensor]:
         return _own_weights(self._model, ORIGINAL_HEAD)
 
-    def get_submodule(self, path: str) -> "_Layer":
-        module = self._model.get_submodule(path)
+    def get_submodule(self, path: str) -> nn.Module:
+        module: Any = self._model.get_submodule(path)
         while own := getattr(module, "base_layer", getattr(module, "original_module", None)):
             module = own
-        return _Layer(module, self._device)
-
-
-class _Layer:
-    """A layer whose parameters are kept on `device` when they are set. transformers shards them by DTensor.from_local,
-    which moves them to the mesh's device; offloaded ones belong to the CPU, and go back there one by one."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        vars(self).update(_module=module, _device=device)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Parameter):
-            value = nn.Parameter(value.detach().to(self._device), value.requires_grad)
-        setattr(self._module, name, value)
+        return module
 
 
 def _own_weights(model: nn.Module, head: str) -> dict[str, Tensor]:
