@@ -1,7 +1,7 @@
 """From rows of text to chunks of tokens: what a causal language model reads, and which tokens it has to predict.
 
-A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where it is not to
-be learnt. Raw text that is longer makes several chunks; prompts and chats are cut off.
+A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where that is
+masked out of the loss. Raw text that is longer makes several chunks; prompts and chats are cut off.
 """
 
 import re
@@ -23,8 +23,8 @@ INTS, INT = List(Value("int32")), Value("int32")
 CHUNK_FEATURES = Features(
     {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "bytes": INT, "truncated": Value("bool")}
 )
-"""Columns of a table of chunks: `targets` is how many labels are to be learnt, `bytes` their size in UTF-8, without end
-marks and whatever else a tokenizer or a chat template adds to the text."""
+"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss, `bytes` the size in UTF-8 of those
+that are no special tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,44 +65,41 @@ class Chunker:
         rows = [self._render(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
         prefix, suffix = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)
-        encoded = _encode([text for text, *_ in rows], self.tokenizer, prefix, suffix)
+        encoded = _encode([text for text, _ in rows], self.tokenizer, prefix, suffix)
         chunks: list[dict[str, Any]] = []
-        for (text, targets, contents), tokens in zip(rows, encoded, strict=True):
-            chunks += self._cut(text, targets, contents, tokens, len(suffix))
+        for (text, spans), tokens in zip(rows, encoded, strict=True):
+            chunks += self._cut(text, spans, tokens, len(suffix))
         return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
 
-    def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None, Spans | None]:
-        """Return a row as one text, which parts of it are to be learnt, and which are counted as bytes (None: all)."""
+    def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None]:
+        """Return a row as one text, and which parts of it contribute to the loss (None: all)."""
         columns = self.row_format
         if columns.text:
-            return row[columns.text], None, None
+            return row[columns.text], None
         if columns.messages:
             chat, tools = normalize_chat(row[columns.messages]), normalize_tools(row.get(columns.tools))
             return render_chat(chat, tools, self.tokenizer, self.train_on_prompts)
         prompt, completion = row[columns.prompt], row[columns.completion]
-        spans = None if self.train_on_prompts else [(len(prompt), len(prompt + completion))]
-        return prompt + completion, spans, spans
+        text = prompt + completion
+        return text, None if self.train_on_prompts else [(len(prompt), len(text))]
 
-    def _cut(
-        self, text: str, targets: Spans | None, contents: Spans | None, tokens: np.ndarray, num_suffix: int
-    ) -> Iterator[dict[str, Any]]:
+    def _cut(self, text: str, spans: Spans | None, tokens: np.ndarray, num_suffix: int) -> Iterator[dict[str, Any]]:
         """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
-        the last `num_suffix` are always learnt."""
+        the last `num_suffix` always contribute to the loss."""
         ids, starts, ends = tokens
         so_far = np.maximum.accumulate(ends)
         # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
         starts = np.where(starts == ends, np.concatenate([[0], so_far])[:-1], starts)
-        loss_mask = np.full(len(ids), targets is None)
-        for first, last in targets or []:
+        loss_mask = np.full(len(ids), spans is None)
+        for first, last in spans or []:
             loss_mask |= (ends > first) & (starts < last) & (ends > starts)
         loss_mask[len(ids) - num_suffix :] = True
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)  # in UTF-8
-        is_counted = np.full(len(codes), contents is None)
-        for first, last in contents or []:
-            is_counted[first:last] = True
-        bytes_until = np.concatenate([[0], (sizes * is_counted).cumsum(dtype=np.int64)])
-        labels, num_bytes = np.where(loss_mask, ids, -100), np.diff(bytes_until[so_far], prepend=0) * loss_mask
+        characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        sizes = np.searchsorted([0x80, 0x800, 0x10000], characters, side="right") + 1  # in UTF-8
+        bytes_until = np.concatenate([[0], sizes.cumsum()])
+        is_counted = loss_mask & ~np.isin(ids, self.tokenizer.all_special_ids)
+        num_bytes = np.diff(bytes_until[so_far], prepend=0) * is_counted
+        labels = np.where(loss_mask, ids, -100)
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
         splits = self.row_format.text is not None
         for first in range(0, size if splits else min(size, 1), self.sequence_length):
@@ -112,8 +109,8 @@ class Chunker:
                 "input_ids": ids[first:last],
                 "labels": labels[predicted],
                 "length": last - first,
-                "targets": int(loss_mask[predicted].sum()),
-                "bytes": int(num_bytes[predicted].sum()),
+                "targets": loss_mask[predicted].sum(),
+                "bytes": num_bytes[predicted].sum(),
                 "truncated": last < size and not splits,
             }
 
