@@ -3,14 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
 from pydantic import Field, PrivateAttr
 from torch import Tensor
@@ -25,8 +24,9 @@ from transformers import (
     logging,
 )
 
-from src.config.errors import UserError, cause, explained
+from src.config.errors import UserError, explained
 from src.config.settings import Settings
+from src.tasks.text.hub import loading
 from src.tasks.text.lean import NewWeights, empty_pretrained, fill, load, saved_weights, weight_files
 from src.tasks.text.lora import Lora
 from src.tasks.text.sharded_files import write_sharded
@@ -80,7 +80,7 @@ class ModelSource(Settings):
 
     def load_config(self) -> PreTrainedConfig:
         """Return the model's config. Raise a UserError if there is none, it is damaged, or it asks to run code."""
-        with _loading("model", self.model):
+        with loading("model", self.model):
             config = AutoConfig.from_pretrained(str(self.model), revision=self.revision, trust_remote_code=False)
         return self.with_dropout(config)
 
@@ -100,7 +100,7 @@ class ModelSource(Settings):
         damaged, or is another kind of model."""
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
-        with _loading("model", self.model):
+        with loading("model", self.model):
             model, loaded = auto_class.from_pretrained(
                 self.model,
                 revision=self.revision,
@@ -120,7 +120,7 @@ class ModelSource(Settings):
         """Return the model of `load_model`, its parameters on the meta device, the new ones drawn into `weights`; None
         if it has no safetensors files."""
         logging.disable_progress_bar()
-        with _loading("model", self.model):
+        with loading("model", self.model):
             source = str(self.model)
             files = weight_files(source, self.revision)
             if not files:
@@ -148,7 +148,7 @@ class ModelSource(Settings):
         put in the new ones. Raise a UserError if a file is damaged or missing."""
         own = without_adapters(model)
         if self.model:
-            with _loading("model", self.model):
+            with loading("model", self.model):
                 load(own, weight_files(self.model, self.revision), device)
         fill(model, self._new_weights, device)
         own.tie_weights()
@@ -157,7 +157,7 @@ class ModelSource(Settings):
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
         say where in the text its tokens are."""
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
-        with _loading(setting, source):
+        with loading(setting, source):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         if not tokenizer.is_fast:
             hint = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
@@ -170,24 +170,6 @@ class ModelSource(Settings):
         """Return metadata for the model card."""
         is_on_hub = self.model and not Path(self.model).exists()
         return {"library_name": "transformers", **({"base_model": self.model} if is_on_hub else {})}
-
-
-@contextmanager
-def _loading(setting: str, name: str | None) -> Iterator[None]:
-    """Turn any failure to load what `task.<setting>` names into a UserError of one line."""
-    try:
-        yield
-    except Exception as error:  # transformers, safetensors, torch and the Hub's client raise many kinds
-        says = cause(error).split(". ")[0][:300]
-        if "trust_remote_code" in str(error):
-            reason = "wants to run code of its own, which is not allowed here; use one that transformers has"
-        elif Path(str(name)).is_dir():
-            reason = f"cannot be loaded, {says}"
-        else:
-            reason = f"no such folder here, and not available on the Hub ({says})"
-            if any(isinstance(e, LocalEntryNotFoundError | ConnectionError) for e in (error, error.__cause__)):
-                reason += f"; offline, download it first with `hf download {name}` and set HF_HUB_OFFLINE=1"
-        raise UserError(f"task.{setting}={name}: {reason}") from error
 
 
 def load_exported(folder: Path) -> Any:
