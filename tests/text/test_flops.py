@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_causal_mask
 
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.flops import causal_pairs
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lora import Lora
 
@@ -47,7 +46,8 @@ def counted(model: LanguageModel, length: int) -> tuple[int, float]:
     with FlopCounterMode(display=False) as counter:
         model("loss", tokens, positions, index, torch.randint(64, index.shape)).backward()
     assert model.flops
-    return counter.get_total_flops(), model.flops.total(2 * length, len(index), 2 * length**2, 2 * length**2)
+    counts = 2 * length, len(index), 2 * length**2
+    return counter.get_total_flops(), sum(flops * n for flops, n in zip(model.flops, counts, strict=True))
 
 
 @pytest.mark.parametrize("length", [8, 128])
@@ -76,7 +76,7 @@ def test_layers_that_are_not_attention_have_no_count() -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_pairs_of_tokens_are_counted_as_the_masks_of_the_model_have_them(packing: bool) -> None:
-    """Tried with the square of the sequence's length: nearly twice as many. Tried without the window: more too."""
+    """Tried with the square of the sequence's length: nearly twice as many."""
     architecture = {**DECODERS["gemma3_text"], "model_type": "gemma3_text", "vocab_size": 300}
     task = CausalLM(dataset="x", architecture=architecture, sequence_length=40, packing=packing)
     chunks: list[dict[str, Any]] = [
@@ -85,19 +85,15 @@ def test_pairs_of_tokens_are_counted_as_the_masks_of_the_model_have_them(packing
     sequences = [chunks[:3], [chunks[3]]] if packing else [[chunk] for chunk in chunks]
     batch = task.collate(sequences)
 
-    for key, create in (("attention_pairs", create_causal_mask), ("window_pairs", create_sliding_window_causal_mask)):
-        seen = 0
-        for sequence in sequences:  # without padding, whose rows of a mask hide nothing
-            positions = torch.cat([torch.arange(len(chunk["input_ids"])) for chunk in sequence])[None]
-            config = task._config
-            config._attn_implementation = "eager"
-            mask: Any = create(config, torch.zeros(1, positions.shape[1], 1), None, None, positions)
-            seen += int((mask == 0).sum())
-        assert batch[key] == seen
+    seen = 0
+    for sequence in sequences:  # without padding, whose rows of a mask hide nothing
+        positions = torch.cat([torch.arange(len(chunk["input_ids"])) for chunk in sequence])[None]
+        config = task._config
+        config._attn_implementation = "eager"
+        mask: Any = create_causal_mask(config, torch.zeros(1, positions.shape[1], 1), None, None, positions)
+        seen += int((mask == 0).sum())
+    assert batch["attention_pairs"] == seen
     model = task.build_model()
     assert model.flops
-    assert task.flops(model, batch) == model.flops.total(49, 49, batch["attention_pairs"], batch["window_pairs"])
-
-
-def test_pairs_in_windows() -> None:
-    assert [causal_pairs(5, window) for window in (None, 9, 5, 2, 1)] == [15, 15, 15, 9, 5]
+    per_token, per_target, per_pair = model.flops
+    assert task.flops(model, batch) == 49 * per_token + 49 * per_target + seen * per_pair

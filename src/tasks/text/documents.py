@@ -6,7 +6,7 @@ masked out of the loss. Raw text that is longer makes several chunks; prompts an
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
+from src.config.errors import UserError
 from src.tasks.text.chats import Spans, normalize_chat, normalize_tools, render_chat
 from src.tasks.text.source import ColumnKind, cached_map
 
@@ -42,6 +43,23 @@ class RowFormat:
         """The columns and what their values are."""
         kinds: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
         return {name: kinds.get(role, "text") for role, name in vars(self).items() if name}
+
+
+def find_row_format(asked: RowFormat, names: list[str]) -> RowFormat:
+    """Return which of these columns hold what: as asked for, or else as they are usually called."""
+    chats = [name for name in ("messages", "conversations") if name in names]
+    found = asked
+    if found == RowFormat():
+        if chats:
+            found = RowFormat(messages=chats[0])
+        elif {"prompt", "completion"} <= {*names}:
+            found = RowFormat(prompt="prompt", completion="completion")
+        elif "text" in names or len(names) == 1:
+            found = RowFormat(text="text" if "text" in names else names[0])
+        else:
+            hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
+            raise UserError(f"which of the dataset's columns {', '.join(names)} to train on? Set {hint}")
+    return replace(found, tools="tools") if found.messages and "tools" in names else found
 
 
 @dataclass(frozen=True)

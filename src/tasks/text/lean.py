@@ -133,7 +133,7 @@ def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None
         """Return the parameter where it belongs: transformers moves offloaded shards to the mesh's device."""
         return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(keep_on_device)  # type: ignore[arg-type]  # it may return one
+    hook = register_module_parameter_registration_hook(keep_on_device)
     try:
         _convert(_WithoutAdapters(model), _slices(files), device)
     finally:

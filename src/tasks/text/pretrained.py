@@ -166,11 +166,6 @@ class ModelSource(Settings):
             raise UserError(f"task.{setting}={source}: it has no tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
-    def model_card(self) -> dict[str, Any]:
-        """Return metadata for the model card."""
-        is_on_hub = self.model and not Path(self.model).exists()
-        return {"library_name": "transformers", **({"base_model": self.model} if is_on_hub else {})}
-
 
 def load_exported(folder: Path) -> Any:
     """Return the language model that a run exported, fp32, with adapters if it has any. Raise a UserError if there is

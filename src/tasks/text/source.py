@@ -135,10 +135,6 @@ class TextSource(Settings):
         parts = rows.train_test_split(size, shuffle=self.eval_from == "random", seed=self.split_seed)
         return parts["train"], parts["test"]
 
-    def source_card(self) -> dict[str, Any]:
-        """Return metadata for the model card."""
-        return {} if Path(self.dataset).exists() else {"datasets": [self.dataset]}
-
 
 def cached_map(rows: Dataset, function: Callable[..., dict[str, list[Any]]], desc: str, **options: Any) -> Dataset:
     """Return what `function` makes of batches of all columns; the second time, even in another process, from the cache,
