@@ -114,7 +114,7 @@ DATA: list[tuple[Files, tuple[str, ...], str]] = [
         TRAIN | {"data/more.jsonl": ROWS}, NEW,
         "the names of other files say their split, but not more.jsonl: rename or move away what is not to be used",
     ),
-    ({"a.txt": "a"}, NEW, "too short to keep a part of it for evaluation"),
+    ({"a.txt": "a"}, NEW, "task.dataset: the text is too short to keep a part of it for evaluation"),
     ({"a.jsonl": ROWS[:3]}, (*NEW, TEXT), "3 rows are too few to keep 0.1 of them for evaluation (task.eval_fraction)"),
     ({"data/test.jsonl": ROWS}, NEW, "task.train_split=train: data has test"),
     ({"data/test.jsonl": ROWS}, (*NEW, "train_split=test", "eval_split=dev"), "task.eval_split=dev: data has test"),

@@ -1,52 +1,43 @@
 """Next-token prediction with any decoder of transformers, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
-import copy
 import math
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt, PrivateAttr
+from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from src.config.errors import UserError, cause, explained
+from src.config.errors import UserError, cause
 from src.config.settings import ResumeSafe
 from src.tasks.base import Table
-from src.tasks.text.architecture import new_config, typed
 from src.tasks.text.attention import BY_LENGTHS, activate_kernel, document_lengths
-from src.tasks.text.byte_tokenizer import byte_tokenizer
-from src.tasks.text.documents import Chunker, RowFormat, cut_texts, find_row_format
-from src.tasks.text.fine_tuning import FineTuning
+from src.tasks.text.decoder import Decoder
+from src.tasks.text.documents import Chunker, RowFormat, find_row_format, split_text
 from src.tasks.text.flops import causal_pairs
 from src.tasks.text.language_model import LanguageModel, small_model
-from src.tasks.text.lean import NewWeights, empty
-from src.tasks.text.packing import Sequences, batch_tensors, pack, unpacked
+from src.tasks.text.lean import Tensors
+from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, max_length, save, save_merged
 from src.tasks.text.samples import continuation
-from src.tasks.text.source import cached_map, table_checksum
+from src.tasks.text.source import table_checksum
 
 BUCKETS = 16
 """Rows of positions in the table of the loss."""
 
 
-class CausalLM(FineTuning):
+class CausalLM(Decoder):
     """Predicts the next token of text, prompts or chats."""
 
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
-    architecture: Annotated[dict[str, Any], BeforeValidator(typed)] = {}
-    """What to train from scratch, in place of task.model: model_type as transformers names it (llama, gpt2, qwen3, …),
-    and any field of its config."""
-    tokenizer: str | None = None
-    """A model whose tokenizer is used, or `bytes`; null: task.model's own, or bytes if trained from scratch."""
     chat_template: str | None = None
     """A Jinja file with a chat template; null: the tokenizer's own."""
     text_column: str | None = None
@@ -74,20 +65,11 @@ class CausalLM(FineTuning):
     sample_temperature: ResumeSafe[NonNegativeFloat] = 0.8
     """Temperature to sample at; 0: the likeliest token each time."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
-    auto_class: ClassVar[Any] = AutoModelForCausalLM
-    adapters_for: ClassVar[Literal["CAUSAL_LM"]] = "CAUSAL_LM"
-    pipeline_tag: ClassVar[str] = "text-generation"
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
     _attention: str = PrivateAttr("sdpa")
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
-        if bool(self.model) == bool(self.architecture):
-            yield "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
-        elif self.architecture and not isinstance(self.architecture.get("model_type"), str):
-            yield "task.architecture.model_type is not set: name an architecture of transformers, such as llama"
-        if self.lora.r and not self.model:
-            yield "task.lora adapts an existing model: set task.model, not task.architecture"
         if (self.prompt_column is None) != (self.completion_column is None):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
@@ -124,29 +106,11 @@ class CausalLM(FineTuning):
     def reference(self) -> "CausalLM":
         return self.model_copy(update={"attention": "sdpa"})
 
-    def build_whole(self) -> Any:
-        return super().build_whole() if self.model else self._new_model()
-
-    def build_empty(self, weights: NewWeights) -> Any:
-        if self.model:
-            return super().build_empty(weights)
-        model = None
-        with weights, suppress(UserError):  # some compute with weights when they are built
-            model = empty(self._new_model)
-        if model is None or weights.parts(model).keys() != dict(model.named_parameters()).keys():
-            return None  # or make them by other means than drawing, as Mamba does
-        return model
-
     def finish(self, model: Any) -> LanguageModel:
         return LanguageModel(self.with_adapters(model), self._small_model, self._attention)
 
     def core(self, model: LanguageModel) -> Any:
         return model.lm
-
-    def _new_model(self) -> Any:
-        with explained(f"task.architecture: {self._config.model_type} refuses it, "):
-            config = copy.deepcopy(self._config)  # the model's attention is noted there
-            return self.auto_class.from_config(config, dtype=torch.float32)
 
     @cached_property
     def _small_model(self) -> LanguageModel:
@@ -157,26 +121,13 @@ class CausalLM(FineTuning):
             raise UserError(f"{self._config.model_type} lets packed documents see each other: set --task.packing=false")
         return model
 
-    @cached_property
-    def _config(self) -> PreTrainedConfig:
-        if self.model:
-            config = self.load_config()
-        else:
-            config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
-        if getattr(config.get_text_config(), "output_router_logits", False):
-            says = "the auxiliary loss of a mixture of experts would differ with the number of processes"
-            raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
-        check_fit(self.sequence_length, config, self._tokenizer)
-        return config
-
     @property
     def _bucket_width(self) -> int:
         return -(-self.sequence_length // BUCKETS)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        name = self.tokenizer or (None if self.model else "bytes")
-        tokenizer = byte_tokenizer() if name == "bytes" else self.load_tokenizer(name)
+        tokenizer = self.new_tokenizer()
         tokenizer.chat_template = self._read_chat_template() or tokenizer.chat_template
         return tokenizer
 
@@ -197,13 +148,7 @@ class CausalLM(FineTuning):
         column = self._row_format.text
         if column is None or len(rows) > 1 or self.eval_from == "all":
             return super().split(rows)
-        length = len(rows[0][column])
-        cut = round(length * (1 - self.eval_fraction))
-        if not 0 < cut < length:
-            raise UserError(f"task.dataset={self.dataset}: too short to keep a part of it for evaluation")
-        parts = [partial(cut_texts, column=column, part=part) for part in (slice(cut), slice(cut, None))]
-        train, evaluation = (cached_map(rows, part, "cutting the text") for part in parts)
-        return train, evaluation
+        return split_text(rows, column, 1 - self.eval_fraction)
 
     def _sequences(self, rows: Dataset, part: str) -> Sequences:
         length = self.sequence_length
@@ -219,7 +164,7 @@ class CausalLM(FineTuning):
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
         return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}
 
-    def collate(self, samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    def collate(self, samples: list[list[dict[str, Any]]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         width = self.sequence_length if self.packing else max(map(sum, lengths))
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
@@ -230,20 +175,23 @@ class CausalLM(FineTuning):
             "attention_pairs": sum(causal_pairs(n) for row in lengths for n in row),
         }
 
-    def documents(self, sample: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]
 
-    def count_targets(self, batch: dict[str, Any]) -> int:
+    def count_tokens(self, batch: Batch) -> tuple[int, int]:
+        return batch["tokens"], batch["inputs"]["input_ids"].numel()
+
+    def count_targets(self, batch: Batch) -> int:
         return len(batch["inputs"]["targets"])
 
-    def flops(self, model: LanguageModel, batch: dict[str, Any]) -> float:
+    def flops(self, model: LanguageModel, batch: Batch) -> float:
         counts = batch["tokens"], self.count_targets(batch), batch["attention_pairs"]
         return sum(flops * count for flops, count in zip(model.flops or (0.0, 0.0, 0.0), counts, strict=True))
 
-    def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
+    def loss(self, model: Any, batch: Batch) -> Tensor:
         return model("loss", **batch["inputs"])
 
-    def evaluate(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, model: Any, batch: Batch) -> tuple[Tensor, Tensors]:
         inputs, index = batch["inputs"], batch["inputs"]["index"]
         nats, correct = model("score", **inputs)
         values = torch.stack([nats, torch.ones_like(nats), correct], 1)
@@ -252,7 +200,7 @@ class CausalLM(FineTuning):
         sums = values.new_zeros(len(batch["bytes"]) * BUCKETS, 3).index_add(0, cells, values)
         return nats.sum(), {"bytes": batch["bytes"], "by_position": sums.view(-1, BUCKETS, 3)}
 
-    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+    def metrics(self, outputs: Tensors) -> dict[str, float]:
         nats, targets, correct = outputs["by_position"].double().sum((0, 1)).tolist()
         return {
             "perplexity": math.exp(min(nats / targets, 700.0)),
@@ -260,7 +208,7 @@ class CausalLM(FineTuning):
             "accuracy": correct / targets,
         }
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
         width = self._bucket_width
         rows = []
         for i, (nats, count, _) in enumerate(outputs["by_position"].double().sum(0).tolist()):
@@ -269,7 +217,7 @@ class CausalLM(FineTuning):
                 rows.append({"position": position, "targets": int(count), "loss": nats / count})
         return {"loss_by_position": rows}
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Sequences) -> dict[str, list[Any]]:
+    def predictions(self, outputs: Tensors, dataset: Sequences) -> dict[str, list[Any]]:
         sequences = dataset.__getitems__(list(range(len(dataset))))
         texts = [self._tokenizer.decode(np.concatenate([c["input_ids"] for c in chunks])) for chunks in sequences]
         nats, targets, correct = outputs["by_position"].sum(1).T
@@ -277,23 +225,17 @@ class CausalLM(FineTuning):
         return {"text": texts} | {name: column.tolist() for name, column in columns.items()}
 
     def report(self, model: Any, device: torch.device) -> dict[str, Table]:
-        rows = []
-        for prompt in self.sample_prompts:
-            text = prompt
-            if self._row_format.messages:
-                chat = [{"role": "user", "content": prompt}]
-                text = str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-            tokens = self._tokenizer(text, add_special_tokens=not self._row_format.messages)["input_ids"]
-            limit = max_length(self._config, self._tokenizer)
-            options = limit, self.sample_tokens, self.sample_temperature, device
-            rows.append({"prompt": prompt, "continuation": continuation(model, self._tokenizer, tokens, *options)})
+        is_chat, limit = self._row_format.messages is not None, max_length(self._config, self._tokenizer)
+        options = is_chat, limit, self.sample_tokens, self.sample_temperature, device
+        samples = {prompt: continuation(model, self._tokenizer, prompt, *options) for prompt in self.sample_prompts}
+        rows = [{"prompt": prompt, "continuation": text} for prompt, text in samples.items()]
         return {"samples": rows} if rows else {}
 
-    def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    def export(self, model: Any, weights: Tensors, folder: Path) -> None:
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
         save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
-            save_merged(self.with_adapters(self.build_whole()), self._tokenizer, weights, folder / "merged")
+            save_merged(self.with_adapters(self.load_model()), self._tokenizer, weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
         lm = load_exported(folder)

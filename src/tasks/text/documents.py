@@ -7,7 +7,7 @@ masked out of the loss. Raw text that is longer makes several chunks; prompts an
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from src.config.errors import UserError
 from src.tasks.text.chats import Spans, normalize_chat, normalize_tools, render_chat
 from src.tasks.text.source import ColumnKind, cached_map
 
-SLICE = 2**20
-"""Characters that are tokenized at once: a tokenizer's Python objects take 260 times the memory of the text."""
+SLICE, TOGETHER = 2**16, 16
+"""Characters in a slice of text, and slices that are tokenized at once: a tokenizer's Python objects take 260 times the
+memory of the text."""
 INTS, INT = List(Value("int32")), Value("int32")
 CHUNK_FEATURES = Features(
     {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "bytes": INT, "truncated": Value("bool")}
@@ -133,8 +134,18 @@ class Chunker:
             }
 
 
-def cut_texts(batch: dict[str, list[str]], column: str, part: slice) -> dict[str, list[str]]:
-    """Return this part of each text in a batch."""
+def split_text(rows: Dataset, column: str, share: float) -> tuple[Dataset, Dataset]:
+    """Return the only row with this share of its text, and with the rest. Raise a UserError if that is too little."""
+    length = len(rows[0][column])
+    cut = round(length * share)
+    if not 0 < cut < length:
+        raise UserError("task.dataset: the text is too short to keep a part of it for evaluation")
+    parts = [partial(_cut_text, column=column, part=part) for part in (slice(cut), slice(cut, None))]
+    train, evaluation = (cached_map(rows, part, "cutting the text") for part in parts)
+    return train, evaluation
+
+
+def _cut_text(batch: dict[str, list[str]], column: str, part: slice) -> dict[str, list[str]]:
     return {column: [text[part] for text in batch[column]]}
 
 
@@ -155,17 +166,12 @@ def _encode(
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
     found = [[_without_text(prefix, 0)] for _ in texts]
-    sizes = accumulate(end - start for _, start, end in slices)
-    for _, group in groupby(zip(slices, sizes, strict=True), key=lambda part: part[1] // SLICE):
-        together = [part for part, _ in group]
-        encoded = tokenizer(
-            [texts[i][start:end] for i, start, end in together],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,  # "longer than the model's maximum": we cut
-        )
-        for (i, start, _), ids, offsets in zip(together, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
+    for first in range(0, len(slices), TOGETHER):
+        group = slices[first : first + TOGETHER]
+        parts = [texts[i][start:end] for i, start, end in group]
+        encoded = tokenizer(parts, verbose=False, **options)  # not "longer than the model's maximum": we cut
+        for (i, start, _), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
             found[i].append(np.vstack([np.array(ids, np.int32), positions]))
     return [np.hstack([*parts, _without_text(suffix, len(text))]) for parts, text in zip(found, texts, strict=True)]

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -224,23 +225,16 @@ def small_model(config: PreTrainedConfig) -> LanguageModel:
     is_head_implied = heads and not vars(own).get("head_dim")
     width = 4 * (own.hidden_size // heads) if is_head_implied else 64  # heads of its own size: kernels refuse some
     narrow = {"hidden_size": width, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    for sizes in ({**few, **narrow}, {**few, **narrow, "head_dim": 16}, few, {}):
-        small = copy.deepcopy(config)
-        text = small.get_text_config()
-        try:
-            for name, size in sizes.items():
-                if getattr(text, name, None) is not None:
-                    setattr(text, name, size)
-            if sizes and kinds:
-                text.layer_types = list(dict.fromkeys(kinds))
-            for token in ("bos_token_id", "eos_token_id", "pad_token_id") if sizes else ():
-                setattr(text, token, None)
-            with torch.random.fork_rng(devices=[]):
+    no_special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    with torch.random.fork_rng(devices=[]):
+        for sizes in (few | narrow, few | narrow | {"head_dim": 16}, few):
+            with suppress(Exception):  # narrower than the class allows
+                small = copy.deepcopy(config)
+                text = small.get_text_config()
+                text.update({name: size for name, size in sizes.items() if getattr(text, name, None) is not None})
+                text.update(no_special_tokens | ({"layer_types": list(dict.fromkeys(kinds))} if kinds else {}))
                 return LanguageModel(AutoModelForCausalLM.from_config(small, dtype=torch.float32))
-        except Exception:  # narrower than the class allows
-            if not sizes:
-                raise
-    raise AssertionError
+        return LanguageModel(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32))
 
 
 def _in_bf16_under_autocast(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:

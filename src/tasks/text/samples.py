@@ -9,15 +9,18 @@ from transformers import PreTrainedTokenizerFast
 def continuation(
     model: Any,
     tokenizer: PreTrainedTokenizerFast,
-    tokens: list[int],
+    prompt: str,
+    is_chat: bool,
     limit: int,
     sample_tokens: int,
     temperature: float,
     device: torch.device,
 ) -> str:
-    """Return how a LanguageModel, which sees at most `limit` tokens, continues the last of these, by at most
-    `sample_tokens`. Every process must call it."""
-    tokens = tokens or [tokenizer.eos_token_id or 0]
+    """Return how a LanguageModel, which sees at most `limit` tokens, continues the prompt, or answers it in a chat.
+    Every process must call it."""
+    chat = [{"role": "user", "content": prompt}]
+    encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True) if is_chat else tokenizer(prompt)
+    tokens = encoded["input_ids"] or [tokenizer.eos_token_id or 0]
     input_ids = torch.tensor([tokens[-(limit - 1) :]], device=device)
     sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
     # training draws what it would without this, and the compiler does not see how the texts grow token by token

@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from src.tasks.text.lean import Tensors
+
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
 """Names in the format's header: https://github.com/huggingface/safetensors#format"""
 LARGEST_FILE = "5GB"
 
 
-def write_sharded(tensors: dict[str, Tensor], folder: Path, accelerator: Accelerator) -> None:
+def write_sharded(tensors: Tensors, folder: Path, accelerator: Accelerator) -> None:
     """Write `model.safetensors`, or several files with an index, as `from_pretrained` reads them. Collective.
 
     Args:
@@ -47,7 +49,7 @@ def write_sharded(tensors: dict[str, Tensor], folder: Path, accelerator: Acceler
     accelerator.wait_for_everyone()
 
 
-def _header(tensors: dict[str, Tensor]) -> bytes:
+def _header(tensors: Tensors) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

@@ -20,7 +20,9 @@ from src.tasks.base import Table
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
 from src.tasks.text.labels import label_names, length_grouped, sorted_labels, tokenize_texts
+from src.tasks.text.lean import Tensors
 from src.tasks.text.lora import Lora
+from src.tasks.text.packing import Batch
 from src.tasks.text.pretrained import check_fit, fsdp_blocks, save, save_merged
 from src.tasks.text.source import ColumnKind, table_checksum
 
@@ -114,7 +116,7 @@ class TextClassification(FineTuning):
     def order(self, train: Dataset, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
-    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    def collate(self, samples: list[Batch]) -> Batch:
         width = max(sample["length"] for sample in samples)
         pads = {"input_ids": self._tokenizer.pad_token_id, "token_type_ids": 0, "attention_mask": 0}
         inputs = {
@@ -158,14 +160,17 @@ class TextClassification(FineTuning):
             raise UserError(f"task.model={self.model}: its tokenizer has no pad token; set task.pad_token, {hint}")
         return tokenizer
 
-    def count_targets(self, batch: dict[str, Any]) -> int:
+    def count_tokens(self, batch: Batch) -> tuple[int, int]:
+        return batch["tokens"], batch["inputs"]["input_ids"].numel()
+
+    def count_targets(self, batch: Batch) -> int:
         return len(batch["labels"])
 
-    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensors]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         return cross_entropy(logits, labels, reduction="sum"), outputs
@@ -173,19 +178,19 @@ class TextClassification(FineTuning):
     def import_metrics(self) -> None:
         load_metric("Accuracy")
 
-    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+    def metrics(self, outputs: Tensors) -> dict[str, float]:
         labels = {name: outputs[name] for name in ("predictions", "references")}
         f1 = load_metric("F1").compute(**labels, labels=len(self._labels))
         return load_metric("Accuracy").compute(**labels) | f1 | load_metric("Matthews").compute(**labels)
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
         def show(index: int) -> dict[str, str]:
             texts = zip(("text", "text_pair"), self._texts[index].values(), strict=False)
             return {name: text[:MOST_CHARACTERS] for name, text in texts}
 
         return label_tables(outputs, self._labels, show)
 
-    def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    def export(self, model: Any, weights: Tensors, folder: Path) -> None:
         if self.lora.r:  # adapters alone would not say which labels there are
             save_merged(self.build_model(), self._tokenizer, weights, folder)
         else:
@@ -196,5 +201,5 @@ class TextClassification(FineTuning):
         self._labels = list((self._own_config.id2label or {}).values())
         return self.build_model()
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}
