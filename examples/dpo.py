@@ -9,23 +9,19 @@ import hashlib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from accelerate import Accelerator
-from pydantic import BeforeValidator, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError
-from src.tasks.base import Task
-from src.tasks.text.architecture import new_config, typed
-from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, RowFormat
-from src.tasks.text.pretrained import ModelSource, check_fit, fsdp_blocks, load_exported, save, save_sharded
-from src.tasks.text.source import TextSource
+from src.tasks.text.pretrained import fsdp_blocks, load_exported, save
 
 
 class PolicyAndReference(nn.Module):
@@ -47,13 +43,11 @@ class PolicyAndReference(nn.Module):
         return (before - now).sum(1).unflatten(0, (-1, 2))  # each is minus a log probability, or 0 for a label of -100
 
 
-class Dpo(TextSource, ModelSource, Task):
+class Dpo(Decoder):
     """Learns which of two answers to prefer. The dataset's columns are prompt, chosen and rejected, all text."""
 
     name: Literal["dpo"] = "dpo"
     """The task to train."""
-    architecture: Annotated[dict[str, Any], BeforeValidator(typed)] = {}
-    """What to train from scratch on bytes, in place of task.model: model_type, and fields of its config."""
     beta: PositiveFloat = 0.1
     """What it costs the policy to depart from the reference."""
     sequence_length: PositiveInt = 256
@@ -61,26 +55,28 @@ class Dpo(TextSource, ModelSource, Task):
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "chosen_log_ratio", "rejected_log_ratio")
 
     def validation_errors(self) -> Iterator[str]:
-        yield from (*self.source_errors(), *self.model_errors())
-        if bool(self.model) == bool(self.architecture.get("model_type")) or self.lora.r:
-            yield "task.model or task.architecture.model_type: set one; and all weights are trained, without task.lora"
+        yield from super().validation_errors()
+        if self.lora.r:
+            yield "task.lora.r: all weights are trained here, without adapters"
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        return self.load_tokenizer() if self.model else byte_tokenizer()
+        return self.new_tokenizer()
 
-    def build_model(self) -> PolicyAndReference:
-        length, tokenizer = self.sequence_length, self._tokenizer
-        config = self.load_config() if self.model else new_config(self.architecture, tokenizer, length)
-        check_fit(length, self.with_dropout(config), tokenizer)
-        auto = AutoModelForCausalLM
-        return PolicyAndReference(self.load_model(auto, config) if self.model else auto.from_config(config))
+    def finish(self, model: Any) -> PolicyAndReference:
+        return PolicyAndReference(model)
+
+    def core(self, model: PolicyAndReference) -> Any:
+        return model.policy
+
+    def build_empty_model(self, rank: int, world_size: int) -> None:
+        """Leave it to `build_model`: the reference is a copy of the policy's weights."""
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
         parts = self.usable_parts(*self.load_rows(), {"prompt": "text", "chosen": "text", "rejected": "text"})
-        tokenizer, length = self._tokenizer, self.sequence_length
+        length = self.sequence_length
         formats = [RowFormat(prompt="prompt", completion=answer) for answer in ("chosen", "rejected")]
-        chunkers = [Chunker(columns, tokenizer, length, train_on_prompts=False) for columns in formats]
+        chunkers = [Chunker(columns, self._tokenizer, length, train_on_prompts=False) for columns in formats]
         train, evaluation = ([*zip(*(c.make_chunks(rows, "answers") for c in chunkers), strict=True)] for rows in parts)
         if full := sum(not all(answer["targets"] for answer in pair) for pair in train + evaluation):
             raise UserError(f"task.sequence_length={length}: {full} prompts leave no room for an answer; raise it")
@@ -113,9 +109,6 @@ class Dpo(TextSource, ModelSource, Task):
     def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
         own = {name.removeprefix("policy."): weight for name, weight in weights.items() if name.startswith("policy.")}
         save(model.policy, self._tokenizer, own, folder)
-
-    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
-        return save_sharded(model.policy, self._tokenizer, folder, accelerator)
 
     def load_export(self, folder: Path) -> PolicyAndReference:
         model = self.build_model()  # of the same seed: its reference is that of the run

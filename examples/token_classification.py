@@ -31,6 +31,7 @@ class TokenClassification(TextClassification):
     """Sentences don't come in pairs here."""
     metric_names: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1")
     auto_class: ClassVar[Any] = AutoModelForTokenClassification
+    pipeline_tag: ClassVar[str] = "token-classification"
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         train, evaluation = map(self._sentences, self.usable_parts(*self.load_rows(), {}))
@@ -115,6 +116,3 @@ class TokenClassification(TextClassification):
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {"words": dataset["words"][:], **{name: self._tags(labels) for name, labels in outputs.items()}}
-
-    def card(self) -> dict[str, Any]:
-        return {**super().card(), "pipeline_tag": "token-classification"}

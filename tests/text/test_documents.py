@@ -56,16 +56,13 @@ QWEN = (  # its marks, its empty place for thoughts, which only the last turn ke
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MARKED = (  # the same text; marks say what the assistant wrote, and no prompt
+MARKED = (  # the same text; marks say what the assistant wrote
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
     "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content | trim }}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endgeneration %}{% else %}{{ m.content | trim }}<|im_end|>\n{% endif %}{% endfor %}"
-)
-STRICT = (  # refuses a tool's answer to no call
-    "{% for m in messages if m.role == 'tool' %}"
-    "{{ raise_exception('no call') if not (messages | selectattr('tool_calls', 'defined') | list) }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 THINKING = (  # as Qwen3 does: what was thought stands only in the answers after the user's last turn
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think>t</think>{% endif %}"
@@ -102,23 +99,23 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         (PAIR, {"q": ["2+2="], "a": ["4"], "post_processor": ADDS_ENDS}, f"4{END}", [1]),
         (CHATS, {"m": [CHAT]}, f"Yo{END}Ciao{END}", [6]),
         # Templates may write the last turn or the end otherwise.
-        (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n", [6]),
-        (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n", [6]),
+        (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n", [34]),
+        (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n", [27]),
         # An answer may begin as the thought that is asked for. Tried without: its first characters are not learnt, and
         # end marks are counted as bytes.
-        (CHATS, {"m": ANSWERS[:1], "template": PROMPTED}, "<b>Yo</b><end>\nt</think>Ciao<end>\n", [13]),
-        (CHATS, {"m": ANSWERS[1:2], "template": PROMPTED}, "<<end>\nt</think>Ciao<end>\n", [5]),
-        (CHATS, {"m": ANSWERS[2:], "template": PROMPTED}, "<end>\nt</think>Ciao<end>\n", [4]),
-        (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [6]),
-        (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>", [2]),
+        (CHATS, {"m": ANSWERS[:1], "template": PROMPTED}, "<b>Yo</b><end>\nt</think>Ciao<end>\n", [34]),
+        (CHATS, {"m": ANSWERS[1:2], "template": PROMPTED}, "<<end>\nt</think>Ciao<end>\n", [26]),
+        (CHATS, {"m": ANSWERS[2:], "template": PROMPTED}, "<end>\nt</think>Ciao<end>\n", [25]),
+        (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [20]),
+        (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>", [7]),
         # Marks decide where there are any. Tried without: the assistant's name is learnt; others are refused.
-        (CHATS, {"m": [CHAT], "template": MARKED}, "Yo<|im_end|>\n<think>\n\n</think>\n\nCiao<|im_end|>\n", [6]),
-        (CHATS, {"m": [CHAT], "template": MARKED_REWRITING}, "Yo!Ciao!", [6]),
-        (CHATS, {"m": [CHAT], "template": MARKED_ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [6]),
-        (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!", [0, 2]),
+        (CHATS, {"m": [CHAT], "template": MARKED}, "Yo<|im_end|>\n<think>\n\n</think>\n\nCiao<|im_end|>\n", [47]),
+        (CHATS, {"m": [CHAT], "template": MARKED_REWRITING}, "Yo!Ciao!", [8]),
+        (CHATS, {"m": [CHAT], "template": MARKED_ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [20]),
+        (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!", [0, 3]),
         (
             CHATS, {"m": [CHAT[2:4], CHAT[2:]], "template": BEGINNING},
-            "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n", [2, 6],
+            "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n", [8, 34],
         ),
     ],
 )  # fmt: skip
@@ -143,18 +140,14 @@ def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted
     assert chunks(PAIR, length=8, q=["12345", "1"], a=["abcdef", "b"])["truncated"] == [True, False]
 
 
-@pytest.mark.parametrize("template", [None, QWEN])
 @pytest.mark.parametrize("train_on_prompts", [False, True])
-def test_the_bytes_of_a_chat_are_those_of_the_text_that_is_learnt(template: str | None, train_on_prompts: bool) -> None:
-    """As of the same conversation as prompt and completion, whatever a template writes around them. Tried with all
-    bytes of the turn: bits per byte depend on how many marks there are."""
+def test_the_bytes_of_a_chat_are_those_of_the_text_that_is_learnt(train_on_prompts: bool) -> None:
+    """Without special tokens, but with what else a template writes around the turns."""
     question, answer = "How are you?", "Très bien — et toi?"
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    options: dict[str, Any] = {"template": template, "train_on_prompts": train_on_prompts}
-    as_chat, as_pair = chunks(CHATS, m=[chat], **options), chunks(PAIR, q=[question], a=[answer], **options)
-    assert as_chat["bytes"] == as_pair["bytes"]
-    several = chunks(CHATS, m=[[*chat, *CHAT[1:]]], **options)
-    assert several[0]["bytes"] - as_chat[0]["bytes"] == len("HiYoByeCiao" if train_on_prompts else "YoCiao")
+    (found,) = chunks(CHATS, m=[chat], train_on_prompts=train_on_prompts)["bytes"]
+    said = f"<user>{question}<assistant>{answer}" if train_on_prompts else answer
+    assert found == len(said.encode())
 
 
 def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
@@ -204,13 +197,6 @@ def test_marks_in_a_template_say_the_same_as_its_prompt(chat: list[dict[str, Any
         assert marked[0]["labels"] == [token if is_marked else -100 for token, is_marked in labels][1:]
 
 
-def test_a_template_with_marks_may_insist_on_calls() -> None:
-    strict, marked = (chunks(CHATS, m=[calling()], template=template) for template in (STRICT + MARKED, MARKED))
-    assert strict[:] == marked[:]
-    with pytest.raises(ValueError, match="refuses the chat that begins with 'Bern\\?': no call"):
-        chunks(CHATS, m=[calling(call=0)], template=STRICT + MARKED)
-
-
 @pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
 def test_calls_of_tools_are_learnt(arguments: object) -> None:
     """With the null that a table has for each key which only other messages have, and the tools that there are."""
@@ -224,14 +210,13 @@ def test_calls_of_tools_are_learnt(arguments: object) -> None:
     ]
     tools = [json.dumps([{"function": {"name": "weather"}}])]
     form = RowFormat(messages="m", tools="t")
-    with pytest.raises(ValueError, match="leaves out the tool calls in the chat that begins with 'Bern\\?'"):
+    with pytest.raises(ValueError, match="leaves out the tools or their calls in the chat that begins with 'Bern\\?'"):
         chunks(form, m=[chat], t=tools)
-    with pytest.raises(ValueError, match="leaves out the tools in the chat that begins with 'Hi'"):
+    with pytest.raises(ValueError, match="leaves out the tools or their calls in the chat that begins with 'Hi'"):
         chunks(form, m=[CHAT[1:3]], t=tools)
     table = chunks(form, m=[chat], t=tools, template=QWEN)
     turn = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
     assert learnt(table) == f"{turn}<|im_end|>\n<think>\n\n</think>\n\nRain.<|im_end|>\n"
-    assert table[0]["bytes"] == len(f"{turn}Rain.")
     text = str(byte_tokenizer().decode(table[0]["input_ids"]))
     assert text.startswith('<|im_start|>system\n[{"function": {"name": "weather"}}]')
 

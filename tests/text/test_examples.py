@@ -166,7 +166,7 @@ def test_settings_that_do_not_fit_are_refused_at_once(models: Path) -> None:
     tags, both = "--task.name=token_classification", "--task.architecture.model_type=llama"
     assert mistakes("--task.name=dpo", f"--task.model={models}/llama", both, "--task.dataset=none.jsonl") == [
         "task.dataset=none.jsonl: no such file or folder",
-        "task.model or task.architecture.model_type: set one; and all weights are trained, without task.lora",
+        "task.model or task.architecture: set one, to start from that model, or to train that from scratch",
     ]
     assert any("text_pair_column" in line for line in mistakes(tags, "--task.text_pair_column=other"))
 

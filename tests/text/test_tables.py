@@ -1,6 +1,5 @@
 """Tables of text classifiers and language models: the texts as they were written, and where the loss comes from."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,8 @@ def test_mistakes_show_the_texts_as_they_were_written_in_the_order_of_the_evalua
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_loss_by_position_and_by_length_is_that_of_each_token(models: Path, tmp_path: Path, packing: bool) -> None:
-    """By hand, a document at a time. Tried with positions in the packed row in place of the document's own, and with
-    the row's length in place of the document's: both differ where documents are packed."""
+def test_the_loss_by_position_is_that_of_each_token(models: Path, tmp_path: Path, packing: bool) -> None:
+    """By hand, a document at a time. Tried with positions in the packed row in place of the document's own."""
     task = CausalLM(
         model=str(models / "llama"),
         dataset=str(tiny.questions(tmp_path / "data.jsonl")),
@@ -51,7 +49,7 @@ def test_the_loss_by_position_and_by_length_is_that_of_each_token(models: Path, 
     )
     _, evaluation = task.build_datasets()
     model: Any = task.build_model().eval()
-    by_hand: dict[str, dict[str, list[float]]] = {"position": {}, "tokens": {}}
+    by_hand: dict[str, list[float]] = {}
     outputs: dict[str, list[torch.Tensor]] = {}
     total, targets = 0.0, 0
     with torch.no_grad():
@@ -66,17 +64,16 @@ def test_the_loss_by_position_and_by_length_is_that_of_each_token(models: Path, 
                 tokens, labels = (torch.tensor(chunk[name]).long() for name in ("input_ids", "labels"))
                 losses = F.cross_entropy(model.hf(tokens[None]).logits[0], labels, reduction="none")
                 for i in (labels != -100).nonzero()[:, 0].tolist():
-                    first, last = i // 6 * 6, math.ceil(len(tokens) / 6) * 6
-                    by_hand["position"].setdefault(f"{first}-{first + 5}", []).append(float(losses[i]))
-                    by_hand["tokens"].setdefault(f"<= {last}", []).append(float(losses[i]))
+                    first = i // 6 * 6
+                    by_hand.setdefault(f"{first}-{first + 5}", []).append(float(losses[i]))
     tables = task.tables({name: torch.cat(output) for name, output in outputs.items()}, evaluation)
-    for name, column in (("loss_by_position", "position"), ("loss_by_length", "tokens")):
-        assert len(tables[name]) > 3
-        expected = {key: (len(losses), pytest.approx(sum(losses) / len(losses), rel=1e-4))
-                    for key, losses in by_hand[column].items()}  # fmt: skip
-        assert {row[column]: (row["targets"], row["loss"]) for row in tables[name]} == expected
-        assert sum(row["targets"] for row in tables[name]) == targets
-        assert sum(row["targets"] * row["loss"] for row in tables[name]) == pytest.approx(total)
+    (table,) = tables.values()
+    expected = {key: (len(losses), pytest.approx(sum(losses) / len(losses), rel=1e-4))
+                for key, losses in by_hand.items()}  # fmt: skip
+    assert len(table) > 3
+    assert {row["position"]: (row["targets"], row["loss"]) for row in table} == expected
+    assert sum(row["targets"] for row in table) == targets
+    assert sum(row["targets"] * row["loss"] for row in table) == pytest.approx(total)
 
 
 def test_their_sums_are_the_evaluations_loss_on_any_number_of_processes(
@@ -89,7 +86,7 @@ def test_their_sums_are_the_evaluations_loss_on_any_number_of_processes(
         launch(yaml, *settings, processes=processes).succeeded().records[-1]
         for yaml, processes in (("cpu", 1), ("fsdp", 2))
     )
-    for name in ("eval/loss_by_position", "eval/loss_by_length"):
+    for name in ("eval/loss_by_position",):
         for record in (alone, sharded):
             loss = sum(row["loss"] * row["targets"] for row in record[name])
             assert loss / sum(row["targets"] for row in record[name]) == pytest.approx(record["eval/loss"], rel=1e-6)

@@ -16,33 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def linear_cross_entropy(
-    states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    scale: float,
-    softcap: float | None,
-    rows: int,
-) -> Tensor:
-    """Return the cross-entropy summed over the targets; shape (), fp32.
-
-    Factors of products are rounded to the dtype of autocast, else of the states; sums are kept in fp32, that of the
-    weight's gradient over all chunks too.
-
-    Args:
-        states: what the layer sees, shape (targets, width).
-        weight: shape (vocabulary, width).
-        bias: shape (vocabulary,).
-        targets: shape (targets,), int64.
-        scale: of the layer's outputs.
-        softcap: the logits are softcap * tanh(scaled outputs / softcap); None: the scaled outputs.
-        rows: for how many targets there are logits at once.
-    """
-    loss: Tensor = _LinearCrossEntropy.apply(states, weight, bias, targets, scale, softcap, rows)
-    return loss
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -94,6 +67,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = factor * ctx.scale
         states, weight, bias = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
         return states, weight, bias, None, None, None, None  # autograd casts them to the dtypes of what was passed in
+
+
+linear_cross_entropy: Callable[..., Tensor] = _LinearCrossEntropy.apply
+"""Return the cross-entropy summed over the targets; shape (), fp32.
+
+Factors of products are rounded to the dtype of autocast, else of the states; sums are kept in fp32, that of the
+weight's gradient over all chunks too.
+
+Args:
+    states: what the layer sees, shape (targets, width).
+    weight: shape (vocabulary, width).
+    bias: shape (vocabulary,), or None.
+    targets: shape (targets,), int64.
+    scale: of the layer's outputs.
+    softcap: the logits are softcap * tanh(scaled outputs / softcap); None: the scaled outputs.
+    rows: for how many targets there are logits at once.
+"""
 
 
 @cache

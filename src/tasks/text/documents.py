@@ -1,30 +1,32 @@
 """From rows of text to chunks of tokens: what a causal language model reads, and which tokens it has to predict.
 
-A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where it is not to
-be learnt. Raw text that is longer makes several chunks; prompts and chats are cut off.
+A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where that is
+masked out of the loss. Raw text that is longer makes several chunks; prompts and chats are cut off.
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
+from src.config.errors import UserError
 from src.tasks.text.chats import Spans, normalize_chat, normalize_tools, render_chat
 from src.tasks.text.source import ColumnKind, cached_map
 
-SLICE = 2**20
-"""Characters that are tokenized at once: a tokenizer's Python objects take 260 times the memory of the text."""
+SLICE, TOGETHER = 2**16, 16
+"""Characters in a slice of text, and slices that are tokenized at once: a tokenizer's Python objects take 260 times the
+memory of the text."""
 INTS, INT = List(Value("int32")), Value("int32")
 CHUNK_FEATURES = Features(
     {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "bytes": INT, "truncated": Value("bool")}
 )
-"""Columns of a table of chunks: `targets` is how many labels are to be learnt, `bytes` their size in UTF-8, without end
-marks and whatever else a tokenizer or a chat template adds to the text."""
+"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss, `bytes` the size in UTF-8 of those
+that are no special tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,23 @@ class RowFormat:
         """The columns and what their values are."""
         kinds: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
         return {name: kinds.get(role, "text") for role, name in vars(self).items() if name}
+
+
+def find_row_format(asked: RowFormat, names: list[str]) -> RowFormat:
+    """Return which of these columns hold what: as asked for, or else as they are usually called."""
+    chats = [name for name in ("messages", "conversations") if name in names]
+    found = asked
+    if found == RowFormat():
+        if chats:
+            found = RowFormat(messages=chats[0])
+        elif {"prompt", "completion"} <= {*names}:
+            found = RowFormat(prompt="prompt", completion="completion")
+        elif "text" in names or len(names) == 1:
+            found = RowFormat(text="text" if "text" in names else names[0])
+        else:
+            hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
+            raise UserError(f"which of the dataset's columns {', '.join(names)} to train on? Set {hint}")
+    return replace(found, tools="tools") if found.messages and "tools" in names else found
 
 
 @dataclass(frozen=True)
@@ -65,44 +84,41 @@ class Chunker:
         rows = [self._render(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
         prefix, suffix = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)
-        encoded = _encode([text for text, *_ in rows], self.tokenizer, prefix, suffix)
+        encoded = _encode([text for text, _ in rows], self.tokenizer, prefix, suffix)
         chunks: list[dict[str, Any]] = []
-        for (text, targets, contents), tokens in zip(rows, encoded, strict=True):
-            chunks += self._cut(text, targets, contents, tokens, len(suffix))
+        for (text, spans), tokens in zip(rows, encoded, strict=True):
+            chunks += self._cut(text, spans, tokens, len(suffix))
         return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
 
-    def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None, Spans | None]:
-        """Return a row as one text, which parts of it are to be learnt, and which are counted as bytes (None: all)."""
+    def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None]:
+        """Return a row as one text, and which parts of it contribute to the loss (None: all)."""
         columns = self.row_format
         if columns.text:
-            return row[columns.text], None, None
+            return row[columns.text], None
         if columns.messages:
             chat, tools = normalize_chat(row[columns.messages]), normalize_tools(row.get(columns.tools))
             return render_chat(chat, tools, self.tokenizer, self.train_on_prompts)
         prompt, completion = row[columns.prompt], row[columns.completion]
-        spans = None if self.train_on_prompts else [(len(prompt), len(prompt + completion))]
-        return prompt + completion, spans, spans
+        text = prompt + completion
+        return text, None if self.train_on_prompts else [(len(prompt), len(text))]
 
-    def _cut(
-        self, text: str, targets: Spans | None, contents: Spans | None, tokens: np.ndarray, num_suffix: int
-    ) -> Iterator[dict[str, Any]]:
+    def _cut(self, text: str, spans: Spans | None, tokens: np.ndarray, num_suffix: int) -> Iterator[dict[str, Any]]:
         """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
-        the last `num_suffix` are always learnt."""
+        the last `num_suffix` always contribute to the loss."""
         ids, starts, ends = tokens
         so_far = np.maximum.accumulate(ends)
         # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
         starts = np.where(starts == ends, np.concatenate([[0], so_far])[:-1], starts)
-        loss_mask = np.full(len(ids), targets is None)
-        for first, last in targets or []:
+        loss_mask = np.full(len(ids), spans is None)
+        for first, last in spans or []:
             loss_mask |= (ends > first) & (starts < last) & (ends > starts)
         loss_mask[len(ids) - num_suffix :] = True
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        sizes = 1 + (codes >= 0x80).astype(np.int8) + (codes >= 0x800) + (codes >= 0x10000)  # in UTF-8
-        is_counted = np.full(len(codes), contents is None)
-        for first, last in contents or []:
-            is_counted[first:last] = True
-        bytes_until = np.concatenate([[0], (sizes * is_counted).cumsum(dtype=np.int64)])
-        labels, num_bytes = np.where(loss_mask, ids, -100), np.diff(bytes_until[so_far], prepend=0) * loss_mask
+        characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        sizes = np.searchsorted([0x80, 0x800, 0x10000], characters, side="right") + 1  # in UTF-8
+        bytes_until = np.concatenate([[0], sizes.cumsum()])
+        is_counted = loss_mask & ~np.isin(ids, self.tokenizer.all_special_ids)
+        num_bytes = np.diff(bytes_until[so_far], prepend=0) * is_counted
+        labels = np.where(loss_mask, ids, -100)
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
         splits = self.row_format.text is not None
         for first in range(0, size if splits else min(size, 1), self.sequence_length):
@@ -112,14 +128,24 @@ class Chunker:
                 "input_ids": ids[first:last],
                 "labels": labels[predicted],
                 "length": last - first,
-                "targets": int(loss_mask[predicted].sum()),
-                "bytes": int(num_bytes[predicted].sum()),
+                "targets": loss_mask[predicted].sum(),
+                "bytes": num_bytes[predicted].sum(),
                 "truncated": last < size and not splits,
             }
 
 
-def cut_texts(batch: dict[str, list[str]], column: str, part: slice) -> dict[str, list[str]]:
-    """Return this part of each text in a batch."""
+def split_text(rows: Dataset, column: str, share: float) -> tuple[Dataset, Dataset]:
+    """Return the only row with this share of its text, and with the rest. Raise a UserError if that is too little."""
+    length = len(rows[0][column])
+    cut = round(length * share)
+    if not 0 < cut < length:
+        raise UserError("task.dataset: the text is too short to keep a part of it for evaluation")
+    parts = [partial(_cut_text, column=column, part=part) for part in (slice(cut), slice(cut, None))]
+    train, evaluation = (cached_map(rows, part, "cutting the text") for part in parts)
+    return train, evaluation
+
+
+def _cut_text(batch: dict[str, list[str]], column: str, part: slice) -> dict[str, list[str]]:
     return {column: [text[part] for text in batch[column]]}
 
 
@@ -140,17 +166,12 @@ def _encode(
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
     found = [[_without_text(prefix, 0)] for _ in texts]
-    sizes = accumulate(end - start for _, start, end in slices)
-    for _, group in groupby(zip(slices, sizes, strict=True), key=lambda part: part[1] // SLICE):
-        together = [part for part, _ in group]
-        encoded = tokenizer(
-            [texts[i][start:end] for i, start, end in together],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,  # "longer than the model's maximum": we cut
-        )
-        for (i, start, _), ids, offsets in zip(together, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
+    for first in range(0, len(slices), TOGETHER):
+        group = slices[first : first + TOGETHER]
+        parts = [texts[i][start:end] for i, start, end in group]
+        encoded = tokenizer(parts, verbose=False, **options)  # not "longer than the model's maximum": we cut
+        for (i, start, _), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
             found[i].append(np.vstack([np.array(ids, np.int32), positions]))
     return [np.hstack([*parts, _without_text(suffix, len(text))]) for parts, text in zip(found, texts, strict=True)]

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -9,7 +10,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from src.config.errors import cause, explained
@@ -51,18 +51,19 @@ class LanguageModel(nn.Module):
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
         self.hf.get_input_embeddings().register_forward_hook(_in_bf16_under_autocast)
         head = self.hf.get_output_embeddings()
-        if isinstance(head, nn.Linear):
+        is_linear = isinstance(head, nn.Linear)  # with adapters it is not
+        if is_linear:
             # around it, FSDP gathers the weight
-            head.forward = partial(self._head_forward, head)  # type: ignore[method-assign]
+            head.forward = partial(self._head_forward, head)
         if probe is None:
             self.eval()
             kinds = RuntimeError, ValueError, IndexError, TypeError  # its config can be built, but not run
             with explained(f"{type(self.hf).__name__} fails on a few tokens: ", kinds):
-                self._probe()
+                self._probe(is_linear)
         else:
             self.is_causal: bool = probe.is_causal
             self.keeps_documents_apart: bool = probe.keeps_documents_apart
-            self._has_known_head: bool = probe._has_known_head
+            self._has_known_head: bool = probe._has_known_head and is_linear
             self.unused: list[str] = probe.unused
         if attention != "sdpa":
             self.set_attention(attention)
@@ -108,12 +109,9 @@ class LanguageModel(nn.Module):
             lengths: those of `document_lengths`, for an attention that takes them.
         """
         states = self._states(input_ids, position_ids, **lengths).flatten(0, 1).index_select(0, index)
-        head = self.hf.get_output_embeddings()
-        if self._has_known_head and isinstance(head, nn.Linear):
-            return head(states, targets)
-        # it has adapters: each chunk's logits are computed again in the backward pass
-        chunks = self._chunks(states, targets)
-        return torch.stack([checkpoint(self._cross_entropy, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+        if self._has_known_head:
+            return self.hf.get_output_embeddings()(states, targets)
+        return F.cross_entropy(states.float(), targets, reduction="sum")  # they are logits
 
     def score(
         self, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, **lengths: Any
@@ -122,7 +120,8 @@ class LanguageModel(nn.Module):
         else 0; both of shape (targets,), fp32. Without gradients."""
         states = self._states(input_ids, position_ids, **lengths).flatten(0, 1).index_select(0, index)
         losses, correct = [], []
-        for chunk, expected in self._chunks(states, targets):
+        rows = self._rows_at_once(states)
+        for chunk, expected in zip(states.split(rows), targets.split(rows), strict=True):
             logits = self._logits(chunk).float()
             losses.append(F.cross_entropy(logits, expected, reduction="none"))
             correct.append((logits.argmax(-1) == expected).float())
@@ -156,9 +155,6 @@ class LanguageModel(nn.Module):
             logits = logits * self._scale
         return logits if self._softcap is None else (logits / self._softcap).tanh() * self._softcap
 
-    def _cross_entropy(self, states: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self._logits(states).float(), targets, reduction="sum")
-
     def _head_forward(self, head: nn.Linear, states: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the last layer's outputs; with targets, the loss."""
         if targets is None:
@@ -166,15 +162,11 @@ class LanguageModel(nn.Module):
         rows = self._rows_at_once(states)
         return linear_cross_entropy(states, head.weight, head.bias, targets, self._scale, self._softcap, rows)
 
-    def _chunks(self, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        rows = self._rows_at_once(states) if self._has_known_head else max(1, len(states))  # else they are logits
-        return list(zip(states.split(rows), targets.split(rows), strict=True))
-
     def _rows_at_once(self, states: Tensor) -> int:
         rows = (CHUNK_ON_GPU if states.device.type == "cuda" else CHUNK) // self._vocabulary
         return rows // TILE * TILE if rows > TILE else max(1, rows)
 
-    def _probe(self) -> None:
+    def _probe(self, is_linear: bool) -> None:
         """Try the model on two rows of documents: does no token see the next one, do the documents not see each other,
         are the logits what `_logits` makes of the states, and which parts does text pass through?"""
         rows = self._trial_rows()
@@ -184,11 +176,11 @@ class LanguageModel(nn.Module):
             self._has_known_head = False
             together, alone = self._states(**rows), [self._states(*document) for document in documents]
             beginning = self._states(tokens[:, :-1], positions[:, :-1])
-            self._has_known_head = True
+            self._has_known_head = is_linear
             known = self._logits(self._states(tokens, positions))
         self.is_causal = _equal(alone[1][:, :-1], beginning)
         self.keeps_documents_apart = _equal(together.flatten(0, 1), torch.cat(alone, dim=1)[0])
-        self._has_known_head = known.shape == alone[1].shape and _equal(known, alone[1])
+        self._has_known_head = is_linear and known.shape == alone[1].shape and _equal(known, alone[1])
         self.unused = self._unused_parts(self._states(tokens, positions))
 
     def _trial_rows(self) -> dict[str, Any]:
@@ -217,13 +209,9 @@ class LanguageModel(nn.Module):
     def _unused_parts(self, states: Tensor) -> list[str]:
         """Return the names of the parts that `states` does not depend on, such as a vision tower: to be frozen, as DDP
         would wait for their gradients."""
-        nodes, seen = [states.grad_fn], set()
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                nodes.extend(before for before, _ in node.next_functions)
-        used = {getattr(node, "variable", None) for node in seen}
+        states.sum().backward()
+        used = {parameter for parameter in self.parameters() if parameter.grad is not None}
+        self.zero_grad()
         return [name for name, part in self.hf.base_model.named_children() if used.isdisjoint(part.parameters())]
 
 
@@ -237,23 +225,16 @@ def small_model(config: PreTrainedConfig) -> LanguageModel:
     is_head_implied = heads and not vars(own).get("head_dim")
     width = 4 * (own.hidden_size // heads) if is_head_implied else 64  # heads of its own size: kernels refuse some
     narrow = {"hidden_size": width, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    for sizes in ({**few, **narrow}, {**few, **narrow, "head_dim": 16}, few, {}):
-        small = copy.deepcopy(config)
-        text = small.get_text_config()
-        try:
-            for name, size in sizes.items():
-                if getattr(text, name, None) is not None:
-                    setattr(text, name, size)
-            if sizes and kinds:
-                text.layer_types = list(dict.fromkeys(kinds))
-            for token in ("bos_token_id", "eos_token_id", "pad_token_id") if sizes else ():
-                setattr(text, token, None)
-            with torch.random.fork_rng(devices=[]):
+    no_special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    with torch.random.fork_rng(devices=[]):
+        for sizes in (few | narrow, few | narrow | {"head_dim": 16}, few):
+            with suppress(Exception):  # narrower than the class allows
+                small = copy.deepcopy(config)
+                text = small.get_text_config()
+                text.update({name: size for name, size in sizes.items() if getattr(text, name, None) is not None})
+                text.update(no_special_tokens | ({"layer_types": list(dict.fromkeys(kinds))} if kinds else {}))
                 return LanguageModel(AutoModelForCausalLM.from_config(small, dtype=torch.float32))
-        except Exception:  # narrower than the class allows
-            if not sizes:
-                raise
-    raise AssertionError
+        return LanguageModel(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32))
 
 
 def _in_bf16_under_autocast(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -22,6 +23,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
 
+Tensors = dict[str, Tensor]
+"""Tensors by name."""
 ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
 """peft's names for a classifier's head, which is trained as it is, and what it was before."""
 
@@ -34,7 +37,7 @@ def empty(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     return model
 
 
-def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, list[str]]:
+def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, set[str]]:
     """Return the model that `build` makes as `empty` does, and the names of its weights that the files, of which the
     headers are read, lack or have in another shape. `initialize_weights` draws those, as `from_pretrained` would."""
     with no_init_weights():
@@ -47,7 +50,7 @@ def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> 
     for target, source in model.all_tied_weights_keys.items():
         absent -= {target} if source not in absent else set()
     model.tie_weights()
-    return model, sorted(absent)
+    return model, absent
 
 
 class NewWeights(TorchFunctionMode):
@@ -83,13 +86,13 @@ class NewWeights(TorchFunctionMode):
             self._parts[self._parameter] = part.clone()
             self._parameter, self._whole = None, torch.empty(0)
 
-    def parts(self, model: nn.Module) -> dict[str, Tensor]:
+    def parts(self, model: nn.Module) -> Tensors:
         """Return this process's rows of each parameter that was drawn, by name, of tied ones once."""
         self._keep_part()
         return {name: self._parts[p] for name, p in model.named_parameters() if p in self._parts}
 
 
-def fill(model: nn.Module, parts: dict[str, Tensor], device: torch.device) -> None:
+def fill(model: nn.Module, parts: Tensors, device: torch.device) -> None:
     """Put the parts, which are freed, into a sharded model without weights, and start what is trained in place of a
     layer, as a classifier's head is under LoRA, from that layer."""
     for name in list(parts):
@@ -127,7 +130,16 @@ def weight_files(source: str, revision: str | None) -> list[str]:
 def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None:
     """Read this process's part of the weights into a sharded model without any, as transformers would: with its renames
     and conversions, in the model's dtype."""
-    _convert(_WithoutAdapters(model, device), _slices(files), device)
+
+    def keep_on_device(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+        """Return the parameter where it belongs: transformers moves offloaded shards to the mesh's device."""
+        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(keep_on_device)
+    try:
+        _convert(_WithoutAdapters(model), _slices(files), device)
+    finally:
+        hook.remove()
 
 
 def _convert(model: Any, weights: dict[str, Any], device: torch.device) -> LoadStateDictInfo:
@@ -162,39 +174,23 @@ def _slices(files: list[str]) -> dict[str, Any]:
 class _WithoutAdapters:
     """A model as it was before it got adapters: the names of its weights, and where to set them."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Tensors:
         return _own_weights(self._model, ORIGINAL_HEAD)
 
-    def get_submodule(self, path: str) -> "_Layer":
-        module = self._model.get_submodule(path)
+    def get_submodule(self, path: str) -> nn.Module:
+        module: Any = self._model.get_submodule(path)
         while own := getattr(module, "base_layer", getattr(module, "original_module", None)):
             module = own
-        return _Layer(module, self._device)
+        return module
 
 
-class _Layer:
-    """A layer whose parameters are kept on `device` when they are set. transformers shards them by DTensor.from_local,
-    which moves them to the mesh's device; offloaded ones belong to the CPU, and go back there one by one."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        vars(self).update(_module=module, _device=device)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Parameter):
-            value = nn.Parameter(value.detach().to(self._device), value.requires_grad)
-        setattr(self._module, name, value)
-
-
-def _own_weights(model: nn.Module, head: str) -> dict[str, Tensor]:
+def _own_weights(model: nn.Module, head: str) -> Tensors:
     """Return the weights without adapters by the names that they had before, with one of a classifier's two heads."""
     weights = model.state_dict(keep_vars=True)
     names = {name: name.replace("base_layer.", "").replace(head, ".") for name in weights}
@@ -202,7 +198,7 @@ def _own_weights(model: nn.Module, head: str) -> dict[str, Tensor]:
     return {new: weights[name] for name, new in names.items() if not any(other in new for other in others)}
 
 
-def saved_weights(model: PreTrainedModel) -> dict[str, Tensor] | None:
+def saved_weights(model: PreTrainedModel) -> Tensors | None:
     """Return the weights without adapters by their names in a checkpoint, tied ones once; None if saving does more than
     rename them: it splits or joins the experts of some models."""
     weights = _own_weights(model, TRAINED_HEAD)

@@ -10,11 +10,15 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+Batch = dict[str, Any]
+"""What a task's `collate` returns."""
+Chunk = dict[str, Any]
+"""`input_ids` and `labels` of shape (length,), int32, and `bytes`, an int."""
+
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of one or more chunks: a map-style dataset of which an example is a list of chunks, each with
-    `input_ids` and `labels` of shape (length,), int32, and `bytes`, an int."""
+    """Sequences of one or more chunks: a map-style dataset of which an example is a list of chunks."""
 
     chunks: Dataset
     """A table of chunks: see documents.py. In arrow's format, as datasets is slow to make arrays of it."""
@@ -26,7 +30,7 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __getitems__(self, indices: list[int]) -> list[list[dict[str, Any]]]:
+    def __getitems__(self, indices: list[int]) -> list[list[Chunk]]:
         groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
         table = self.chunks[np.concatenate(groups)]
         names = ("input_ids", "labels", "bytes")
@@ -48,7 +52,7 @@ class Sequences:
         }
 
 
-def batch_tensors(samples: list[list[dict[str, Any]]], width: int, padding: int) -> tuple[dict[str, Tensor], list[int]]:
+def batch_tensors(samples: list[list[Chunk]], width: int, padding: int) -> tuple[dict[str, Tensor], list[int]]:
     """Return what LanguageModel.loss takes of examples, rows of `width` tokens with `padding` at their end; and where
     in the flattened batch each document ends, padding being one too."""
     places = np.arange(width)

@@ -10,17 +10,16 @@ from typing import Annotated, Any, Literal
 
 import datasets
 from datasets import Dataset, DatasetDict, List, load_dataset
-from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import snapshot_download
 from pydantic import Field, NonNegativeInt, PrivateAttr
 
-from src.config.errors import UserError, cause, explained
+from src.config.errors import UserError, explained
 from src.config.settings import Settings
 from src.config.terminal import bar
 from src.tasks.text.chats import normalize_chat, normalize_tools
 from src.tasks.text.files import EVALUATION, LOADERS, files_by_split, path_error, read_files
+from src.tasks.text.hub import loading
 
 ColumnKind = Literal["text", "label", "chat", "tools"]
 """What a column's values are: text; a name or a whole number; messages; the tools that these may call."""
@@ -84,24 +83,12 @@ class TextSource(Settings):
         return train, evaluation[0] if evaluation else None
 
     def _load_from_hub(self) -> DatasetDict:
-        try:
+        with loading("dataset", self.dataset, "dataset"):
             try:
                 return load_dataset(self.dataset, self.dataset_config)
-            except ConnectionError:
-                if not constants.HF_HUB_OFFLINE:
-                    raise
+            except ConnectionError:  # it knows what it downloaded by itself, but not what `hf download` did
                 folder = snapshot_download(self.dataset, repo_type="dataset", local_files_only=True)
                 return load_dataset(folder, self.dataset_config)
-        except (ConnectionError, DatasetNotFoundError, LocalEntryNotFoundError) as error:
-            hint = f"offline, run `hf download --repo-type dataset {self.dataset}` first, and set HF_HUB_OFFLINE=1"
-            raise UserError(
-                f"task.dataset={self.dataset}: no such file or folder here, and not available on the Hub "
-                f"({cause(error.__cause__ or error)[:200]}); {hint}"
-            ) from error
-        except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
-            is_config = "BuilderConfig" in str(error)
-            where = f"task.dataset_config={self.dataset_config}" if is_config else f"task.dataset={self.dataset}"
-            raise UserError(f"{where}: cannot be read, {cause(error.__cause__ or error)[:200]}") from error
 
     def usable_parts(
         self, train: Dataset, evaluation: Dataset | None, columns: dict[str, ColumnKind]
@@ -148,10 +135,6 @@ class TextSource(Settings):
         parts = rows.train_test_split(size, shuffle=self.eval_from == "random", seed=self.split_seed)
         return parts["train"], parts["test"]
 
-    def source_card(self) -> dict[str, Any]:
-        """Return metadata for the model card."""
-        return {} if Path(self.dataset).exists() else {"datasets": [self.dataset]}
-
 
 def cached_map(rows: Dataset, function: Callable[..., dict[str, list[Any]]], desc: str, **options: Any) -> Dataset:
     """Return what `function` makes of batches of all columns; the second time, even in another process, from the cache,
@@ -194,9 +177,6 @@ def _bad_rows(rows: Dataset, column: str, kind: ColumnKind) -> Iterator[tuple[in
 def _check_text(value: Any) -> None:
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("is empty")
-    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-        says = "is a list of messages, not text: put each chat into one column, named by --task.messages_column"
-        raise ValueError(says)
     if not isinstance(value, str):
         raise ValueError(f"is {type(value).__name__}, not text")
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from pydantic import Field, PositiveInt, PrivateAttr
 from torch import Tensor, nn
@@ -17,13 +16,15 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from src.config.errors import UserError
 from src.tasks import load_metric
-from src.tasks.base import Table, Task
+from src.tasks.base import Table
 from src.tasks.tables import label_columns, label_tables
+from src.tasks.text.fine_tuning import FineTuning
 from src.tasks.text.labels import label_names, length_grouped, sorted_labels, tokenize_texts
-from src.tasks.text.lean import NewWeights
+from src.tasks.text.lean import Tensors
 from src.tasks.text.lora import Lora
-from src.tasks.text.pretrained import ModelSource, check_fit, fsdp_blocks, save, save_merged, save_sharded
-from src.tasks.text.source import ColumnKind, TextSource, table_checksum
+from src.tasks.text.packing import Batch
+from src.tasks.text.pretrained import check_fit, fsdp_blocks, save, save_merged
+from src.tasks.text.source import ColumnKind, table_checksum
 
 SHOWN = 20
 """Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
@@ -31,7 +32,7 @@ MOST_CHARACTERS = 200
 """Of a text in a table."""
 
 
-class TextClassification(TextSource, ModelSource, Task):
+class TextClassification(FineTuning):
     """Tells which label a text, or a pair of texts, has."""
 
     name: Literal["text_classification"] = "text_classification"
@@ -50,12 +51,14 @@ class TextClassification(TextSource, ModelSource, Task):
     """A token to pad with where the tokenizer has none of its own."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
     auto_class: ClassVar[Any] = AutoModelForSequenceClassification
+    adapters_for: ClassVar[Literal["SEQ_CLS"]] = "SEQ_CLS"
+    has_new_head: ClassVar[bool] = True
+    pipeline_tag: ClassVar[str] = "text-classification"
     _labels: list[str] = PrivateAttr(default_factory=list)
     _texts: Dataset = PrivateAttr()
 
     def validation_errors(self) -> Iterator[str]:
-        yield from self.source_errors()
-        yield from self.model_errors()
+        yield from super().validation_errors()
         if not self.model:
             yield "task.model is not set: name a model on the Hub or a local folder"
         if self.text_pair_column == self.text_column:
@@ -78,7 +81,7 @@ class TextClassification(TextSource, ModelSource, Task):
         """Return the labels of both parts as positions among those that the model was trained on, or else among the
         training data's, which are kept."""
         names = self._labels or sorted_labels(train)
-        known: dict[Any, Any] = self._config.label2id or {}
+        known: dict[Any, Any] = self._own_config.label2id or {}
         if set(names) == set(known):  # a head that knows them keeps its order
             names = sorted(names, key=known.__getitem__)
         where = f"task.label_column={self.label_column}"
@@ -113,7 +116,7 @@ class TextClassification(TextSource, ModelSource, Task):
     def order(self, train: Dataset, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
-    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    def collate(self, samples: list[Batch]) -> Batch:
         width = max(sample["length"] for sample in samples)
         pads = {"input_ids": self._tokenizer.pad_token_id, "token_type_ids": 0, "attention_mask": 0}
         inputs = {
@@ -124,41 +127,25 @@ class TextClassification(TextSource, ModelSource, Task):
         labels = torch.tensor([sample["label"] for sample in samples])
         return {"inputs": inputs, "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
 
-    def count_tokens(self, batch: dict[str, Any]) -> tuple[int, int]:
-        return batch["tokens"], batch["inputs"]["input_ids"].numel()
-
-    def build_model(self) -> Any:
-        return self._with_adapters(self.load_model(self.auto_class, self._model_config, new_head=True))
-
-    def build_empty_model(self, rank: int, world_size: int) -> Any:
-        weights = NewWeights(rank, world_size)
-        model = self.empty_model(self.auto_class, self._model_config, weights, new_head=True)
-        if model is None:
-            return None
-        with weights:
-            adapted = self._with_adapters(model)
-        self._new_weights = weights.parts(adapted)
-        return adapted
-
-    def _with_adapters(self, model: Any) -> Any:
+    def finish(self, model: Any) -> Any:
         model._no_split_modules = fsdp_blocks(model)
-        return self.lora.add_adapters(model, "SEQ_CLS", self.revision) if self.lora.r else model
+        return self.with_adapters(model)
 
     @property
-    def _model_config(self) -> PreTrainedConfig:
-        config = self._config
+    def _config(self) -> PreTrainedConfig:
+        config = self._own_config
         config.id2label = dict(enumerate(self._labels))
         config.label2id = {label: i for i, label in enumerate(self._labels)}
         config.problem_type = "single_label_classification"
         config.pad_token_id = self._tokenizer.pad_token_id
-        if type(config) not in self.auto_class._model_mapping:
-            raise UserError(f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}")
         return config
 
     @cached_property
-    def _config(self) -> PreTrainedConfig:
+    def _own_config(self) -> PreTrainedConfig:
         config = self.load_config()
         check_fit(self.sequence_length, config, self._tokenizer)
+        if type(config) not in self.auto_class._model_mapping:
+            raise UserError(f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}")
         return config
 
     @cached_property
@@ -173,14 +160,17 @@ class TextClassification(TextSource, ModelSource, Task):
             raise UserError(f"task.model={self.model}: its tokenizer has no pad token; set task.pad_token, {hint}")
         return tokenizer
 
-    def count_targets(self, batch: dict[str, Any]) -> int:
+    def count_tokens(self, batch: Batch) -> tuple[int, int]:
+        return batch["tokens"], batch["inputs"]["input_ids"].numel()
+
+    def count_targets(self, batch: Batch) -> int:
         return len(batch["labels"])
 
-    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensors]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         return cross_entropy(logits, labels, reduction="sum"), outputs
@@ -188,19 +178,19 @@ class TextClassification(TextSource, ModelSource, Task):
     def import_metrics(self) -> None:
         load_metric("Accuracy")
 
-    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+    def metrics(self, outputs: Tensors) -> dict[str, float]:
         labels = {name: outputs[name] for name in ("predictions", "references")}
         f1 = load_metric("F1").compute(**labels, labels=len(self._labels))
         return load_metric("Accuracy").compute(**labels) | f1 | load_metric("Matthews").compute(**labels)
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
         def show(index: int) -> dict[str, str]:
             texts = zip(("text", "text_pair"), self._texts[index].values(), strict=False)
             return {name: text[:MOST_CHARACTERS] for name, text in texts}
 
         return label_tables(outputs, self._labels, show)
 
-    def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    def export(self, model: Any, weights: Tensors, folder: Path) -> None:
         if self.lora.r:  # adapters alone would not say which labels there are
             save_merged(self.build_model(), self._tokenizer, weights, folder)
         else:
@@ -208,14 +198,8 @@ class TextClassification(TextSource, ModelSource, Task):
 
     def load_export(self, folder: Path) -> Any:
         self.model, self.revision, self.lora = str(folder), None, Lora()  # adapters were added to the weights
-        self._labels = list((self._config.id2label or {}).values())
+        self._labels = list((self._own_config.id2label or {}).values())
         return self.build_model()
 
-    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
-        return save_sharded(model, self._tokenizer, folder, accelerator)
-
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}
-
-    def card(self) -> dict[str, Any]:
-        return {"pipeline_tag": "text-classification", **self.model_card(), **self.source_card()}

@@ -1,0 +1,206 @@
+"""What the tasks on transformers share: settings of the model, its loading with weights or without, its export."""
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from accelerate import Accelerator
+from pydantic import Field, PrivateAttr
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    logging,
+)
+
+from src.config.errors import UserError
+from src.tasks.base import Task
+from src.tasks.text.hub import loading
+from src.tasks.text.lean import NewWeights, Tensors, empty_pretrained, fill, load, weight_files
+from src.tasks.text.lora import Lora
+from src.tasks.text.pretrained import save_sharded, without_adapters
+from src.tasks.text.source import TextSource
+
+
+class FineTuning(TextSource, Task):
+    """Trains a model of transformers on text."""
+
+    auto_class: ClassVar[Any] = AutoModelForCausalLM
+    """transformers' class that builds the model from its config."""
+    adapters_for: ClassVar[Literal["CAUSAL_LM", "SEQ_CLS"]] = "CAUSAL_LM"
+    """peft's name for the kind of model."""
+    pipeline_tag: ClassVar[str] = "text-generation"
+    """The Hub's name for what the model does."""
+    has_new_head: ClassVar[bool] = False
+    """Whether the layers after the base model, and a pooler, are new where the checkpoint has none that fit."""
+    _config: ClassVar[Any]
+    """The model's config, and below its tokenizer: a property of each task."""
+    _tokenizer: ClassVar[Any]
+    model: str | None = None
+    """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
+    fp32; code in it is never run."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hub."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Sets all of the model's dropout rates; null: as its config has them."""
+    lora: Lora = Lora()
+    """Low-rank adapters."""
+    _new_weights: Tensors = PrivateAttr(default_factory=dict)
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from self.source_errors()
+        if not self.lora.r and self.lora != Lora():
+            yield "task.lora.r is not set: without it the other settings of task.lora do nothing"
+        if self.lora.base_dtype == "nf4":
+            says = "FSDP cannot shard weights of 4 bits yet (https://github.com/huggingface/accelerate/issues/3874)"
+            yield f"task.lora.base_dtype=nf4: {says}; use bf16"
+        if not self.model:
+            return
+        path = Path(self.model)
+        if (path / "adapter_config.json").is_file():
+            yield f"task.model={path}: has adapters only; use the merged model (task.lora.merge=true exports it)"
+        elif path.is_dir() and not (path / "config.json").is_file():
+            yield f"task.model={path}: the folder has no config.json, so it is not a transformers model"
+        elif not path.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
+            yield f"task.model={path}: no such folder"
+
+    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
+        """Have no attention computed by cuDNN: under a mask its gradients may be NaN, if length % 128 is 64 (pytorch
+        issue 196678). Choose the type of frozen weights."""
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        is_bf16 = dtype == torch.bfloat16
+        if self.lora.r and self.lora.base_dtype is None:
+            self.lora.base_dtype = "bf16" if device == "cuda" and is_bf16 else "fp32"
+        if self.lora.base_dtype == "bf16" and not is_bf16:
+            raise UserError("task.lora.base_dtype=bf16: needs --mixed_precision bf16 before train.py")
+        return [f"frozen weights in {self.lora.base_dtype}"] if self.lora.r else []
+
+    def load_config(self) -> PreTrainedConfig:
+        """Return the model's config. Raise a UserError if there is none, it is damaged, or it asks to run code."""
+        with loading("model", self.model):
+            config = AutoConfig.from_pretrained(str(self.model), revision=self.revision, trust_remote_code=False)
+        return self.with_dropout(config)
+
+    def with_dropout(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return `config` with all its dropout rates set, if the settings ask for it. Leave layerdrop alone: processes
+        would skip different layers."""
+        for name, value in vars(config).items() if self.dropout is not None else ():
+            if isinstance(value, PreTrainedConfig):
+                self.with_dropout(value)
+            elif re.search("(?<!layer)drop(out|$)", name) and not isinstance(value, bool | str):
+                setattr(config, name, self.dropout)
+        return config
+
+    def build_model(self) -> Any:
+        return self.finish(self.load_model())
+
+    def build_empty_model(self, rank: int, world_size: int) -> Any:
+        weights = NewWeights(rank, world_size)
+        model = self.empty_model(weights)
+        if model is None:
+            return None
+        with weights:
+            finished = self.finish(model)
+        self._new_weights = weights.parts(self.core(finished))
+        return finished
+
+    def finish(self, model: Any) -> Any:
+        """Return what is trained, made of transformers' model."""
+        return self.with_adapters(model)
+
+    def core(self, model: Any) -> Any:
+        """Return transformers' model, with its adapters, inside of what is trained."""
+        return model
+
+    def with_adapters(self, model: Any) -> Any:
+        """Return the model with new adapters, if the settings ask for them."""
+        return self.lora.add_adapters(model, self.adapters_for, self.revision) if self.lora.r else model
+
+    def load_model(self) -> Any:
+        """Return transformers' model with its weights, fp32. Raise a UserError if it cannot be found, is damaged, or is
+        another kind of model."""
+        logging.set_verbosity_error()  # what is missing is judged below
+        logging.disable_progress_bar()
+        with loading("model", self.model):
+            model, loaded = self.auto_class.from_pretrained(
+                self.model,
+                revision=self.revision,
+                config=self._config,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+        return model
+
+    def empty_model(self, weights: NewWeights) -> Any:
+        """Return the model of `load_model`, its parameters on the meta device, the new ones drawn into `weights`; None
+        if that is not possible."""
+        logging.disable_progress_bar()
+        with loading("model", self.model):
+            source = str(self.model)
+            files = weight_files(source, self.revision)
+            if not files:
+                return None
+            build = partial(self.auto_class.from_config, self._config, dtype=torch.float32)
+            model, absent = empty_pretrained(build, files)
+            with suppress(OSError):  # where there is none, it follows from the config
+                if model.can_generate():
+                    model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
+        self._require_all(model, absent)
+        with weights:
+            model.initialize_weights()
+        return model
+
+    def _require_all(self, model: PreTrainedModel, absent: set[str]) -> None:
+        if self.has_new_head:
+            base = f"{model.base_model_prefix}."
+            absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
+        if absent:
+            says = f"{len(absent)} of its weights are missing or of another shape"
+            names = ", ".join(sorted(absent)[:3]) + (", …" if len(absent) > 3 else "")
+            raise UserError(f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {says} ({names})")
+
+    def load_weights(self, model: Any, device: torch.device) -> None:
+        """Read this process's part of the weights into a sharded model of `empty_model`, with adapters or without, and
+        put in the new ones. Raise a UserError if a file is damaged or missing."""
+        core = self.core(model)
+        own = without_adapters(core)
+        if self.model:
+            with loading("model", self.model):
+                load(own, weight_files(self.model, self.revision), device)
+        fill(core, self._new_weights, device)
+        own.tie_weights()
+
+    def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:
+        """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
+        say where in the text its tokens are."""
+        setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
+        with loading(setting, source):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        if not tokenizer.is_fast:
+            hint = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
+            raise UserError(f"{source}: {type(tokenizer).__name__} does not say where its tokens are in a text; {hint}")
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes if there are no files at all
+            raise UserError(f"task.{setting}={source}: it has no tokenizer")
+        return tokenizer  # type: ignore[return-value]  # is_fast says so
+
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
+        return save_sharded(self.core(model), self._tokenizer, folder, accelerator)
+
+    def card(self) -> dict[str, Any]:
+        card: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": self.pipeline_tag}
+        if self.model and not Path(self.model).exists():
+            card["base_model"] = self.model
+        if not Path(self.dataset).exists():
+            card["datasets"] = [self.dataset]
+        return card
