@@ -101,7 +101,8 @@ class CheckpointWriter:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         if self._run.accelerator.is_local_main_process:
-            shutil.rmtree(writer.folder, ignore_errors=True)  # it is there if it was not published
+            if writer.folder.exists():  # it was not published here
+                shutil.rmtree(writer.folder, ignore_errors=True)
             if not self._run.resume.is_disk_shared:  # room: mirror
                 writer.rotate()  # what was fetched  # room: mirror
 
