@@ -112,6 +112,10 @@ class CausalLM(Decoder):
     def core(self, model: LanguageModel) -> Any:
         return model.lm
 
+    @property
+    def _window(self) -> int | None:
+        return getattr(self._config.get_text_config(), "sliding_window", None)
+
     @cached_property
     def _small_model(self) -> LanguageModel:
         model = small_model(self._config)
@@ -173,6 +177,7 @@ class CausalLM(Decoder):
             "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
             "tokens": sum(map(sum, lengths)),
             "attention_pairs": sum(causal_pairs(n) for row in lengths for n in row),
+            "window_pairs": sum(causal_pairs(n, self._window) for row in lengths for n in row),
         }
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
@@ -185,8 +190,8 @@ class CausalLM(Decoder):
         return len(batch["inputs"]["targets"])
 
     def flops(self, model: LanguageModel, batch: Batch) -> float:
-        counts = batch["tokens"], self.count_targets(batch), batch["attention_pairs"]
-        return sum(flops * count for flops, count in zip(model.flops or (0.0, 0.0, 0.0), counts, strict=True))
+        counts = batch["tokens"], self.count_targets(batch), batch["attention_pairs"], batch["window_pairs"]
+        return model.flops.total(*counts) if model.flops else 0.0
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         return model("loss", **batch["inputs"])
