@@ -5,7 +5,10 @@ accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=
 To change the loss or add a metric: `loss` and `metrics` of your task in src/tasks/. To change the update: train_step.
 """
 
-from src.config.errors import RunError, UserError
+from src.config.errors import (
+    RunError,
+    UserError,  # room: best
+)
 from src.distributed.process import SIGNALS, exit_codes, exit_with_others
 
 if __name__ == "__main__":  # a signal may come, or the launcher die, during the seconds of imports below
@@ -19,14 +22,15 @@ from accelerate.utils import broadcast_object_list, get_int_from_env, set_seed
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.check import run_checks  # room: check
+from src.checkpoint.best import load_best  # room: best
 from src.checkpoint.export import export_model, push_to_hub
 from src.checkpoint.folder import run_settings
-from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_best, load_checkpoint
+from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
-from src.config.config import Config, metric_errors
+from src.config.config import Config
 from src.distributed.accelerator import (
     build_accelerator,
-    find_shard,
+    find_shard,  # room: cpu text
     leave,
     naming_full_gpus,
     prepare,
@@ -47,7 +51,7 @@ from src.training.gradients import float64_zeros, grad_norm, local_gradients, re
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import StepCounts, StepResult
 from src.training.run import Run, new_data, new_model
-from src.training.transforms import transform
+from src.training.transforms import transform  # room: compile
 
 
 def main() -> None:
@@ -112,14 +116,19 @@ def build(config: Config) -> Run | None:
     train_set, eval_set, fingerprints = new_data(config, accelerator)
 
     # --------------------------------------------------------------------------------------- model and optimizers
-    model, facts = new_model(config, launch.device, launch.precision, find_shard(accelerator))
-    facts["data"] = {
+    model, facts = new_model(
+        config,
+        launch.device,
+        launch.precision,
+        find_shard(accelerator),  # room: cpu text
+    )
+    facts["data"] = {  # room: text
         "train": task.describe("train", train_set),
         "eval": task.describe("eval", eval_set),
     }
-    transform(model, config, accelerator)
+    transform(model, config, accelerator)  # room: compile
     model = prepare(accelerator, model)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta for parameter in model.parameters()):  # room: text
         # built without weights and sharded since: each process fills its own shards
         is_offloaded = launch.strategy.endswith("offload")
         task.load_weights(model, torch.device("cpu") if is_offloaded else accelerator.device)
@@ -172,19 +181,17 @@ def fit(run: Run) -> bool:
             # ----------------------------------------------------------- between two steps: evaluate, save, stop
             if run.is_evaluation_due() and not is_stopping:
                 is_stopping = not evaluate_and_log(run, stop, tracker)
-            is_last = progress.step == run.total_steps
-            is_last = is_last or progress.is_out_of_patience(config.early_stopping)
-            # a task may only now show that it has no such metric as the settings judge by
-            unknown = next(metric_errors(config, progress.evaluation), None) if run.is_evaluated() else None
+            is_ending = is_stopping or progress.step == run.total_steps
+            unknown = progress.unknown_metrics(config)  # room: best
+            is_ending = is_ending or bool(unknown) or progress.is_out_of_patience(config.early_stopping)  # room: best
             checkpoints.poll()  # reports on the one being written once it is done
-            is_ending = is_last or is_stopping or unknown is not None
             if progress.step and (is_ending or (run.is_save_due() and checkpoints.is_ready())):
                 progress.tick()
                 checkpoints.save(tracker.state())
-            if unknown:
+            if unknown:  # room: best
                 checkpoints.close()
                 hint = f"with another one, the same command continues from step {progress.step}"
-                raise UserError(f"{unknown}; {hint}")
+                raise UserError(f"{unknown[0]}; {hint}")
             if is_ending:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
@@ -229,7 +236,8 @@ def evaluate_and_log(run: Run, stop: StopSignal, tracker: Tracker) -> bool:
     with run.progress.evaluating():
         evaluation = evaluate(run, stop)
         if evaluation:
-            run.progress.count_evaluation(evaluation.metrics, run.config.early_stopping)
+            run.progress.count_evaluation(evaluation.metrics)
+            run.progress.count_improvement(evaluation.metrics, run.config.early_stopping)  # room: best
             tracker.log_evaluation(evaluation)
     return evaluation is not None
 
@@ -237,7 +245,7 @@ def evaluate_and_log(run: Run, stop: StopSignal, tracker: Tracker) -> bool:
 def finish(run: Run, tracker: Tracker, checkpoints: CheckpointWriter) -> None:
     """Export the model, and write down what came out of the run."""
     metrics = run.progress.evaluation
-    if run.config.checkpoint.export_best:
+    if run.config.checkpoint.export_best:  # room: best
         metrics = load_best(run, tracker.say) or metrics
     export_model(run, metrics)
     tracker.write_summary(metrics, checkpoints.figures())

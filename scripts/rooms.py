@@ -1,8 +1,9 @@
 """Throw parts of the project out: `python scripts/rooms.py check wandb`. Nothing needs to be installed.
 
-Such a part, a room, is its files (FILES), and each line elsewhere that ends with `# room: NAME`. A line of several
-rooms goes with the last of them if it says `# room: wandb trackers`, and with the first if it says
-`# room: text+examples`. docs/make-it-yours.md says what each room does.
+Such a part, a room, is its files (FILES), and each line elsewhere that ends with `# room: NAME`. With a line that opens
+a block (`def f(self):  # room: NAME`) goes the block, and with a field the docstring below it. A line of several rooms
+goes with the last of them if it says `# room: wandb trackers`, and with the first if it says `# room: text+examples`.
+docs/make-it-yours.md says what each room does.
 """
 
 import re
@@ -11,8 +12,10 @@ import sys
 from pathlib import Path
 
 FILES = {
+    "best": "src/checkpoint/best.py",
     "check": "src/check tests/check tests/text/test_check.py docs/check.md",
     "checkpoints": "src/tools/checkpoints.py tests/test_checkpoint_tool.py tests/text/test_checkpoint_tool.py",
+    "compile": "src/training/transforms.py",
     "cpu": "src/training/cpu tests/test_cpu.py",
     "cuda_graphs": "src/training/cuda_graph.py",
     "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",
@@ -25,6 +28,7 @@ FILES = {
     "performance": "src/tracking/performance.py tests/test_performance.py tests/text/test_performance.py"
     " docs/performance.md",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
+    "tables": "src/tasks/tables.py tests/test_tables.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/shakespeare.yaml configs/sst2.yaml sweeps/shakespeare.yaml"
     " sweeps/sst2.yaml examples/dpo.* examples/token_classification.* examples/make_text.py src/tools/generate.py"
@@ -41,12 +45,14 @@ FILES = {
 }
 """The files and folders of each room."""
 SHARED = {
+    "src/training/score.py": {"best", "report", "wandb"},
     "src/config/trackers.py": {"wandb", "trackers"},
     "src/tracking/guard.py": {"wandb", "trackers"},
     "src/tracking/recorders.py": {"wandb", "trackers"},
 }
 """Files that go with the last of several rooms."""
-MARK = re.compile(r"(?m)^(.*?)  # room: ([\w+ ]+)\n")
+QUOTES = '"""'
+MARK = re.compile(r"(?m)^(.*?)  # room: ([\w+ ]+)$")
 
 
 def throw_out(rooms: set[str], project: Path) -> None:
@@ -60,20 +66,70 @@ def throw_out(rooms: set[str], project: Path) -> None:
         if folder.is_dir() and not left:
             delete(folder)
     for path in files(project):
-        text = path.read_text()
-        rest = MARK.sub(lambda line: kept(line[1], line[2].split(), rooms), text)
-        if rest != text:
-            path.write_text(re.sub("\n{4,}", "\n\n\n", rest))
+        lines = path.read_text().split("\n")
+        others = without(lines, rooms)
+        if others != lines:
+            path.write_text("\n".join(others))
 
 
 def is_there(room: str, project: Path) -> bool:
     return any(True for pattern in FILES[room].split() for _ in project.glob(pattern))
 
 
-def kept(code: str, names: list[str], gone: set[str]) -> str:
-    """Return a marked line with the rooms that are left; nothing if none is."""
-    left = [name for name in names if gone.isdisjoint(name.split("+"))]
-    return f"{code}  # room: {' '.join(left)}\n" if left else ""
+def without(lines: list[str], rooms: set[str]) -> list[str]:
+    """Return the lines of a file but for those of the rooms."""
+    left: list[str] = []
+    i = 0
+    while i < len(lines):
+        mark = MARK.fullmatch(lines[i])
+        names = [name for name in mark[2].split() if rooms.isdisjoint(name.split("+"))] if mark else []
+        if mark and not names:
+            end = end_of_block(lines, i, mark[1])
+            i = close_gap(left, lines, i, end)
+            continue
+        left.append(f"{mark[1]}  # room: {' '.join(names)}" if mark else lines[i])
+        i += 1
+    return left
+
+
+def end_of_block(lines: list[str], start: int, code: str) -> int:
+    """Return the index after the block, the brackets or the docstring of a field that the line at `start` opens."""
+    end = start + 1
+    if code.endswith((":", "(", "[", "{")):
+        while end < len(lines) and (not lines[end] or depth(lines[end]) > depth(code)):
+            end += 1
+        while not lines[end - 1]:
+            end -= 1
+        if end < len(lines) and lines[end].lstrip().startswith((")", "]", "}")) and depth(lines[end]) == depth(code):
+            end = end_of_block(lines, end, lines[end].partition("  # room:")[0])
+    elif end < len(lines) and lines[end].startswith(" " * depth(code) + QUOTES):
+        if lines[end].count(QUOTES) == 1:  # it has several lines
+            end += 1
+            while QUOTES not in lines[end]:
+                end += 1
+        end += 1
+    return end
+
+
+def close_gap(left: list[str], lines: list[str], start: int, end: int) -> int:
+    """Leave as many blank lines where something goes as there would have been without it; return where to go on."""
+    before = after = 0
+    while left and not left[-1]:
+        left.pop()
+        before += 1
+    while end + after < len(lines) and not lines[end + after]:
+        after += 1
+    rest = end + after
+    if rest == len(lines):
+        after = 1  # the file's last newline
+    elif depth(lines[rest]) >= depth(lines[start]):
+        after = max(before, after)
+    left.extend([""] * after)
+    return rest
+
+
+def depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def files(project: Path) -> list[Path]:

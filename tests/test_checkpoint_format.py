@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from src.checkpoint.format import best_first, evaluation_of, file_facts, read_state
+from src.checkpoint.format import evaluation_of, file_facts, read_state
+from src.checkpoint.rotation import best_first
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import UserError
 from src.config.groups import Checkpoint

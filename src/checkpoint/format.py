@@ -12,8 +12,7 @@ from typing import Any
 
 from src.checkpoint.folder import list_checkpoints
 from src.config.errors import UserError, naming
-from src.config.groups import Checkpoint
-from src.training.progress import Progress, score
+from src.training.progress import Progress
 from src.training.state import FORMAT_VERSION, RunState
 
 MANIFEST = "manifest.json"
@@ -112,33 +111,6 @@ def remove_incomplete(checkpoints: Path) -> None:
 def whole_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the checkpoints in a folder whose files are there, the newest first; their checksums are not compared."""
     return [path for path in list_checkpoints(checkpoints) if not any(problems(path, contents=False))]
-
-
-def rotate(
-    checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]], in_use: Path | None
-) -> None:
-    """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay; so
-    does the one that is `in_use`."""
-    for path in superfluous(whole_checkpoints(checkpoints), settings, evaluations):
-        if path == in_use:
-            continue
-        if path.is_symlink():  # someone moved the folder to another disk: it is theirs
-            path.unlink()
-        else:  # renamed first, then file by file: a crash in between leaves nothing that looks like a checkpoint
-            shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
-
-
-def superfluous(whole: list[Path], settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> list[Path]:
-    """Return those of whole checkpoints, the newest first, that are neither among the newest nor among the best."""
-    kept = whole[: settings.keep_last] + best_first(whole, settings, evaluations)[: settings.num_best]
-    return [path for path in whole if path not in kept]
-
-
-def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: dict[int, dict[str, float]]) -> list[Path]:
-    """Return those whose step was evaluated, sorted by checkpoint.metric, the best first; ties stay in their order."""
-    results = {path: evaluations.get(step_of(path), {}) for path in checkpoints}
-    scores = {path: score(r, settings.metric, settings.mode) for path, r in results.items() if settings.metric in r}
-    return sorted(scores, key=lambda path: scores[path], reverse=True)
 
 
 def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:

@@ -44,7 +44,7 @@ def load_model(path: Path, config: Config) -> nn.Module:
     if not is_checkpoint(path):
         return config.task.load_export(path)
     state = read_state(path)
-    config.task.load_data_state(state.data_state)
+    config.task.load_data_state(state.data_state)  # room: text examples
     model = config.task.build_model()
     require_same_frozen(path, state.frozen_norm, frozen_square_sum(model).sqrt().item())
     load_tensors(path, model)

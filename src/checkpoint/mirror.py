@@ -28,6 +28,7 @@ from fsspec.core import url_to_fs
 from src.checkpoint import format
 from src.checkpoint.folder import list_checkpoints, parse
 from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, problems, write_text
+from src.checkpoint.rotation import superfluous
 from src.config.config import Config
 from src.config.errors import RunError, UserError, cause, explained
 from src.config.terminal import say
@@ -214,7 +215,7 @@ class Mirror:
         self._put(self._path(folder, MANIFEST), json.dumps({"files": files}).encode())
         try:
             whole = self._manifests()
-            kept = whole.keys() - format.superfluous(list(whole), self._config.checkpoint, state.progress.evaluations)
+            kept = whole.keys() - superfluous(list(whole), self._config.checkpoint, state.progress.evaluations)
             for path in self._steps() - kept:
                 if path in whole:  # first, or a part of it would count
                     self._fs.rm_file(self._path(path, MANIFEST))

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def checkpoint_metadata(
         squares = accelerator.reduce(squares.to(accelerator.device), "sum").cpu() / num_replicas(accelerator)
     return {
         "config": config.model_dump(mode="json"),
-        "data_state": config.task.data_state(),
+        "data_state": config.task.data_state(),  # room: text examples
         "examples": examples,
         "data": fingerprints,
         "frozen_norm": squares.sqrt().item(),
@@ -101,9 +101,10 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     point.notes += [f"{done}: {path}, {why}" for path, why in damaged.items()]
     point.notes += _note_changes(config, checkpoint, state)
     point.is_finished = has_ended and point.is_own(config)
-    watched = state.config["early_stopping"]
-    if (watched["metric"], watched["mode"]) != (config.early_stopping.metric, config.early_stopping.mode):
-        state.progress.best, state.progress.evaluations_without_gain = None, 0
+    watched, watches = state.config["early_stopping"], config.early_stopping  # room: best
+    if (watched["metric"], watched["mode"]) != (watches.metric, watches.mode):  # room: best
+        state.progress.best = None
+        state.progress.evaluations_without_gain = 0
     if accelerator.is_main_process:
         if point.is_own(config):
             _require_whole_record(config, checkpoint, state)
@@ -150,22 +151,6 @@ def load_checkpoint(run: Run) -> None:
         run.resume.notes.append(f"WARNING: {absent}")
     else:
         restore_random_state(checkpoint / random_file(run.rank), run.device)
-
-
-def load_best(run: Run, say: Callable[[str], None]) -> dict[str, float] | None:
-    """Load the weights of the best checkpoint into the model, say so, and return its evaluation; None if there is no
-    valid checkpoint that was evaluated. Collective."""
-    mirror, evaluations = run.resume.mirror, run.progress.evaluations
-    own = mirror.candidates() if mirror else list_checkpoints(run.config.folder / "checkpoints")
-    best, damaged = first_valid(run.accelerator, format.best_first(own, run.config.checkpoint, evaluations), mirror)
-    for path, why in damaged.items():
-        say(f"WARNING: {path}: {why}")
-    if best is None:
-        say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
-        return None
-    say(f"exporting the best of the checkpoints, {best}")
-    load_tensors(best, run.model)
-    return evaluations[format.step_of(best)]
 
 
 def first_valid(accelerator: Accelerator, candidates: list[Path], mirror: Any) -> tuple[Path | None, dict[Path, str]]:

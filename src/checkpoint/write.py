@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.format import STATE, file_facts, publish, rotate, sync, unfinished, write_json
+from src.checkpoint.format import STATE, file_facts, publish, sync, unfinished, write_json
 from src.checkpoint.rng import random_file, random_state
+from src.checkpoint.rotation import rotate
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import cause, explained
 from src.training.run import Run
@@ -100,11 +101,11 @@ class CheckpointWriter:
         else:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
-        if self._run.accelerator.is_local_main_process:
-            if writer.folder.exists():  # it was not published here
-                shutil.rmtree(writer.folder, ignore_errors=True)
-            if not self._run.resume.is_disk_shared:  # room: mirror
-                writer.rotate()  # what was fetched  # room: mirror
+        is_first_here = self._run.accelerator.is_local_main_process
+        if is_first_here and writer.folder.exists():  # it was not published here
+            shutil.rmtree(writer.folder, ignore_errors=True)
+        if is_first_here and not self._run.resume.is_disk_shared:  # room: mirror
+            writer.rotate()  # what was fetched
 
     def figures(self) -> dict[str, float]:
         """Return what saving has cost so far, by its name in summary.json."""

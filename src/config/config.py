@@ -4,7 +4,12 @@ import os
 import re
 import sys
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,  # room: best
+    Iterator,
+    Mapping,
+)
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
@@ -13,7 +18,11 @@ from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
 from src.config.errors import UserError, cause
-from src.config.groups import Checkpoint, EarlyStopping, Optim
+from src.config.groups import (
+    Checkpoint,
+    EarlyStopping,  # room: best
+    Optim,
+)
 from src.config.settings import (
     Length,
     ResumeSafe,
@@ -56,9 +65,9 @@ class Config(Settings):
     """Examples per optimizer step, over all processes and accumulated micro-batches."""
     micro_batch_size: ResumeSafe[PositiveInt | None] = None
     """Examples per forward pass of a process; null: global_batch_size / processes, without accumulation."""
-    activation_checkpointing: ResumeSafe[bool] = False
+    activation_checkpointing: ResumeSafe[bool] = False  # room: compile
     """Recompute activations in the backward pass instead of keeping them: less memory, a third more time."""
-    compile: ResumeSafe[bool] = False
+    compile: ResumeSafe[bool] = False  # room: compile
     """Compile the model, a transformer block by block. The first steps then take a minute."""
     cuda_graphs: ResumeSafe[bool] = False  # room: cuda_graphs
     """Record a step, and launch its kernels all at once: for small models, on one NVIDIA GPU."""  # room: cuda_graphs
@@ -100,7 +109,7 @@ class Config(Settings):
     """The settings of the task that `task.name` picks: a src.tasks.base.Task."""
     optim: Optim = Optim()
     checkpoint: ResumeSafe[Checkpoint] = Checkpoint()
-    early_stopping: SafeReopens[EarlyStopping] = EarlyStopping()
+    early_stopping: SafeReopens[EarlyStopping] = EarlyStopping()  # room: best
     wandb: ResumeSafe[Wandb] = Wandb()  # room: wandb
 
     def model_post_init(self, _: Any) -> None:
@@ -167,7 +176,7 @@ def load_config(
     mistakes.extend(_profile_errors(config.profile_steps))  # room: performance
     if (warmup := config.optim.warmup_steps) > 1 and warmup % 1:
         mistakes.append(f"optim.warmup_steps={warmup}: must be a whole number of steps, or below 1, a share of all")
-    if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():
+    if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():  # room: best
         mistakes.append(
             "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
         )
@@ -179,7 +188,7 @@ def load_config(
         mistakes.extend(also(config))
     if not any(name.startswith("task") for name in bad):
         mistakes.extend(config.task.validation_errors())
-        if config.task.metric_names is not None:
+        if config.task.metric_names is not None:  # room: best
             names = ["loss", "examples", *config.task.metric_names]
             mistakes.extend(metric_errors(config, [f"eval/{name}" for name in names]))
     if mistakes:
@@ -228,12 +237,14 @@ def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
     yield line
 
 
-def metric_errors(config: Config, names: Collection[str]) -> Iterator[str]:
-    """Yield a line for each metric that the settings judge by but an evaluation, whose results have `names`, lacks."""
-    for setting, name in (("checkpoint", config.checkpoint.metric), ("early_stopping", config.early_stopping.metric)):
-        if name is not None and name not in names:
-            hint = nearest(name, list(names))
-            yield f"{setting}.metric={name}: the evaluation has no such metric{hint} ({', '.join(names)})"
+def metric_errors(config: Config, names: Collection[str]) -> list[str]:  # room: best
+    """Return a line for each metric that the settings judge by but an evaluation, whose results have `names`, lacks."""
+    judging = {"checkpoint": config.checkpoint.metric, "early_stopping": config.early_stopping.metric}
+    return [
+        f"{setting}.metric={name}: the evaluation has no such metric{nearest(name, list(names))} ({', '.join(names)})"
+        for setting, name in judging.items()
+        if name is not None and name not in names
+    ]
 
 
 def _hub_errors(repository: str) -> Iterator[str]:

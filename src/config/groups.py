@@ -43,24 +43,24 @@ class Checkpoint(Settings):
     """Folder or URL of fsspec (s3://…, hf://…) to copy checkpoints to, as run_name; null: none."""  # room: mirror
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
-    keep_best: NonNegativeInt = 0
+    keep_best: NonNegativeInt = 0  # room: best
     """How many more to keep, the best by `metric`. Above 0, each evaluation is followed by a checkpoint."""
-    metric: Reopens[str] = "eval/loss"
+    metric: Reopens[str] = "eval/loss"  # room: best wandb
     """Metric that ranks the evaluations for keep_best and export_best."""
-    mode: Reopens[Literal["min", "max"] | None] = None
+    mode: Reopens[Literal["min", "max"] | None] = None  # room: best wandb
     """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
-    export_best: Reopens[bool] = False
+    export_best: Reopens[bool] = False  # room: best
     """Export the best checkpoint at the end instead of the last. Implies keep_best=1."""
     accept_changes: bool = False
     """Continue even if changed settings or data make this a different run from the one that was saved."""
 
-    @property
-    def num_best(self) -> int:
+    @property  # room: best
+    def num_best(self) -> int:  # room: best
         """Return how many of the best checkpoints to keep."""
         return max(self.keep_best, self.export_best)
 
 
-class EarlyStopping(Settings):
+class EarlyStopping(Settings):  # room: best
     """Stopping before the last step, once a metric no longer improves."""
 
     metric: str | None = None

@@ -1,15 +1,23 @@
 """What a task is: settings that know how to build a model and data, and how to score them."""
 
-import json
+import json  # room: text examples
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import (
+    Any,
+    ClassVar,
+    Literal,  # room: text
+    Protocol,
+)
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from huggingface_hub import load_torch_model, save_torch_state_dict
+from accelerate import Accelerator  # room: text
+from huggingface_hub import (
+    load_torch_model,  # room: evaluate generate checkpoints
+    save_torch_state_dict,
+)
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -22,11 +30,11 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
 
-DATA_STATE = "data_state.json"
+DATA_STATE = "data_state.json"  # room: text examples
 """File in an export: what `Task.data_state` returned."""
-PICTURE = "data:image/png;base64,"
+PICTURE = "data:image/png;base64,"  # room: tables
 """How a cell of a table begins that is a picture."""
-Table = list[dict[str, Any]]
+Table = list[dict[str, Any]]  # room: tables
 """Rows with the same keys, as JSON."""
 
 
@@ -36,7 +44,7 @@ class Task(Settings, ABC):
 
     name: str
     """The task to train."""
-    metric_names: ClassVar[tuple[str, ...] | None] = None
+    metric_names: ClassVar[tuple[str, ...] | None] = None  # room: best
     """Names that `metrics` returns, so that settings that name one are checked at the start; None: not known then."""
 
     def validation_errors(self) -> Iterator[str]:
@@ -44,12 +52,12 @@ class Task(Settings, ABC):
         other, missing files."""
         yield from ()
 
-    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
+    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:  # room: text
         """Choose what depends on the kind of device and the dtype that it computes in, before `build_model`. Return
         what was chosen, for the start-up summary. Raise a UserError if the settings ask for what can't be."""
         return []
 
-    def reference(self) -> "Task":
+    def reference(self) -> "Task":  # room: check
         """Return the task whose model --check compares with: it computes the same in the plainest way, in any dtype."""
         return self
 
@@ -58,12 +66,12 @@ class Task(Settings, ABC):
         """Return the model, fp32, on the CPU. Same seed, same weights. For FSDP, `_no_split_modules` on it lists the
         class names of its repeating blocks, as transformers does."""
 
-    def build_empty_model(self, rank: int, world_size: int) -> nn.Module | None:
+    def build_empty_model(self, rank: int, world_size: int) -> nn.Module | None:  # room: text
         """Return the model with parameters on the meta device, which FSDP shards before `load_weights` fills them; None
         if every process can hold all of it, as `build_model` returns it."""
         return None
 
-    def load_weights(self, model: Any, device: torch.device) -> None:
+    def load_weights(self, model: Any, device: torch.device) -> None:  # room: text
         """Fill what `build_empty_model` returned, sharded since, on this device: with the values of `build_model`."""
 
     @abstractmethod
@@ -71,12 +79,12 @@ class Task(Settings, ABC):
         """Return the training and the evaluation set. The first process of each machine goes first: the others find
         what it downloaded or cached. Raise a UserError that says in one line what is wrong with the data."""
 
-    def data_state(self) -> dict[str, Any]:
+    def data_state(self) -> dict[str, Any]:  # room: text examples
         """Return what `build_datasets` found out and `build_model` needs, as JSON. Checkpoints keep it: the model can
         then be built without the data."""
         return {}
 
-    def load_data_state(self, state: dict[str, Any]) -> None:
+    def load_data_state(self, state: dict[str, Any]) -> None:  # room: text examples
         """Restore what `data_state` returned, in place of `build_datasets`, or before it, to evaluate on other data."""
 
     def fingerprint(self, dataset: Any) -> str:
@@ -84,7 +92,7 @@ class Task(Settings, ABC):
         different data."""
         return ""
 
-    def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
+    def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:  # room: text
         """Return figures about a dataset by name, for summary.json and the terminal: counts, and shares as floats."""
         return {}
 
@@ -107,7 +115,7 @@ class Task(Settings, ABC):
         """Return a batch, nested tensors with the examples first, from what the dataset returned."""
         return default_collate(samples)
 
-    def documents(self, sample: Any) -> list[Any]:
+    def documents(self, sample: Any) -> list[Any]:  # room: check
         """Split an example that packs documents, which must not see each other, into one example for each."""
         return [sample]
 
@@ -120,7 +128,7 @@ class Task(Settings, ABC):
         """Return how many targets (examples, tokens) `loss` sums over, from what `collate` returned. The loop divides
         by their number over all processes and micro-batches, before the backward pass."""
 
-    def flops(self, model: Any, batch: Any) -> float:
+    def flops(self, model: Any, batch: Any) -> float:  # room: performance
         """Return the floating-point operations that the forward and backward pass of a batch need, for perf/mfu; 0.0:
         unknown. `model` is as `build_model` returned it, or sharded; don't wait for the device."""
         return 0.0
@@ -147,12 +155,12 @@ class Task(Settings, ABC):
         exactly once, in the dataset's order, on the CPU."""
         return {}
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:  # room: tables
         """Return tables to record at each evaluation, by name, such as the worst mistakes. The arguments are those of
         `metrics`, and the evaluation set. Called on the main process only."""
         return {}
 
-    def report(self, model: Any, device: torch.device) -> dict[str, Table]:
+    def report(self, model: Any, device: torch.device) -> dict[str, Table]:  # room: tables
         """Return tables that need the model, such as samples, as `tables` does. Every process must call the model, on
         `device`, equally often."""
         return {}
@@ -161,23 +169,23 @@ class Task(Settings, ABC):
         """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole: its
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
-        if state := self.data_state():
+        if state := self.data_state():  # room: text examples
             (folder / DATA_STATE).write_text(json.dumps(state))
 
-    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:  # room: text
         """Write what `export` would from a sharded model, on all processes, none of which then has to hold the whole of
         it. Return False, before anything is written, if that is not possible. Collective."""
         return False
 
-    def load_export(self, folder: Path) -> nn.Module:
+    def load_export(self, folder: Path) -> nn.Module:  # room: evaluate generate checkpoints
         """Return the model that `export` wrote, fp32, on the CPU; restore of `data_state` what an evaluation needs."""
-        if (folder / DATA_STATE).exists():
+        if (folder / DATA_STATE).exists():  # room: text examples
             self.load_data_state(json.loads((folder / DATA_STATE).read_text()))
         model = self.build_model()
         load_torch_model(model, folder, strict=True)
         return model
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
+    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:  # room: evaluate
         """Return the columns of predictions.parquet, a row for each example. The arguments are those of `tables`."""
         return {name: values.tolist() for name, values in outputs.items()}
 

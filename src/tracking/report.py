@@ -27,7 +27,7 @@ from src.config.settings import flatten
 from src.distributed.accelerator import processes
 from src.distributed.process import exit_codes
 from src.tasks.base import PICTURE, Table
-from src.training.progress import score
+from src.training.score import score
 
 PICTURES: dict[str, tuple[str, str, float]] = {
     "train/loss": ("Loss", "training", 1),
@@ -88,7 +88,7 @@ class Recorded:
     def score(self, metric: str, value: float | None) -> float:
         """Return how good a metric's value is: higher is better."""
         mode = self.settings["checkpoint.mode"] if metric == self.settings["checkpoint.metric"] else None
-        return -math.inf if value is None else score({metric: value}, metric, mode)
+        return -math.inf if value is None else score(value, metric, mode)
 
     def _json(self, name: str) -> dict[str, Any]:
         if not (file := self.folder / name).exists():

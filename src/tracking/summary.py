@@ -50,7 +50,7 @@ def _model(run: Run) -> str:
     text = f"{parameters:,} parameters"
     if trained < parameters:
         text += f", {trained:,} of them trained"
-    if run.facts["built_whole"]:
+    if run.facts["built_whole"]:  # room: text
         text += "; each process built all of it first"
     return text
 

@@ -27,8 +27,8 @@ from src.config.errors import cause
 from src.config.tracking import Keep
 from src.tasks.base import PICTURE, Table
 from src.tracking.guard import FINISH_SECONDS, Guarded, Record, Recorder, describe
-from src.training.progress import score
 from src.training.run import Run
+from src.training.score import score
 
 ARTIFACTS = Path("artifacts")
 """Folder that artifacts are downloaded into, in the current one."""
@@ -161,7 +161,7 @@ class WandbRun(Recorder):
             if not name.startswith("eval/") or value is None:
                 continue
             mode = ranking.mode if name == ranking.metric else None
-            if name not in self._best or score(record, name, mode) > score(self._best[name], name, mode):
+            if name not in self._best or score(record[name], name, mode) > score(self._best[name][name], name, mode):
                 self._best[name] = record
                 self._run.summary[f"best/{name}"] = value
 

@@ -1,25 +1,27 @@
 """How far a run has got: what the loop counts, and what each checkpoint keeps of it."""
 
 import math
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from src.config.config import Config
-from src.config.groups import EarlyStopping
+from src.config.config import (
+    Config,
+    metric_errors,  # room: best
+)
+from src.config.groups import EarlyStopping  # room: best
+from src.training.score import score  # room: best
 
 SMALLEST_LOSS_SCALE = 2.0**-24
 GROWTH_INTERVAL = 2000
 """Finite steps in a row after which the loss scale is doubled."""
-LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
 class StepCounts(NamedTuple):
@@ -97,9 +99,9 @@ class Progress:
     """The loss in the last training record; None: no step in it had a finite one."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Results of each evaluation by name, by the step it came after."""
-    best: float | None = None
+    best: float | None = None  # room: best
     """The score that early stopping compares with."""
-    evaluations_without_gain: int = 0
+    evaluations_without_gain: int = 0  # room: best
 
     def __post_init__(self) -> None:
         # JSON's keys are text
@@ -225,27 +227,25 @@ class Progress:
         self.interval = [0.0] * 4
         self.interval_seconds = 0.0
 
-    def count_evaluation(self, results: dict[str, float], settings: EarlyStopping) -> None:
-        """Keep the results of the evaluation after this step, and whether they are an improvement."""
+    def count_evaluation(self, results: dict[str, float]) -> None:
+        """Keep the results of the evaluation after this step."""
         self.evaluations[self.step] = results
+
+    def count_improvement(self, results: dict[str, float], settings: EarlyStopping) -> None:  # room: best
+        """Count for how many evaluations the metric that is watched has not improved."""
         if settings.metric is None or settings.metric not in results:
             return
-        now = score(results, settings.metric, settings.mode)
+        now = score(results[settings.metric], settings.metric, settings.mode)
         self.evaluations_without_gain += 1
         if self.best is None or now > self.best + settings.min_delta:
             self.best = now
             self.evaluations_without_gain = 0
 
-    def is_out_of_patience(self, settings: EarlyStopping) -> bool:
+    def unknown_metrics(self, config: Config) -> list[str]:  # room: best
+        """Return a line for each metric that the settings judge by, but the evaluation after this step does not have:
+        a task need not name its metrics before."""
+        return metric_errors(config, self.evaluation) if self.step in self.evaluations else []
+
+    def is_out_of_patience(self, settings: EarlyStopping) -> bool:  # room: best
         """Return whether to end the run: the same on all processes, and after a resume."""
         return settings.metric is not None and self.evaluations_without_gain >= settings.patience
-
-
-def score(results: Mapping[str, float], metric: str, mode: Literal["min", "max"] | None) -> float:
-    """Return `metric` of an evaluation's results as a number, where higher is better; NaN counts as the worst."""
-    value = results[metric]
-    if math.isnan(value):
-        return -sys.float_info.max
-    if mode is None:
-        mode = "min" if metric.endswith(LESS_IS_BETTER) else "max"
-    return -value if mode == "min" else value

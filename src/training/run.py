@@ -12,7 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from src.config.config import Config
-from src.distributed.accelerator import HALF_PRECISION, Launch, local_main_process_first
+from src.distributed.accelerator import (
+    HALF_PRECISION,  # room: text
+    Launch,
+    local_main_process_first,
+)
 from src.distributed.machines import require_same_data  # room: machines
 from src.tasks.base import Examples, Task
 from src.tasks.returned import returned
@@ -98,15 +102,13 @@ class Run:
         is_due = step % every == 0 or step == self.total_steps
         return is_due and step > self.progress.last_evaluated
 
-    def is_evaluated(self) -> bool:
-        """Return whether this step has been evaluated."""
-        return self.progress.step in self.progress.evaluations
-
     def is_save_due(self) -> bool:
         """Return whether a checkpoint is due after this step, even if it is not the last one."""
-        # what was just evaluated may be the best so far
-        is_candidate = self.config.checkpoint.num_best > 0 and self.is_evaluated()
-        return self.progress.step % self.config.save_every == 0 or is_candidate
+        is_due = self.progress.step % self.config.save_every == 0
+        if self.config.checkpoint.num_best > 0:  # room: best
+            # what was just evaluated may be the best so far
+            is_due = is_due or self.progress.step in self.progress.evaluations
+        return is_due
 
     def is_read_due(self) -> bool:
         """Return whether the host needs this step's numbers now: until then, it doesn't wait for the device."""
@@ -141,31 +143,46 @@ def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exampl
 
 
 def new_model(
-    config: Config, device_type: str, precision: str, sharding: tuple[int, int] | None = None
+    config: Config,
+    device_type: str,
+    precision: str,
+    sharding: tuple[int, int] | None = None,  # room: cpu text
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, the same on all processes, and facts about it by name.
 
-    Args:
-        sharding: under FSDP, which shard is this process's, and their number; the model may then be without weights.
+    Under FSDP, `sharding` says which shard is this process's, and their number.
     """
     task = config.task
-    tuned = task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
-    tuned += ["compile"] if config.compile else []
+    tuned: list[str] = []
+    tuned += task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))  # room: text
+    tuned += ["compile"] if config.compile else []  # room: compile
     tuned += ["cuda_graphs"] if config.cuda_graphs else []  # room: cuda_graphs
-
-    # the same seed on all processes: the same weights
-    set_seed(config.seed)
-    model = task.build_empty_model(*sharding) if sharding else None
-    if model is None:
-        set_seed(config.seed)  # build_empty_model may have consumed random numbers before giving up
-        model = task.build_model()
+    model = _build(
+        config,
+        sharding,  # room: text
+    )
     if device_type == "cpu":  # room: cpu
-        tuned += tune_for_cpu(model, precision, sharding is not None)  # room: cpu
+        tuned += tune_for_cpu(model, precision, sharding is not None)
     parameters = list(model.parameters())
-    is_empty = any(p.is_meta for p in parameters)
-    return model, {
+    facts: dict[str, Any] = {
         "parameters": sum(p.numel() for p in parameters),
         "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "tuned": tuned,
-        "built_whole": sharding is not None and not is_empty,
     }
+    facts["built_whole"] = sharding is not None and not any(p.is_meta for p in parameters)  # room: text
+    return model, facts
+
+
+def _build(
+    config: Config,
+    sharding: tuple[int, int] | None,  # room: text
+) -> nn.Module:
+    """Return the task's model, from the same seed on all processes: with the same weights."""
+    if sharding:  # room: text
+        set_seed(config.seed)
+        model = config.task.build_empty_model(*sharding)
+        if model is not None:
+            return model
+        # None: every process builds all of it, though build_empty_model may have consumed random numbers
+    set_seed(config.seed)
+    return config.task.build_model()

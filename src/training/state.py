@@ -18,7 +18,7 @@ class RunState:
     format_version: int = FORMAT_VERSION
     progress: Progress
     config: dict[str, Any]
-    data_state: dict[str, Any]
+    data_state: dict[str, Any]  # room: text examples
     examples: int
     """Number of examples to train on."""
     data: list[str]

@@ -1,0 +1,46 @@
+"""Which checkpoints are kept, and the deletion of the others."""
+
+import shutil
+from pathlib import Path
+
+from src.checkpoint.format import INCOMPLETE, step_of, whole_checkpoints
+from src.config.groups import Checkpoint
+from src.training.score import score  # room: best
+
+
+def rotate(
+    checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]], in_use: Path | None
+) -> None:
+    """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay; so
+    does the one that is `in_use`."""
+    for path in superfluous(whole_checkpoints(checkpoints), settings, evaluations):
+        if path == in_use:
+            continue
+        if path.is_symlink():  # someone moved the folder to another disk: it is theirs
+            path.unlink()
+        else:  # renamed first, then file by file: a crash in between leaves nothing that looks like a checkpoint
+            shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
+
+
+def superfluous(
+    whole: list[Path],
+    settings: Checkpoint,
+    evaluations: dict[int, dict[str, float]],
+) -> list[Path]:
+    """Return which of the whole checkpoints, the newest first, the settings don't keep."""
+    kept = whole[: settings.keep_last]
+    kept += best_first(whole, settings, evaluations)[: settings.num_best]  # room: best
+    return [path for path in whole if path not in kept]
+
+
+def best_first(  # room: best
+    checkpoints: list[Path], settings: Checkpoint, evaluations: dict[int, dict[str, float]]
+) -> list[Path]:
+    """Return those whose step was evaluated, sorted by checkpoint.metric, the best first; ties stay in their order."""
+    results = {path: evaluations.get(step_of(path), {}) for path in checkpoints}
+    scores = {
+        path: score(r[settings.metric], settings.metric, settings.mode)
+        for path, r in results.items()
+        if settings.metric in r
+    }
+    return sorted(scores, key=lambda path: scores[path], reverse=True)

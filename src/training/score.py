@@ -1,0 +1,17 @@
+"""Which of two evaluations is the better one: early stopping, the best checkpoints and the reports go by it."""
+
+import math
+import sys
+from typing import Literal
+
+LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+"""How the names of metrics end of which less is better."""
+
+
+def score(value: float, metric: str, mode: Literal["min", "max"] | None) -> float:
+    """Return a metric's value as a number where higher is better; NaN counts as the worst."""
+    if math.isnan(value):
+        return -sys.float_info.max
+    if mode is None:
+        mode = "min" if metric.endswith(LESS_IS_BETTER) else "max"
+    return -value if mode == "min" else value
