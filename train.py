@@ -23,8 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.check import run_checks  # room: check
 from src.checkpoint.best import load_best  # room: best
-from src.checkpoint.export import export_model, push_to_hub
+from src.checkpoint.export import export_model
 from src.checkpoint.folder import run_settings
+from src.checkpoint.hub import push_to_hub, write_card  # room: hub
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
@@ -32,7 +33,6 @@ from src.distributed.accelerator import (
     build_accelerator,
     find_shard,  # room: cpu text
     leave,
-    naming_full_gpus,
     prepare,
 )
 from src.distributed.launcher import resume_command
@@ -60,7 +60,6 @@ def main() -> None:
 
 
 @exit_codes()
-@naming_full_gpus()
 def train_or_check(argv: list[str]) -> None:
     config = settings(argv)
     run = build(config)
@@ -72,7 +71,7 @@ def train_or_check(argv: list[str]) -> None:
         sys.exit(0 if is_right else 1)  # room: check
     is_done = fit(run)
     leave(run.accelerator)
-    if is_done and config.push_to_hub and run.is_main:
+    if is_done and config.push_to_hub and run.is_main:  # room: hub
         push_to_hub(config)
     num_machines = get_int_from_env(["GROUP_WORLD_SIZE"], 1)
     if not is_done and not config.dry_run and num_machines > 1:
@@ -247,7 +246,9 @@ def finish(run: Run, tracker: Tracker, checkpoints: CheckpointWriter) -> None:
     metrics = run.progress.evaluation
     if run.config.checkpoint.export_best:  # room: best
         metrics = load_best(run, tracker.say) or metrics
-    export_model(run, metrics)
+    export_model(run)
+    if run.is_main:  # room: hub
+        write_card(run.config, metrics, run.config.folder / "model")
     tracker.write_summary(metrics, checkpoints.figures())
 
 
@@ -296,7 +297,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     accelerator, task = run.accelerator, run.task
     run.model.eval()
     scores = evaluate_batches(task, run.model, evaluation_batches(run), run.device, stop)
-    report = task.report(run.model, run.device) if scores else {}
+    report = task.report(run.model, run.device) if scores else {}  # room: tables
     run.model.train()
     if scores is None:
         return None
@@ -307,7 +308,11 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
         metrics = metrics_of(task, loss_sum / targets, int(examples), outputs)
     # all processes must decide alike on early stopping
     (metrics,) = broadcast_object_list([metrics])
-    return Evaluation(metrics, report, outputs)
+    return Evaluation(
+        metrics,
+        report,  # room: tables
+        outputs,  # room: tables
+    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,11 @@ from src.checkpoint.format import file_facts
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import Table, Task
-from src.tasks.tables import label_columns, label_tables
+from src.tasks.base import (
+    Table,  # room: tables
+    Task,
+)
+from src.tasks.tables import label_columns, label_tables  # room: tables
 
 
 class Pictures(datasets.ImageFolder):
@@ -117,8 +120,8 @@ class ImageClassification(Task):
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:  # room: tables
         return label_tables(outputs, self._classes, lambda index: {"file": dataset.samples[index][0]})
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
+    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:  # room: tables
         return {"file": [file for file, _ in dataset.samples], **label_columns(outputs, self._classes)}

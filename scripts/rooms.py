@@ -21,6 +21,7 @@ FILES = {
     "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",
     "generate": "src/tools/generate.py tests/text/test_generate.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md",
+    "hub": "src/checkpoint/hub.py",
     "launch_guard": "src/distributed/launch_guard.py tests/test_guard.py",
     "machines": "src/distributed/machines.py launchers tests/machines accelerate_configs/multi_node_*.yaml"
     " docs/machines.md docs/slurm.md docs/kubernetes.md",
@@ -36,6 +37,7 @@ FILES = {
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
     " tests/test_wandb_sweep.py",
+    "workers": "src/training/workers.py",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py",
     "examples": "examples docs/examples.md tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
@@ -45,6 +47,8 @@ FILES = {
 }
 """The files and folders of each room."""
 SHARED = {
+    "src/training/alone.py": {"check", "evaluate"},
+    "src/checkpoint/load.py": {"checkpoints", "evaluate", "generate"},
     "src/training/score.py": {"best", "report", "wandb"},
     "src/config/trackers.py": {"wandb", "trackers"},
     "src/tracking/guard.py": {"wandb", "trackers"},
@@ -136,7 +140,7 @@ def files(project: Path) -> list[Path]:
     """Return the files that can have marked lines."""
     kinds = {".py", ".txt", ".toml", ".yml", ".yaml", ".mk", ""}
     found = [*project.glob("*"), *project.glob(".github/**/*")]
-    for folder in ("src", "tests", "configs", "accelerate_configs"):
+    for folder in ("src", "tests", "examples", "configs", "accelerate_configs"):
         found += project.glob(f"{folder}/**/*")
     return [path for path in found if path.suffix in kinds and path.is_file() and not path.is_symlink()]
 

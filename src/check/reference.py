@@ -30,8 +30,8 @@ from src.checkpoint.folder import run_settings
 from src.config.config import Config
 from src.distributed.process import exit_codes
 from src.tasks.base import Examples, Task
+from src.training.alone import evaluate_alone
 from src.training.batches import fetch
-from src.training.evaluation import evaluate_alone
 from src.training.gradients import float64_zeros
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model

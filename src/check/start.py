@@ -22,8 +22,8 @@ from src.check.reference import own_share
 from src.check.subject import Subject, checksum, named_tensors, num_bytes, shard_like
 from src.distributed.accelerator import num_replicas, sharded_units
 from src.distributed.launcher import is_set
+from src.training.alone import evaluate_alone
 from src.training.batches import MicroBatch, evaluation_batches, fetch, samples, training_steps
-from src.training.evaluation import evaluate_alone
 from src.training.gradients import to_local
 from src.training.run import Run
 

@@ -43,7 +43,7 @@ def read_state(checkpoint: Path) -> RunState:
     return RunState(**content | {"progress": Progress(**content["progress"])})
 
 
-def evaluation_of(checkpoint: Path) -> dict[str, float]:
+def evaluation_of(checkpoint: Path) -> dict[str, float]:  # room: checkpoints
     """Return the results of the evaluation after its step, by name; empty if there was none. One made after the
     checkpoint was saved is in the next checkpoint, and so in the newest beside it."""
     progress = read_state(checkpoint).progress

@@ -104,14 +104,14 @@ def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
 
 
-def frozen_square_sum(model: nn.Module) -> Tensor:
+def frozen_square_sum(model: nn.Module) -> Tensor:  # room: text examples
     """Return the sum of the squares of this process's part of all frozen parameters; shape (), float64. Its root, the
     norm, identifies them, as no checkpoint holds them."""
     frozen = (to_local(p.detach()).float() for p in model.parameters() if not p.requires_grad)
     return sum((values.square().sum().double().cpu() for values in frozen), torch.zeros((), dtype=torch.float64))
 
 
-def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> None:
+def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> None:  # room: text examples
     """Raise a UserError if the frozen parameters are not those that the checkpoint was trained with."""
     if not math.isclose(saved_norm, norm, rel_tol=1e-6):
         raise UserError(

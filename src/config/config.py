@@ -14,7 +14,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import constants, get_token  # room: hub
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
 from src.config.errors import UserError, cause
@@ -76,7 +76,7 @@ class Config(Settings):
     them on each process, in fp32, but exchanges less."""
     ddp_comm_hook: ResumeSafe[Literal["bf16", "fp16"] | None] = None
     """Type that DDP casts gradients to while it sums them over the processes, for slow connections; null: none."""
-    num_workers: ResumeSafe[NonNegativeInt] = 0
+    num_workers: ResumeSafe[NonNegativeInt] = 0  # room: workers
     """Processes that load data for each training process; 0: it loads the data itself."""
     profile_steps: ResumeSafe[str | None] = None  # room: performance
     """The first and the last step to profile, as 10:15, into output_dir/profile; null: none."""  # room: performance
@@ -103,7 +103,7 @@ class Config(Settings):
     """Check whether this run would be right, instead of training; `--check` is enough: docs/check.md."""  # room: check
     dry_run: ResumeSafe[bool] = False
     """Do all up to the first step, write nothing, and say what the run would do; `--dry-run` alone is enough."""
-    push_to_hub: SafeReopens[str | None] = None
+    push_to_hub: SafeReopens[str | None] = None  # room: hub
     """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
     task: Any
     """The settings of the task that `task.name` picks: a src.tasks.base.Task."""
@@ -180,7 +180,7 @@ def load_config(
         mistakes.append(
             "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
         )
-    if config.push_to_hub:
+    if config.push_to_hub:  # room: hub
         mistakes.extend(_hub_errors(config.push_to_hub))
     if fetch:
         bad |= fetch(config, mistakes)
@@ -247,7 +247,7 @@ def metric_errors(config: Config, names: Collection[str]) -> list[str]:  # room:
     ]
 
 
-def _hub_errors(repository: str) -> Iterator[str]:
+def _hub_errors(repository: str) -> Iterator[str]:  # room: hub
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         yield f"push_to_hub={repository}: must be USER/NAME"
     elif constants.HF_HUB_OFFLINE:

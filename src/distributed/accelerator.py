@@ -43,9 +43,6 @@ HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bf
 LIBRARIES = ("torch", "accelerate", "transformers")
 """A checkpoint records the versions of those that are installed: another one's arithmetic may round differently."""
 
-GPU_CONTEXT = 2**30
-"""Bytes of GPU memory that a process may take besides what it allocates: for CUDA itself, NCCL and cuBLAS."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -248,27 +245,6 @@ def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 def sharded_units(model: nn.Module) -> int:
     """Return how many units FSDP gathers and frees one after the other, including the root; 0 without FSDP."""
     return sum(isinstance(module, FSDPModule) for module in model.modules())
-
-
-@contextlib.contextmanager
-def naming_full_gpus() -> Iterator[None]:
-    """Turn a lack of GPU memory into one line where most of what is missing is held by other processes.
-
-    Raises:
-        UserError: they hold more than a tenth of the GPU.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        if not torch.cuda.is_available():  # another kind of device
-            raise
-        free, total = torch.cuda.mem_get_info()
-        others = total - free - torch.cuda.memory_reserved() - GPU_CONTEXT
-        if others < total / 10:
-            raise
-        held = f"other processes hold about {others / 2**30:.0f} of its {total / 2**30:.0f} GiB"
-        advice = "end them (nvidia-smi lists them), or set CUDA_VISIBLE_DEVICES to another GPU"
-        raise UserError(f"GPU {torch.cuda.current_device()} is full, {held}: {advice}") from error
 
 
 def peak_memory(accelerator: Accelerator) -> list[int]:

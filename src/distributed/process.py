@@ -1,7 +1,7 @@
 """The process: its exit codes (0 done, 1 failed, 2 a user error), the signals that stop it, its launcher's death."""
 
 import contextlib
-import ctypes
+import ctypes  # room: sweep workers
 import errno
 import os
 import re
@@ -23,7 +23,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
 """Environment variables that accelerate's and torch's launchers always set, and nothing else does."""
-PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+PR_SET_PDEATHSIG = 1  # room: sweep workers
+"""Of Linux's prctl.h."""
 
 
 class Signals:
@@ -146,14 +147,7 @@ def exit_with_others() -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:  # room: sweep workers
     """Have Linux send this process a signal when its parent dies; on another system, do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def ignore_signals_in_worker(_worker: int) -> None:
-    """Keep a DataLoader worker alive when the launcher or terminal signals the process group: the training process,
-    which saves before it ends, still needs it. It ends with that process."""
-    os.setpgid(0, 0)
-    end_with_parent(signal.SIGKILL)  # on another system torch notices, after 5 seconds

@@ -32,9 +32,9 @@ class Examples(Protocol):
 
 DATA_STATE = "data_state.json"  # room: text examples
 """File in an export: what `Task.data_state` returned."""
-PICTURE = "data:image/png;base64,"  # room: tables
+PICTURE = "data:image/png;base64,"  # room: report tables wandb
 """How a cell of a table begins that is a picture."""
-Table = list[dict[str, Any]]  # room: tables
+Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON."""
 
 
@@ -189,6 +189,6 @@ class Task(Settings, ABC):
         """Return the columns of predictions.parquet, a row for each example. The arguments are those of `tables`."""
         return {name: values.tolist() for name, values in outputs.items()}
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> dict[str, Any]:  # room: hub
         """Return metadata for the model card: fields of huggingface_hub.ModelCardData, such as license or tags."""
         return {}

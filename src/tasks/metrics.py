@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import evaluate
 import numpy as np
-from sklearn.metrics import f1_score, matthews_corrcoef
+from sklearn.metrics import f1_score, matthews_corrcoef  # room: text
 
 
 class _Numbers(datasets.Features):
@@ -37,7 +37,7 @@ class Accuracy(_LabelMetric):
         return {"accuracy": float(np.mean(np.equal(predictions, references)))}
 
 
-class F1(_LabelMetric):
+class F1(_LabelMetric):  # room: text
     """The harmonic mean of precision and recall: of label 1 where there are two `labels`, else the mean over them."""
 
     def _compute(self, predictions: list[int], references: list[int], labels: int) -> dict[str, float]:
@@ -45,7 +45,7 @@ class F1(_LabelMetric):
         return {"f1": float(f1_score(references, predictions, average=average, zero_division=0))}
 
 
-class Matthews(_LabelMetric):
+class Matthews(_LabelMetric):  # room: text
     """Matthews' correlation coefficient, -1 to 1; 0 is chance, however uneven the labels."""
 
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:

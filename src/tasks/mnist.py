@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import io
-from base64 import b64encode
+from base64 import b64encode  # room: tables
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import distribution
@@ -12,16 +12,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image  # room: tables
 from pydantic import Field, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from src.config.errors import UserError, explained
+from src.config.errors import UserError
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import PICTURE, Table, Task
-from src.tasks.tables import label_columns, label_tables
+from src.tasks.base import (
+    PICTURE,  # room: tables
+    Table,  # room: tables
+    Task,
+)
+from src.tasks.tables import label_columns, label_tables  # room: tables
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
@@ -118,21 +122,6 @@ def bundled_digits() -> tuple[Digits, Digits]:
     data = large.squeeze(1).round().to(torch.uint8), torch.from_numpy(labels[order]).long()
     split = len(labels) // 5
     return Digits(data[0][split:], data[1][split:]), Digits(data[0][:split], data[1][:split])
-
-
-def read_pictures(files: list[str]) -> Digits:
-    """Return pictures of digits as MNIST has them, light on black, whatever their size and colours; all labels
-    are 0. Raise a UserError if a file is not a picture."""
-    images = []
-    for file in files:
-        with explained(f"{file}: cannot be read as a picture, ", OSError), Image.open(file) as picture:
-            paper = Image.new("RGBA", picture.size, "white")  # where the picture is transparent
-            grey = Image.alpha_composite(paper, picture.convert("RGBA")).convert("L")
-        pixels = np.asarray(grey)
-        border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-        grey = ImageOps.invert(grey) if np.median(border) > 127 else grey
-        images.append(torch.from_numpy(np.array(ImageOps.pad(grey, (28, 28)))))
-    return Digits(torch.stack(images), torch.zeros(len(files), dtype=torch.int64))
 
 
 def _download(data_dir: str) -> None:
@@ -232,7 +221,7 @@ class Mnist(Task):
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:  # room: tables
         def show(index: int) -> dict[str, str]:
             image, png = dataset.__getitems__([index])["images"][0], io.BytesIO()
             Image.fromarray(image.numpy(force=True)).save(png, "png")
@@ -240,5 +229,5 @@ class Mnist(Task):
 
         return label_tables(outputs, list("0123456789"), show)
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
+    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:  # room: tables
         return {"index": list(range(len(dataset))), **label_columns(outputs, list("0123456789"))}

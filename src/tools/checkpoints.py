@@ -20,6 +20,7 @@ import torch
 from src.checkpoint.export import export_weights, replacing
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import MANIFEST, STATE, evaluation_of, problems, read_state
+from src.checkpoint.hub import write_card  # room: hub
 from src.checkpoint.load import config_of, load_model
 from src.checkpoint.rng import absent_random_file
 from src.checkpoint.tensors import read, saved_tensors
@@ -69,7 +70,8 @@ def export(paths: list[str]) -> int:
     config = config_of(path)
     model = load_model(path, config)
     with replacing(folder) as unfinished:
-        export_weights(config, model, model.state_dict(), evaluation_of(path), unfinished)
+        export_weights(config, model, model.state_dict(), unfinished)
+        write_card(config, evaluation_of(path), unfinished)  # room: hub
     print(folder)
     return 0
 

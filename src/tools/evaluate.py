@@ -10,18 +10,22 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import torch
 from accelerate import Accelerator
+from PIL import Image, ImageOps
 from pyarrow import parquet
 
 from src.checkpoint.export import unfinished_place
 from src.checkpoint.load import config_of, find_model, load_model
 from src.config.config import RENAMED, Config
-from src.config.errors import UserError
+from src.config.errors import UserError, explained
 from src.config.settings import flatten, read_arguments, validate
 from src.distributed.process import exit_codes
-from src.tasks.mnist import read_pictures
-from src.training.evaluation import evaluate_alone, metrics_of
+from src.tasks.mnist import Digits
+from src.training.alone import evaluate_alone
+from src.training.evaluation import metrics_of
 
 MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer", "pad_token")
 """Settings of tasks, and groups of them, that would make another model."""
@@ -44,7 +48,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{output}: {wrong}; name another file by --output=")
     accelerator = Accelerator()
     model = accelerator.prepare_model(load_model(path, config), evaluation_mode=True).eval()
-    dataset = read_pictures(pictures) if pictures else task.build_datasets()[1]
+    dataset = _read_pictures(pictures) if pictures else task.build_datasets()[1]
     loss, outputs = evaluate_alone(task, model, dataset, config.micro_batch(1), accelerator.device)
     columns = task.predictions(outputs, dataset)
     if pictures:
@@ -58,6 +62,21 @@ def main(argv: list[str]) -> None:
         parquet.write_table(pa.table(columns), unfinished_place(output))
         unfinished_place(output).rename(output)
         print(f"predictions: {output}", file=sys.stderr)
+
+
+def _read_pictures(files: list[str]) -> Digits:
+    """Return pictures of digits as MNIST has them, light on black, whatever their size and colours; all labels
+    are 0. Raise a UserError if a file is not a picture."""
+    images = []
+    for file in files:
+        with explained(f"{file}: cannot be read as a picture, ", OSError), Image.open(file) as picture:
+            paper = Image.new("RGBA", picture.size, "white")  # where the picture is transparent
+            grey = Image.alpha_composite(paper, picture.convert("RGBA")).convert("L")
+        pixels = np.asarray(grey)
+        border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+        grey = ImageOps.invert(grey) if np.median(border) > 127 else grey
+        images.append(torch.from_numpy(np.array(ImageOps.pad(grey, (28, 28)))))
+    return Digits(torch.stack(images), torch.zeros(len(files), dtype=torch.int64))
 
 
 def _with_settings(config: Config, arguments: list[str]) -> Config:

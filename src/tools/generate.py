@@ -67,7 +67,7 @@ def load(source: str) -> tuple[Any, Any]:
             config = config_of(folder)
             trained = load_model(folder, config)
             folder = Path(exported)
-            export_weights(config, trained, trained.state_dict(), {}, folder)
+            export_weights(config, trained, trained.state_dict(), folder)
         model = load_exported(folder).to(PartialState().device).eval()
         with explained(f"{source}: no tokenizer, ", (OSError, ValueError)):
             return model, AutoTokenizer.from_pretrained(folder)

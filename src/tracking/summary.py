@@ -17,7 +17,7 @@ def print_summary(run: Run, recorders: dict[str, str]) -> None:
         f"{launch.precision} ({started_by})",
         "model": _model(run),
         "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
-        **{part: in_one_line(figures) for part, figures in run.facts["data"].items()},
+        **{part: in_one_line(figures) for part, figures in run.facts["data"].items()},  # room: text
         "batch": f"{config.global_batch_size} = {config.micro_batch(run.world_size)} per micro-batch x "
         f"{processes(run.world_size)} x {config.accumulation(run.world_size)} accumulated",
         "tuned": ", ".join(run.facts["tuned"]),
@@ -55,7 +55,7 @@ def _model(run: Run) -> str:
     return text
 
 
-def in_one_line(figures: dict[str, float]) -> str:
+def in_one_line(figures: dict[str, float]) -> str:  # room: text
     """Return figures by name as one line of text; integers are counts, floats are shares."""
     return ", ".join(
         f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")

@@ -116,11 +116,12 @@ class Tracker:
         run, step = self._run, self._run.progress.step
         if not run.is_main:
             return
-        tables = evaluation.report | run.task.tables(evaluation.outputs, run.eval_set)
+        tables: dict[str, Table] = {}
+        tables |= evaluation.report | run.task.tables(evaluation.outputs, run.eval_set)  # room: tables
         numbers = {"epoch": step / run.steps_per_epoch, **evaluation.metrics}
         self._record(numbers, {f"eval/{name}": rows for name, rows in tables.items()})
         self.say(f"step {step:>6}/{run.total_steps}  {_evaluation_line(evaluation.metrics)}")
-        for row in tables.get("samples", []):
+        for row in tables.get("samples", []):  # room: tables
             self.say("  " + _printable(" | ".join(row.values())))
 
     def state(self) -> dict[str, Any]:
@@ -231,7 +232,7 @@ def _write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None
     say(f"stopped {when} by {reason}; to continue: {command}")
 
 
-def _printable(text: str) -> str:
+def _printable(text: str) -> str:  # room: tables
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= 110 else text[:109] + "…"
 

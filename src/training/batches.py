@@ -16,15 +16,14 @@ import numpy as np
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from src.config.config import Config
 from src.config.terminal import bar
-from src.distributed.process import ignore_signals_in_worker
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Task
 from src.training.progress import StepCounts, StepResult
 from src.training.run import Run
+from src.training.workers import load_in_workers  # room: workers
 
 T = TypeVar("T")
 EVALUATION_FACTOR = 4
@@ -186,22 +185,10 @@ def _load(
 ) -> Iterator[list[MicroBatch]]:
     config = run.config
     sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.rank, run.world_size)
-    batches: Iterator[Any]
-    if config.num_workers == 0:
-        # a DataLoader would take as long as a small model's step
-        batches = (fetch(config.task, dataset, indices) for indices in sampler)
-    else:
-        # for what examples draw themselves: its own for each process and epoch
-        seed = int(np.random.default_rng([config.seed, epoch, run.rank]).integers(2**63))
-        loader: DataLoader[Any] = DataLoader(
-            dataset,  # type: ignore[arg-type]  # torch's Dataset need not have a length
-            batch_sampler=sampler,
-            collate_fn=config.task.collate,
-            num_workers=config.num_workers,
-            worker_init_fn=ignore_signals_in_worker,
-            generator=torch.Generator().manual_seed(seed),  # torch's own is the one that dropout draws from
-        )
-        batches = _name_dead_workers(loader)
+    # a DataLoader would take as long as a small model's step
+    batches: Iterator[Any] = (fetch(config.task, dataset, indices) for indices in sampler)
+    if config.num_workers > 0:  # room: workers
+        batches = load_in_workers(config, dataset, sampler, run.rank, epoch)
     for step in sampler.steps():
         yield [micro_batch(config.task, next(batches), len(indices)) for indices in step]
 
@@ -243,14 +230,3 @@ def in_background(items: Iterator[T]) -> Iterator[T]:
         while (item := upcoming.result()) is not None:
             upcoming = thread.submit(next, items, None)
             yield item
-
-
-def _name_dead_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield the loader's batches. torch reports a worker's death, unless it died while handing over a batch: raise a
-    RuntimeError for that."""
-    try:
-        yield from loader
-    except (ConnectionError, EOFError) as error:
-        if "DataLoader worker" in str(error):  # the dataset's own
-            raise
-        raise RuntimeError("a DataLoader worker died: was it killed for lack of memory?") from error

@@ -1,18 +1,20 @@
 """Evaluation: the one loop over batches that training, --check and the tools share, and its results in order."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from src.distributed.stop import StopSignal
-from src.tasks.base import Examples, Table, Task
+from src.tasks.base import (
+    Table,  # room: tables
+    Task,
+)
 from src.tasks.returned import returned
-from src.training.batches import MicroBatch, fetch, micro_batch
+from src.training.batches import MicroBatch
 from src.training.gradients import float64_zeros
 
 
@@ -21,9 +23,9 @@ class Evaluation(NamedTuple):
 
     metrics: dict[str, float]
     """Values by name, eval/…."""
-    report: dict[str, Table]
+    report: dict[str, Table]  # room: tables
     """What Task.report returned."""
-    outputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]  # room: tables
     """What Task.tables makes more tables from."""
 
 
@@ -55,24 +57,6 @@ def evaluate_batches(
         for name, output in batch_outputs.items():
             outputs.setdefault(name, []).append(output[: batch.num_examples])
     return Scores(totals, {name: torch.cat(of_batches) for name, of_batches in outputs.items()})
-
-
-def evaluate_alone(
-    task: Task, model: nn.Module, dataset: Examples, batch_size: int, device: torch.device
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss over the targets of the dataset, all of it in this process, and what Task.evaluate returned
-    of each example by name, on the CPU."""
-
-    def batches() -> Iterator[MicroBatch]:
-        for start in range(0, len(dataset), batch_size):
-            indices = list(range(start, min(start + batch_size, len(dataset))))
-            batch = micro_batch(task, fetch(task, dataset, indices), len(indices))
-            yield batch._replace(data=send_to_device(batch.data, device))
-
-    scores = evaluate_batches(task, model, batches(), device)
-    assert scores  # as nobody asks it to stop
-    loss_sum, targets, _ = scores.totals.tolist()
-    return loss_sum / max(targets, 1), {name: output.cpu() for name, output in scores.outputs.items()}
 
 
 def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int) -> Tensor:

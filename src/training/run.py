@@ -136,9 +136,10 @@ def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exampl
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(train_set), task.fingerprint(eval_set)]
     require_same_data(fingerprints)  # room: machines
-    if config.num_workers == 0:  # processes that load data can't read the device's memory
-        train_set = task.to_device(train_set, accelerator.device)
-        eval_set = task.to_device(eval_set, accelerator.device)
+    if config.num_workers > 0:  # room: workers
+        return train_set, eval_set, fingerprints  # processes that load data can't read the device's memory
+    train_set = task.to_device(train_set, accelerator.device)
+    eval_set = task.to_device(eval_set, accelerator.device)
     return train_set, eval_set, fingerprints
 
 

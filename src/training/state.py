@@ -23,7 +23,7 @@ class RunState:
     """Number of examples to train on."""
     data: list[str]
     """Fingerprints of the examples to train on and to evaluate on."""
-    frozen_norm: float
+    frozen_norm: float  # room: text examples
     """L2 norm over the parameters that are not trained."""
     strategy: str
     precision: str

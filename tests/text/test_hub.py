@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from src.checkpoint.export import push_to_hub
 from src.checkpoint.folder import run_settings
+from src.checkpoint.hub import push_to_hub  # room: hub
 from tests.launching import PROJECT, Launch, Run, run_command
 from tests.text import tiny
 from tests.text.ending import End
@@ -77,7 +77,9 @@ def logits(model: Any, tokenizer: Any) -> torch.Tensor:
         return model.eval()(**tokenizer(["by the of", "in"], padding=True, return_tensors="pt")).logits
 
 
-def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(online: Run, server: Hub) -> None:
+def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(
+    online: Run, server: Hub
+) -> None:  # room: hub
     folders = server.folder / "models/me/mine", online.folder / "model"
     pushed, exported = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
     assert pushed == exported
@@ -157,7 +159,7 @@ OFFLINE = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or take push_to
         ("me/mine", True, OFFLINE),
     ],
 )
-def test_an_upload_that_must_fail_is_refused(
+def test_an_upload_that_must_fail_is_refused(  # room: hub
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_offline: bool, says: str
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
@@ -168,14 +170,14 @@ def test_an_upload_that_must_fail_is_refused(
     assert str(refused.value) == says
 
 
-def test_an_upload_that_must_fail_is_refused_before_training(launch: Launch) -> None:
+def test_an_upload_that_must_fail_is_refused_before_training(launch: Launch) -> None:  # room: hub
     run = launch("cpu", "--push_to_hub=me/mine")  # the tests are offline
     assert (run.exit_code, run.stderr) == (2, f"train.py: {OFFLINE}\n")
     assert not run.folder.exists()
 
 
 @pytest.mark.parametrize("failure", ["refused", "unreachable"])
-def test_an_upload_that_fails_after_training_says_how_to_repeat_it(
+def test_an_upload_that_fails_after_training_says_how_to_repeat_it(  # room: hub
     server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
     # The stand-in answers 401 where there is no token, as if it had expired during the run; nobody listens on port 9.

@@ -16,8 +16,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from src.config.errors import UserError
 from src.tasks import load_metric
-from src.tasks.base import Table
-from src.tasks.tables import label_columns, label_tables
+from src.tasks.base import Table  # room: tables
+from src.tasks.tables import label_columns, label_tables  # room: tables
 from src.tasks.text.fine_tuning import FineTuning
 from src.tasks.text.labels import label_names, length_grouped, sorted_labels, tokenize_texts
 from src.tasks.text.lean import Tensors
@@ -183,7 +183,7 @@ class TextClassification(FineTuning):
         f1 = load_metric("F1").compute(**labels, labels=len(self._labels))
         return load_metric("Accuracy").compute(**labels) | f1 | load_metric("Matthews").compute(**labels)
 
-    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
+    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
         def show(index: int) -> dict[str, str]:
             texts = zip(("text", "text_pair"), self._texts[index].values(), strict=False)
             return {name: text[:MOST_CHARACTERS] for name, text in texts}
@@ -201,5 +201,5 @@ class TextClassification(FineTuning):
         self._labels = list((self._own_config.id2label or {}).values())
         return self.build_model()
 
-    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:  # room: tables
         return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}
