@@ -5,10 +5,7 @@ accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=
 To change the loss or add a metric: `loss` and `metrics` of your task in src/tasks/. To change the update: train_step.
 """
 
-from src.config.errors import (
-    RunError,
-    UserError,  # room: best
-)
+from src.config.errors import RunError, UserError
 from src.distributed.process import SIGNALS, exit_codes, exit_with_others
 
 if __name__ == "__main__":  # a signal may come, or the launcher die, during the seconds of imports below
@@ -21,37 +18,32 @@ import torch
 from accelerate.utils import broadcast_object_list, get_int_from_env, set_seed
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from src.check import run_checks  # room: check
-from src.checkpoint.best import load_best  # room: best
+from src.check import run_checks
+from src.checkpoint.best import load_best
 from src.checkpoint.export import export_model
 from src.checkpoint.folder import run_settings
-from src.checkpoint.hub import push_to_hub, write_card  # room: hub
+from src.checkpoint.hub import push_to_hub, write_card
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
-from src.distributed.accelerator import (
-    build_accelerator,
-    find_shard,  # room: cpu text
-    leave,
-    prepare,
-)
+from src.distributed.accelerator import build_accelerator, find_shard, leave, prepare
 from src.distributed.launcher import resume_command
-from src.distributed.machines import alike  # room: machines
+from src.distributed.machines import alike
 from src.distributed.stop import StopSignal
 from src.tasks.base import Task
 from src.tasks.returned import Examined
-from src.tracking.performance import Performance  # room: performance
+from src.tracking.performance import Performance
 from src.tracking.summary import dry_run
 from src.tracking.tracker import Tracker, stop_at_start
-from src.tracking.wandb import fetch_artifacts  # room: wandb
+from src.tracking.wandb import fetch_artifacts
 from src.training.batches import CountedSteps, MicroBatch, TrainStep, evaluation_batches, training_steps
-from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
+from src.training.cuda_graph import RecordedStep
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import StepCounts, StepResult
 from src.training.run import Run, new_data, new_model
-from src.training.transforms import transform  # room: compile
+from src.training.transforms import transform
 
 
 def main() -> None:
@@ -66,9 +58,9 @@ def train_or_check(argv: list[str]) -> None:
     if run is None:  # it has already finished
         return
     if config.check:  # room: check
-        is_right = run_checks(run, train_step, evaluate, restore)  # room: check
-        leave(run.accelerator)  # room: check
-        sys.exit(0 if is_right else 1)  # room: check
+        is_right = run_checks(run, train_step, evaluate, restore)
+        leave(run.accelerator)
+        sys.exit(0 if is_right else 1)
     is_done = fit(run)
     leave(run.accelerator)
     if is_done and config.push_to_hub and run.is_main:  # room: hub
@@ -106,12 +98,11 @@ def build(config: Config) -> Run | None:
     if config.dry_run:  # there is nothing to save
         SIGNALS.release()
     elif config.check:  # room: check
-        SIGNALS.release()  # room: check
+        SIGNALS.release()
     elif accelerator.is_main_process:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
 
     # ------------------------------------------------------------------------------------------------------- data
-    task = config.task
     train_set, eval_set, fingerprints = new_data(config, accelerator)
 
     # --------------------------------------------------------------------------------------- model and optimizers
@@ -122,15 +113,15 @@ def build(config: Config) -> Run | None:
         find_shard(accelerator),  # room: cpu text
     )
     facts["data"] = {  # room: text
-        "train": task.describe("train", train_set),
-        "eval": task.describe("eval", eval_set),
+        "train": config.task.describe("train", train_set),
+        "eval": config.task.describe("eval", eval_set),
     }
     transform(model, config, accelerator)  # room: compile
     model = prepare(accelerator, model)
     if any(parameter.is_meta for parameter in model.parameters()):  # room: text
         # built without weights and sharded since: each process fills its own shards
         is_offloaded = launch.strategy.endswith("offload")
-        task.load_weights(model, torch.device("cpu") if is_offloaded else accelerator.device)
+        config.task.load_weights(model, torch.device("cpu") if is_offloaded else accelerator.device)
     optimizers = build_optimizers(config.optim, model)  # after sharding, which replaces the parameters
 
     # --------------------------------------------------------------------------------------------------- the run
@@ -226,7 +217,7 @@ def step_function(run: Run) -> TrainStep:
     if run.is_main and run.device.type != "cpu":
         run.task.import_metrics()  # takes seconds, for which the first evaluation would wait
     if run.config.cuda_graphs:  # room: cuda_graphs
-        return RecordedStep(run, train_step)  # room: cuda_graphs
+        return RecordedStep(run, train_step)
     return train_step
 
 

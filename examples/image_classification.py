@@ -18,11 +18,8 @@ from src.checkpoint.format import file_facts
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import (
-    Table,  # room: tables
-    Task,
-)
-from src.tasks.tables import label_columns, label_tables  # room: tables
+from src.tasks.base import Table, Task
+from src.tasks.tables import label_columns, label_tables
 
 
 class Pictures(datasets.ImageFolder):

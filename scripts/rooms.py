@@ -1,11 +1,13 @@
 """Throw parts of the project out: `python scripts/rooms.py check wandb`. Nothing needs to be installed.
 
 Such a part, a room, is its files (FILES), and each line elsewhere that ends with `# room: NAME`. With a line that opens
-a block (`def f(self):  # room: NAME`) goes the block, and with a field the docstring below it. A line of several rooms
-goes with the last of them if it says `# room: wandb trackers`, and with the first if it says `# room: text+examples`.
+a block (`def f(self):  # room: NAME`) goes the block, with a field the docstring below it, and with what used an import
+the import. A line of several rooms goes with the last of them if it says `# room: wandb trackers`, and with the first
+if it says `# room: text+examples`.
 docs/make-it-yours.md says what each room does.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -55,6 +57,7 @@ SHARED = {
     "src/tracking/recorders.py": {"wandb", "trackers"},
 }
 """Files that go with the last of several rooms."""
+LINE_LENGTH = 120
 QUOTES = '"""'
 MARK = re.compile(r"(?m)^(.*?)  # room: ([\w+ ]+)$")
 
@@ -72,6 +75,8 @@ def throw_out(rooms: set[str], project: Path) -> None:
     for path in files(project):
         lines = path.read_text().split("\n")
         others = without(lines, rooms)
+        if others != lines and path.suffix == ".py":
+            others = with_used_imports(others, used_names(lines) - used_names(others))
         if others != lines:
             path.write_text("\n".join(others))
 
@@ -113,6 +118,38 @@ def end_of_block(lines: list[str], start: int, code: str) -> int:
                 end += 1
         end += 1
     return end
+
+
+def used_names(lines: list[str]) -> set[str]:
+    """Return the names that the code of a file uses."""
+    return {node.id for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.Name)}
+
+
+def with_used_imports(lines: list[str], unused: set[str]) -> list[str]:
+    """Return the lines of a file without the imports of names that are not used any more."""
+    statements = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in reversed(statements):
+        aliases = [alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) not in unused]
+        if len(aliases) == len(node.names):
+            continue
+        start, end = node.lineno - 1, node.end_lineno or node.lineno
+        rest = lines[:start]
+        if aliases:
+            names = [f"{alias.name} as {alias.asname}" if alias.asname else alias.name for alias in aliases]
+            module = f"from {node.module} import" if isinstance(node, ast.ImportFrom) else "import"
+            rest += import_lines(module, names)
+            lines = rest + lines[end:]
+        else:
+            lines = rest + lines[close_gap(rest, lines, start, end) :]
+    return lines
+
+
+def import_lines(module: str, names: list[str]) -> list[str]:
+    """Return the import as ruff formats it."""
+    line = f"{module} {', '.join(names)}"
+    if len(line) <= LINE_LENGTH:
+        return [line]
+    return [f"{module} (", *(f"    {name}," for name in names), ")"]
 
 
 def close_gap(left: list[str], lines: list[str], start: int, end: int) -> int:

@@ -102,11 +102,11 @@ def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterato
             return
         writes_run = True
         if config.check:  # room: check
-            writes_run = False  # room: check
+            writes_run = False
         if config.checkpoint.mirror and mirrored is None:  # room: mirror
-            writes_run = False  # room: mirror
+            writes_run = False
         if config.check and config.dry_run:  # room: check
-            yield "dry_run: writes nothing, and check writes check.json; choose one of them"  # room: check
+            yield "dry_run: writes nothing, and check writes check.json; choose one of them"
         if writes_run:
             yield from _run_errors(config, mirrored or [])
         yield from _write_errors(folder)
@@ -120,7 +120,7 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
     held = [name for name in RUN_FILES if _is_held(folder / name)]
     checkpoints = list_checkpoints(folder / "checkpoints") or mirrored
     if mirrored:  # room: mirror
-        held.append("checkpoint.mirror")  # room: mirror
+        held.append("checkpoint.mirror")
     elsewhere = f"{ELSEWHERE}, or move that folder away"
     lost = f"output_dir={folder}: its run saved checkpoints, but none are there: restore {folder / 'checkpoints'}"
     lost = f"{lost}; or {elsewhere}"

@@ -7,11 +7,7 @@ from torch import nn
 
 from src.checkpoint.folder import list_checkpoints, saved_settings
 from src.checkpoint.format import MANIFEST, STATE, problems, read_state
-from src.checkpoint.tensors import (
-    frozen_square_sum,  # room: text examples
-    load_tensors,
-    require_same_frozen,  # room: text examples
-)
+from src.checkpoint.tensors import frozen_square_sum, load_tensors, require_same_frozen
 from src.config.config import Config, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS

@@ -25,22 +25,14 @@ from src.checkpoint.folder import (
     parent_checkpoint,
     saved_settings,
 )
-from src.checkpoint.mirror import Mirror  # room: mirror
+from src.checkpoint.mirror import Mirror
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
-from src.checkpoint.tensors import (
-    frozen_square_sum,  # room: text examples
-    load_tensors,
-    require_same_frozen,  # room: text examples
-)
+from src.checkpoint.tensors import frozen_square_sum, load_tensors, require_same_frozen
 from src.config import terminal
 from src.config.config import Config
 from src.config.errors import UserError
 from src.config.settings import Change, flatten, marked
-from src.distributed.accelerator import (
-    LIBRARIES,
-    Launch,
-    num_replicas,  # room: text examples
-)
+from src.distributed.accelerator import LIBRARIES, Launch, num_replicas
 from src.distributed.process import SIGNALS
 from src.training.progress import Progress
 from src.training.run import Run
@@ -77,17 +69,17 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     none is valid, or if the settings now make it a different run. Collective."""
     point = ResumePoint()
     if config.check:  # room: check
-        return point  # room: check
+        return point
     own = config.folder / "checkpoints"
     mirrored: list[Path] = []
     if config.checkpoint.mirror and not config.dry_run:  # room: mirror
-        point.mirror = Mirror(accelerator, config, _lock)  # room: mirror
+        point.mirror = Mirror(accelerator, config, _lock)
     if accelerator.is_main_process and not config.dry_run:
         _lock(config.folder)
         if own.is_symlink() and own.exists():
             _lock(own)  # two runs must not share it
         if point.mirror:  # room: mirror
-            mirrored = point.mirror.bring_record()  # room: mirror
+            mirrored = point.mirror.bring_record()
         if errors := list(folder_errors(config, mirrored)):  # whoever held the lock may have changed what is there
             raise UserError("\n".join(errors))
         format.remove_incomplete(own)
@@ -117,7 +109,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
         if point.is_own(config):
             _require_whole_record(config, checkpoint, state)
             if point.mirror:  # room: mirror
-                point.mirror.catch_up(checkpoint, point.is_finished)  # room: mirror
+                point.mirror.catch_up(checkpoint, point.is_finished)
         for path in filter(Path.exists, () if config.dry_run else damaged):  # no parent: that is the last candidate
             format.quarantine(path)
     return point
@@ -169,7 +161,7 @@ def first_valid(accelerator: Accelerator, candidates: list[Path], mirror: Any) -
     for checkpoint in gather_object([candidates])[0]:
         problems = gather_object(list(format.problems(checkpoint, share=share)))
         if mirror:  # room: mirror
-            checkpoint, problems = mirror.fetch(checkpoint, problems)  # room: mirror
+            checkpoint, problems = mirror.fetch(checkpoint, problems)
         if not problems:
             return checkpoint, damaged
         damaged[checkpoint] = problems[0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from src.checkpoint.format import INCOMPLETE, step_of, whole_checkpoints
 from src.config.groups import Checkpoint
-from src.training.score import score  # room: best
+from src.training.score import score
 
 
 def rotate(

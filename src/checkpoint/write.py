@@ -116,7 +116,7 @@ class CheckpointWriter:
         self.poll(wait=True)
         self._stager.close()
         if self._run.resume.mirror:  # room: mirror
-            self._run.resume.mirror.wait()  # room: mirror
+            self._run.resume.mirror.wait()
 
 
 class StorageWriter(HuggingFaceStorageWriter):
@@ -142,7 +142,7 @@ class StorageWriter(HuggingFaceStorageWriter):
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
         if not self._run.resume.is_disk_shared:  # room: mirror
-            self._mirror.patiently(self._mirror.put, self.folder, facts)  # room: mirror
+            self._mirror.patiently(self._mirror.put, self.folder, facts)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
         return done
@@ -154,15 +154,15 @@ class StorageWriter(HuggingFaceStorageWriter):
         for (result,) in results:
             files |= result.storage_data
         if not self._run.resume.is_disk_shared:  # room: mirror
-            self._mirror.patiently(self._mirror.complete, self.folder, files)  # room: mirror
-            return  # room: mirror
+            self._mirror.patiently(self._mirror.complete, self.folder, files)
+            return
         for name, facts in files.items():
             file = self.folder / name
             if not file.exists() or file.stat().st_size != facts["bytes"]:
                 raise OSError(f"{file} is not as its process wrote it: share output_dir, or set checkpoint.mirror")
         publish(self.folder, files, self.checkpoint)
         if self._mirror:  # room: mirror
-            self._mirror.start(self.checkpoint)  # room: mirror
+            self._mirror.start(self.checkpoint)
         status = {"status": "unfinished", "checkpoint": str(self.checkpoint)}
         try:
             self.rotate()

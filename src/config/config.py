@@ -4,25 +4,16 @@ import os
 import re
 import sys
 from bisect import bisect
-from collections.abc import (
-    Callable,
-    Collection,  # room: best
-    Iterator,
-    Mapping,
-)
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
-from huggingface_hub import constants, get_token  # room: hub
+from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
 from src.config.errors import UserError, cause
-from src.config.groups import (
-    Checkpoint,
-    EarlyStopping,  # room: best
-    Optim,
-)
+from src.config.groups import Checkpoint, EarlyStopping, Optim
 from src.config.settings import (
     Length,
     ResumeSafe,
@@ -33,8 +24,8 @@ from src.config.settings import (
     read_arguments,
     validate,
 )
-from src.config.trackers import Trackers  # room: trackers wandb
-from src.config.tracking import Wandb  # room: wandb
+from src.config.trackers import Trackers
+from src.config.tracking import Wandb
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
@@ -70,7 +61,7 @@ class Config(Settings):
     compile: ResumeSafe[bool] = False  # room: compile
     """Compile the model, a transformer block by block. The first steps then take a minute."""
     cuda_graphs: ResumeSafe[bool] = False  # room: cuda_graphs
-    """Record a step, and launch its kernels all at once: for small models, on one NVIDIA GPU."""  # room: cuda_graphs
+    """Record a step, and launch its kernels all at once: for small models, on one NVIDIA GPU."""
     fsdp_reduce_each_micro_batch: ResumeSafe[bool] = True
     """Reduce gradients after each micro-batch; false: after the last, as DDP does, which takes the memory of all of
     them on each process, in fp32, but exchanges less."""
@@ -79,7 +70,7 @@ class Config(Settings):
     num_workers: ResumeSafe[NonNegativeInt] = 0  # room: workers
     """Processes that load data for each training process; 0: it loads the data itself."""
     profile_steps: ResumeSafe[str | None] = None  # room: performance
-    """The first and the last step to profile, as 10:15, into output_dir/profile; null: none."""  # room: performance
+    """The first and the last step to profile, as 10:15, into output_dir/profile; null: none."""
     log_every: ResumeSafe[PositiveInt] = 50
     """Steps between records of the training metrics."""
     eval_every: ResumeSafe[PositiveInt | None] = None
@@ -97,10 +88,10 @@ class Config(Settings):
     """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
     trackers: ResumeSafe[Trackers] = [  # room: trackers wandb
         "wandb",  # room: wandb
-    ]  # room: trackers wandb
-    """What records the run besides metrics.jsonl: wandb, trackio, tensorboard."""  # room: trackers wandb
+    ]
+    """What records the run besides metrics.jsonl: wandb, trackio, tensorboard."""
     check: ResumeSafe[bool] = False  # room: check
-    """Check whether this run would be right, instead of training; `--check` is enough: docs/check.md."""  # room: check
+    """Check whether this run would be right, instead of training; `--check` is enough: docs/check.md."""
     dry_run: ResumeSafe[bool] = False
     """Do all up to the first step, write nothing, and say what the run would do; `--dry-run` alone is enough."""
     push_to_hub: SafeReopens[str | None] = None  # room: hub
@@ -216,9 +207,9 @@ def _config_class(task: str, tasks: Mapping[str, str]) -> type[Config]:
 
 
 def _profile_errors(steps: str | None) -> Iterator[str]:  # room: performance
-    written = re.fullmatch(r"([1-9]\d*):(\d+)", steps or "1:1")  # room: performance
-    if not written or int(written[1]) > int(written[2]):  # room: performance
-        yield f"profile_steps={steps}: write the first step and the last, such as 10:15"  # room: performance
+    written = re.fullmatch(r"([1-9]\d*):(\d+)", steps or "1:1")
+    if not written or int(written[1]) > int(written[2]):
+        yield f"profile_steps={steps}: write the first step and the last, such as 10:15"
 
 
 def _batch_errors(config: Config, world_size: int) -> Iterator[str]:

@@ -40,7 +40,7 @@ class Checkpoint(Settings):
     """Which checkpoints are kept, and which one is exported."""
 
     mirror: str | None = None  # room: mirror
-    """Folder or URL of fsspec (s3://…, hf://…) to copy checkpoints to, as run_name; null: none."""  # room: mirror
+    """Folder or URL of fsspec (s3://…, hf://…) to copy checkpoints to, as run_name; null: none."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0  # room: best

@@ -30,7 +30,7 @@ from torch.optim import SGD
 from src.config.config import Config
 from src.config.errors import UserError
 from src.config.settings import nearest
-from src.distributed.launch_guard import refuse_another_strategy, refuse_wrong_launch  # room: launch_guard
+from src.distributed.launch_guard import refuse_another_strategy, refuse_wrong_launch
 from src.distributed.launcher import Launcher, find_launcher, what_is_asked
 from src.distributed.process import SIGNALS
 
@@ -80,7 +80,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     is_stand_in = on_cpu and not asked.cpu
     precision, note = choose_precision(launcher, asked.precision, is_stand_in)
     if config.check and precision != "no":  # room: check
-        precision, note = "no", f"--check compares in fp32: the run itself computes in {precision}"  # room: check
+        precision, note = "no", f"--check compares in fp32: the run itself computes in {precision}"
     refuse_wrong_launch(launcher, config, asked, on_cpu, precision)  # room: launch_guard
 
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)

@@ -33,8 +33,8 @@ def refuse_wrong_launch(launcher: Launcher | None, config: Config, asked: Asked,
     errors = [] if asked.cpu else list(driver_errors())
     errors += launch_errors(launcher, config, asked.world_size, asked.fsdp)
     if config.cuda_graphs:  # room: cuda_graphs
-        is_cuda = not on_cpu and torch.cuda.is_available()  # room: cuda_graphs
-        errors += graph_errors(config, is_cuda, asked.world_size, precision)  # room: cuda_graphs
+        is_cuda = not on_cpu and torch.cuda.is_available()
+        errors += graph_errors(config, is_cuda, asked.world_size, precision)
     gpus = torch.accelerator.device_count()
     if not on_cpu and asked.local_world_size > gpus:
         add = f"add --num_processes={gpus * (asked.world_size // asked.local_world_size)}"

@@ -1,7 +1,7 @@
 """The process: its exit codes (0 done, 1 failed, 2 a user error), the signals that stop it, its launcher's death."""
 
 import contextlib
-import ctypes  # room: sweep workers
+import ctypes
 import errno
 import os
 import re

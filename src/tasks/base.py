@@ -1,23 +1,15 @@
 """What a task is: settings that know how to build a model and data, and how to score them."""
 
-import json  # room: text examples
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import (
-    Any,
-    ClassVar,
-    Literal,  # room: text
-    Protocol,
-)
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
-from accelerate import Accelerator  # room: text
-from huggingface_hub import (
-    load_torch_model,  # room: evaluate generate checkpoints
-    save_torch_state_dict,
-)
+from accelerate import Accelerator
+from huggingface_hub import load_torch_model, save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import evaluate
 import numpy as np
-from sklearn.metrics import f1_score, matthews_corrcoef  # room: text
+from sklearn.metrics import f1_score, matthews_corrcoef
 
 
 class _Numbers(datasets.Features):

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import io
-from base64 import b64encode  # room: tables
+from base64 import b64encode
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import distribution
@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from PIL import Image  # room: tables
+from PIL import Image
 from pydantic import Field, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,12 +20,8 @@ from torch.nn import functional as F
 from src.config.errors import UserError
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import (
-    PICTURE,  # room: tables
-    Table,  # room: tables
-    Task,
-)
-from src.tasks.tables import label_columns, label_tables  # room: tables
+from src.tasks.base import PICTURE, Table, Task
+from src.tasks.tables import label_columns, label_tables
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 

@@ -20,7 +20,7 @@ import torch
 from src.checkpoint.export import export_weights, replacing
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import MANIFEST, STATE, evaluation_of, problems, read_state
-from src.checkpoint.hub import write_card  # room: hub
+from src.checkpoint.hub import write_card
 from src.checkpoint.load import config_of, load_model
 from src.checkpoint.rng import absent_random_file
 from src.checkpoint.tensors import read, saved_tensors

@@ -1,14 +1,14 @@
 """What records a run besides metrics.jsonl, all of it together: Weights & Biases, trackio, TensorBoard."""
 
-import os  # room: wandb
-import uuid  # room: trackers
+import os
+import uuid
 from collections.abc import Callable
 
 from src.config.errors import cause
 from src.tasks.base import Table
-from src.tracking.accelerate_trackers import start_trackers  # room: trackers
+from src.tracking.accelerate_trackers import start_trackers
 from src.tracking.guard import Guarded, Record
-from src.tracking.wandb import start_wandb  # room: wandb
+from src.tracking.wandb import start_wandb
 from src.training.run import Run
 
 
@@ -22,8 +22,8 @@ class Recorders:
         if run.is_main:
             self._all = self._start(say)
         elif run.accelerator.is_local_main_process:  # room: wandb
-            machine = int(os.environ.get("GROUP_RANK", run.rank))  # room: wandb
-            self._all = start_wandb(run, say, None, machine)  # room: wandb
+            machine = int(os.environ.get("GROUP_RANK", run.rank))
+            self._all = start_wandb(run, say, None, machine)
 
     def _start(self, say: Callable[[str], None]) -> list[Guarded]:
         run, resume = self._run, self._run.resume

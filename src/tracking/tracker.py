@@ -18,8 +18,8 @@ from src.config.settings import write_yaml
 from src.config.terminal import bar, say
 from src.distributed.accelerator import peak_memory
 from src.tasks.base import Table
-from src.tracking.recorders import Recorders  # room: trackers wandb
-from src.tracking.report import report_line  # room: report
+from src.tracking.recorders import Recorders
+from src.tracking.report import report_line
 from src.tracking.summary import print_summary
 from src.training.batches import examples_seen
 from src.training.evaluation import Evaluation
@@ -180,9 +180,9 @@ class Tracker:
         ]
         lines.append(report_line(self.folder))  # room: report
         if self._run.task.name == "causal_lm":  # room: generate+text
-            lines.append(f"  talk       python -m src.tools.generate {folder}")  # room: generate+text
+            lines.append(f"  talk       python -m src.tools.generate {folder}")
         if self._run.task.name != "causal_lm":  # room: evaluate
-            lines.append(f"  evaluate   python -m src.tools.evaluate {folder}")  # room: evaluate
+            lines.append(f"  evaluate   python -m src.tools.evaluate {folder}")
         lines += self._elsewhere.closing_lines()  # room: trackers wandb
         self._bar.set_description_str(self._facts)
         self._bar.close()
@@ -214,8 +214,8 @@ class Tracker:
         is_done = not error and (self._summary is not None or not self._run.is_main)  # room: trackers wandb
         failures = self._elsewhere.finish(error, is_done)  # room: trackers wandb
         if self._summary and failures:  # room: trackers wandb
-            summary = self._summary | {"tracker_failures": failures}  # room: trackers wandb
-            write_json(self.folder / "summary.json", summary)  # room: trackers wandb
+            summary = self._summary | {"tracker_failures": failures}
+            write_json(self.folder / "summary.json", summary)
 
 
 def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:

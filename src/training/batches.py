@@ -23,7 +23,7 @@ from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Task
 from src.training.progress import StepCounts, StepResult
 from src.training.run import Run
-from src.training.workers import load_in_workers  # room: workers
+from src.training.workers import load_in_workers
 
 T = TypeVar("T")
 EVALUATION_FACTOR = 4
@@ -200,7 +200,7 @@ def _on_device(run: Run, steps: Iterator[list[MicroBatch]]) -> Iterator[list[Mic
         return steps
     copied = map(partial(_copy, device=run.device), steps)
     if run.config.cuda_graphs:  # room: cuda_graphs
-        return copied  # room: cuda_graphs
+        return copied
     return in_background(copied)
 
 

@@ -9,10 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from src.distributed.stop import StopSignal
-from src.tasks.base import (
-    Table,  # room: tables
-    Task,
-)
+from src.tasks.base import Table, Task
 from src.tasks.returned import returned
 from src.training.batches import MicroBatch
 from src.training.gradients import float64_zeros

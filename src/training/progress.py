@@ -12,12 +12,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from src.config.config import (
-    Config,
-    metric_errors,  # room: best
-)
-from src.config.groups import EarlyStopping  # room: best
-from src.training.score import score  # room: best
+from src.config.config import Config, metric_errors
+from src.config.groups import EarlyStopping
+from src.training.score import score
 
 SMALLEST_LOSS_SCALE = 2.0**-24
 GROWTH_INTERVAL = 2000

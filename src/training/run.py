@@ -12,15 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from src.config.config import Config
-from src.distributed.accelerator import (
-    HALF_PRECISION,  # room: text
-    Launch,
-    local_main_process_first,
-)
-from src.distributed.machines import require_same_data  # room: machines
+from src.distributed.accelerator import HALF_PRECISION, Launch, local_main_process_first
+from src.distributed.machines import require_same_data
 from src.tasks.base import Examples, Task
 from src.tasks.returned import returned
-from src.training.cpu import tune_for_cpu  # room: cpu
+from src.training.cpu import tune_for_cpu
 from src.training.optim import Schedule
 from src.training.progress import Progress
 from src.training.state import ResumePoint
@@ -104,11 +100,9 @@ class Run:
 
     def is_save_due(self) -> bool:
         """Return whether a checkpoint is due after this step, even if it is not the last one."""
-        is_due = self.progress.step % self.config.save_every == 0
-        if self.config.checkpoint.num_best > 0:  # room: best
-            # what was just evaluated may be the best so far
-            is_due = is_due or self.progress.step in self.progress.evaluations
-        return is_due
+        if self.config.checkpoint.num_best > 0 and self.progress.step in self.progress.evaluations:  # room: best
+            return True  # what was just evaluated may be the best so far
+        return self.progress.step % self.config.save_every == 0
 
     def is_read_due(self) -> bool:
         """Return whether the host needs this step's numbers now: until then, it doesn't wait for the device."""
@@ -153,9 +147,8 @@ def new_model(
 
     Under FSDP, `sharding` says which shard is this process's, and their number.
     """
-    task = config.task
     tuned: list[str] = []
-    tuned += task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))  # room: text
+    tuned += config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))  # room: text
     tuned += ["compile"] if config.compile else []  # room: compile
     tuned += ["cuda_graphs"] if config.cuda_graphs else []  # room: cuda_graphs
     model = _build(

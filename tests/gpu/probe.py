@@ -115,7 +115,7 @@ def main(result: str, *arguments: str) -> None:
     found, milliseconds = [], []
     take_step: Any = train.train_step
     if run.config.cuda_graphs:  # room: cuda_graphs
-        take_step = RecordedStep(run, train.train_step)  # room: cuda_graphs
+        take_step = RecordedStep(run, train.train_step)
     stop = StopSignal(run.accelerator, run.config)
     steps = CountedSteps(training_steps(run, 0), stop)
     run.model.train()

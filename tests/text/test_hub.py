@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from src.checkpoint.folder import run_settings
-from src.checkpoint.hub import push_to_hub  # room: hub
+from src.checkpoint.hub import push_to_hub
 from tests.launching import PROJECT, Launch, Run, run_command
 from tests.text import tiny
 from tests.text.ending import End
