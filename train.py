@@ -95,9 +95,10 @@ def build(config: Config) -> Run | None:
         accelerator.print(f"{config.folder} {says}")
         leave(accelerator)
         return None
-    if config.dry_run:  # there is nothing to save
-        SIGNALS.release()
-    elif config.check:  # room: check
+    saves = not config.dry_run
+    if config.check:  # room: check
+        saves = False
+    if not saves:
         SIGNALS.release()
     elif accelerator.is_main_process:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))

@@ -33,10 +33,6 @@ accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=F
 Settings, with their defaults (a yaml given by --config overrides them, the command line overrides both).
 The task's own are shown for the chosen one: --task.name={tasks}
 """
-RENAMED = {"task.learn_all": "task.train_on_prompts"}
-"""Settings of earlier versions by name, and their names now."""
-NOT_READ = ("trackers", "alerts", "log_norms")
-"""Settings of a saved run that nothing depends on: trackers need not be installed here, others have changed or left."""
 
 
 class Config(Settings):
@@ -158,7 +154,7 @@ def load_config(
         print(USAGE.format(tasks=" | ".join(tasks)), describe(config_class), sep="\n")
         sys.exit(0)
 
-    config, bad = validate(config_class, values, written, mistakes, RENAMED)
+    config, bad = validate(config_class, values, written, mistakes)
     assert isinstance(config, Config)
     if not bad & {"global_batch_size", "micro_batch_size"}:
         mistakes.extend(_batch_errors(config, int(os.environ.get("WORLD_SIZE", "1"))))
@@ -194,7 +190,7 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
         UserError: they are not a run's settings, or another version's.
     """
     try:
-        used = {name: value for name, value in saved.items() if name not in NOT_READ}
+        used = {name: value for name, value in saved.items() if name != "trackers"}  # they need not be installed here
         return _config_class(saved["task"]["name"], tasks).model_validate(used)
     except (KeyError, ValidationError) as error:
         raise UserError(f"not the settings of a run: {cause(error)}") from error

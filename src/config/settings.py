@@ -84,30 +84,20 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
     for file in files:
-        own = set[str]()
         for name, value in flatten(_read_file(file, mistakes)):
-            if name in own:  # as in `optim: {lr: 1}` and `optim.lr: 2`
-                mistakes.append(f"--config={file}: {name} is given twice: keep one")
-            own.add(name)
-            values[name], written[name] = value, f"{file}: {name}: {value}"
+            values[name] = value
+            written[name] = f"{file}: {name}: {value}"
     for name, text in options.items():
-        written[name] = f"--{name}={text}"
         values[name] = _parse(text)
+        written[name] = f"--{name}={text}"
     return values, written
 
 
 def validate(
-    model: type[Settings],
-    values: Mapping[str, Any],
-    written: Mapping[str, str],
-    mistakes: list[str],
-    renamed: Mapping[str, str],
+    model: type[Settings], values: Mapping[str, Any], written: Mapping[str, str], mistakes: list[str]
 ) -> tuple[Settings, set[str]]:
-    """Build `model` from dotted names; append a line to `mistakes` for each name or value that it refuses.
-
-    Args:
-        written: how the user wrote each value, for messages.
-        renamed: settings of earlier versions, and what they are called now.
+    """Build `model` from dotted names; append a line to `mistakes` for each name or value that it refuses. `written`
+    says how the user wrote each value.
 
     Returns:
         The settings with every refused value replaced by its default, and the names of those refused.
@@ -116,21 +106,19 @@ def validate(
     groups = {name.rpartition(".")[0] for name in known} - {""}
     good = dict(values)
     bad: set[str] = set()
-    for name in values:
+    for name, value in values.items():
         if name in groups:
-            example = next(setting for setting in known if setting.startswith(f"{name}."))
-            if values[name] is not None or written[name].startswith("--"):  # a yaml's group may just be empty
+            del good[name]
+            if value is not None:  # a yaml's group may just be empty
+                example = next(setting for setting in known if setting.startswith(f"{name}."))
                 mistakes.append(f"{written[name]}: {name} is a group; write, for example, --{example}=…")
+                bad.add(name)
         elif not any(f"{name}.".startswith(f"{setting}.") for setting in known):
-            hint = f", it is now {renamed[name]}" if name in renamed else nearest(name, list(known))
-            mistakes.append(f"{written[name]}: unknown setting{hint}")
-        else:
-            is_text = name in known and known[name].annotation in (str, str | None)
-            if is_text and isinstance(values[name], list | dict) and written[name].startswith("--"):
-                good[name] = written[name].partition("=")[2]  # [PAD], or "lr: 3"
-            continue
-        bad.add(name)
-        del good[name]
+            del good[name]
+            mistakes.append(f"{written[name]}: unknown setting{nearest(name, list(known))}")
+            bad.add(name)
+        elif isinstance(value, list | dict) and name in known and known[name].annotation in (str, str | None):
+            good[name] = written[name].partition("=")[2] or value  # as it was written: [PAD], or "lr: 3"
     try:
         return model.model_validate(_unflatten(good)), bad
     except ValidationError as error:

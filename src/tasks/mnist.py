@@ -24,6 +24,7 @@ from src.tasks.base import PICTURE, Table, Task
 from src.tasks.tables import label_columns, label_tables
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+INSTEAD = "to download MNIST again, or set --task.data_dir"
 
 
 class MnistCnn(nn.Module):
@@ -95,13 +96,13 @@ class Digits:
 def mnist(data_dir: str) -> tuple[Digits, Digits]:
     """Return MNIST's training and test set; torchvision downloads what is not in `data_dir`. Raise a UserError if the
     files can neither be found nor downloaded, or one is not what its name says."""
-    folders = [Path(data_dir) / "MNIST" / "raw", Path(data_dir)]
+    downloaded = Path(data_dir) / "MNIST" / "raw"
+    folders = (downloaded, Path(data_dir))
     complete = [folder for folder in folders if all((folder / name).is_file() for name in IDX_FILES)]
     if not complete:
         _download(data_dir)
-        complete = folders
-    train, evaluation = (_read_digits(complete[0], *IDX_FILES[i : i + 2]) for i in (0, 2))
-    return train, evaluation
+    folder = complete[0] if complete else downloaded
+    return _read_digits(folder, "train"), _read_digits(folder, "t10k")
 
 
 def bundled_digits() -> tuple[Digits, Digits]:
@@ -133,32 +134,26 @@ def _download(data_dir: str) -> None:
         ) from error
 
 
-def _read_digits(folder: Path, images_name: str, labels_name: str) -> Digits:
-    hint = "to download MNIST again, or set --task.data_dir"
-    tensors = []
-    for path, dimensions in ((folder / images_name, 3), (folder / labels_name, 1)):
-        content = np.fromfile(path, np.uint8)
-        try:
-            tensors.append(_from_idx(content, dimensions))
-        except ValueError as error:
-            says = f"truncated or not an IDX file of {path.name.split('-')[1]} ({len(content)} bytes)"
-            raise UserError(f"{path}: {says}; delete it {hint}") from error
-    images, labels = tensors
-    if images.shape[1:] != (28, 28) or len(labels) != len(images) or len(labels) == 0 or labels.max() > 9:
+def _read_digits(folder: Path, part: str) -> Digits:
+    images = _read_idx(folder / f"{part}-images-idx3-ubyte", dimensions=3)
+    labels = _read_idx(folder / f"{part}-labels-idx1-ubyte", dimensions=1)
+    if images.shape[1:] != (28, 28) or len(labels) != len(images) or labels.max() > 9:
         shapes = f"images {tuple(images.shape)}, labels {tuple(labels.shape)}"
-        raise UserError(f"{folder / images_name} and {labels_name} are not MNIST's: {shapes}; delete both {hint}")
+        raise UserError(f"{folder}: the {part} files are not MNIST's: {shapes}; delete them {INSTEAD}")
     return Digits(images, labels.long())
 
 
-def _from_idx(content: np.ndarray, dimensions: int) -> Tensor:
-    """Return the array of bytes that an IDX file holds, after two zeros, the type (8: unsigned bytes), the number of
-    dimensions, and the size of each as a big-endian int32 (http://yann.lecun.com/exdb/mnist). Raise a ValueError if it
+def _read_idx(path: Path, dimensions: int) -> Tensor:
+    """Return the bytes in an IDX file, shaped: after two zeros come the type (8: unsigned bytes), the number of
+    dimensions, and the size of each as a big-endian int32 (http://yann.lecun.com/exdb/mnist). Raise a UserError if it
     is not such a file."""
-    data = 4 + 4 * dimensions
-    if bytes(content[:4]) != bytes([0, 0, 8, dimensions]):
-        raise ValueError("another kind of file")
-    shape = content[4:data].view(">i4")
-    return torch.from_numpy(content[data:].reshape(shape))
+    content = np.fromfile(path, np.uint8)
+    header, data = np.split(content, [4 + 4 * dimensions])
+    is_idx = len(data) > 0 and header[:4].tolist() == [0, 0, 8, dimensions]
+    shape = header[4:].view(">i4") if is_idx else None
+    if shape is None or len(data) != np.prod(shape):
+        raise UserError(f"{path}: truncated or not an IDX file ({len(content)} bytes); delete it {INSTEAD}")
+    return torch.from_numpy(data.reshape(shape))
 
 
 class Mnist(Task):

@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from src.checkpoint.export import unfinished_place
 from src.checkpoint.load import config_of, find_model, load_model
-from src.config.config import RENAMED, Config
+from src.config.config import Config
 from src.config.errors import UserError, explained
 from src.config.settings import flatten, read_arguments, validate
 from src.distributed.process import exit_codes
@@ -91,7 +91,7 @@ def _with_settings(config: Config, arguments: list[str]) -> Config:
     saved = dict(flatten(config.model_dump(mode="json")))
     if "task.dataset" in values and "task.eval_from" in saved:
         saved["task.eval_from"] = "all"
-    new, bad = validate(type(config), saved | values, written, mistakes, RENAMED)
+    new, bad = validate(type(config), saved | values, written, mistakes)
     assert isinstance(new, Config)
     mistakes.extend(new.task.validation_errors() if not bad else [])
     if mistakes:

@@ -77,9 +77,9 @@ def logits(model: Any, tokenizer: Any) -> torch.Tensor:
         return model.eval()(**tokenizer(["by the of", "in"], padding=True, return_tensors="pt")).logits
 
 
-def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(
+def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(  # room: hub
     online: Run, server: Hub
-) -> None:  # room: hub
+) -> None:
     folders = server.folder / "models/me/mine", online.folder / "model"
     pushed, exported = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
     assert pushed == exported
@@ -151,7 +151,7 @@ NO_CREDENTIALS = "push_to_hub=me/mine: no credentials; `hf auth login` first"
 OFFLINE = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # room: hub
     ("name", "is_offline", "says"),
     [
         ("me/mine", False, NO_CREDENTIALS),
@@ -176,7 +176,7 @@ def test_an_upload_that_must_fail_is_refused_before_training(launch: Launch) -> 
     assert not run.folder.exists()
 
 
-@pytest.mark.parametrize("failure", ["refused", "unreachable"])
+@pytest.mark.parametrize("failure", ["refused", "unreachable"])  # room: hub
 def test_an_upload_that_fails_after_training_says_how_to_repeat_it(  # room: hub
     server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
