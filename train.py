@@ -58,15 +58,19 @@ def train_or_check(argv: list[str]) -> None:
     if run is None:  # it has already finished
         return
     if config.check:  # room: check
-        is_right = run_checks(run, train_step, evaluate, restore)
+        is_right = run_checks(run, train_step, evaluate, load_checkpoint)
         leave(run.accelerator)
         sys.exit(0 if is_right else 1)
+    if config.dry_run:
+        dry_run(run)
+        leave(run.accelerator)
+        return
     is_done = fit(run)
     leave(run.accelerator)
     if is_done and config.push_to_hub and run.is_main:  # room: hub
         push_to_hub(config)
     num_machines = get_int_from_env(["GROUP_WORLD_SIZE"], 1)
-    if not is_done and not config.dry_run and num_machines > 1:
+    if not is_done and num_machines > 1:
         # stopped: after exit code 0, launchers of several machines wait for minutes and report success
         sys.exit(1)
 
@@ -113,53 +117,32 @@ def build(config: Config) -> Run | None:
         launch.precision,
         find_shard(accelerator),  # room: cpu text
     )
-    facts["data"] = {  # room: text
-        "train": config.task.describe("train", train_set),
-        "eval": config.task.describe("eval", eval_set),
-    }
     transform(model, config, accelerator)  # room: compile
     model = prepare(accelerator, model)
     if any(parameter.is_meta for parameter in model.parameters()):  # room: text
         # built without weights and sharded since: each process fills its own shards
-        is_offloaded = launch.strategy.endswith("offload")
-        config.task.load_weights(model, torch.device("cpu") if is_offloaded else accelerator.device)
+        device = accelerator.device
+        if launch.strategy.endswith("offload"):
+            device = torch.device("cpu")
+        config.task.load_weights(model, device)
     optimizers = build_optimizers(config.optim, model)  # after sharding, which replaces the parameters
 
     # --------------------------------------------------------------------------------------------------- the run
     metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, accelerator, model)
     # from here on each process draws random numbers, such as dropout masks, of its own
     set_seed((config.seed + accelerator.process_index) % 2**32)
+    progress = resume.progress
     run = Run(
-        config,
-        accelerator,
-        launch,
-        resume,
-        command,
-        model,
-        optimizers,
-        resume.progress,
-        train_set,
-        eval_set,
-        metadata,
-        facts,
+        config, accelerator, launch, resume, command, model, optimizers, progress, train_set, eval_set, metadata, facts
     )
-    restore(run)
+    load_checkpoint(run)
     return run
-
-
-def restore(run: Run) -> None:
-    """Restore what the run continues from, if there is a checkpoint."""
-    if run.resume.state:
-        load_checkpoint(run)
 
 
 def fit(run: Run) -> bool:
     """Train to the last step. Return whether it got there; if not, it was told to stop and has saved."""
     config, progress = run.config, run.progress
     performance = Performance(run)  # room: performance
-    if config.dry_run:
-        dry_run(run)
-        return False
     with Tracker(run) as tracker:
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.say)
@@ -174,9 +157,12 @@ def fit(run: Run) -> bool:
                 is_stopping = not evaluate_and_log(run, stop, tracker)
             is_ending = is_stopping or progress.step == run.total_steps
             unknown = progress.unknown_metrics(config)  # room: best
-            is_ending = is_ending or bool(unknown) or progress.is_out_of_patience(config.early_stopping)  # room: best
+            is_ending = is_ending or bool(unknown)  # room: best
+            is_ending = is_ending or progress.is_out_of_patience(config.early_stopping)  # room: best
             checkpoints.poll()  # reports on the one being written once it is done
-            if progress.step and (is_ending or (run.is_save_due() and checkpoints.is_ready())):
+            # a checkpoint always holds the evaluation of its step: evaluate first, save second
+            is_save_due = run.is_save_due() and checkpoints.is_ready()
+            if progress.step and (is_ending or is_save_due):
                 progress.tick()
                 checkpoints.save(tracker.state())
             if unknown:  # room: best
@@ -194,7 +180,8 @@ def fit(run: Run) -> bool:
             is_stopping = steps.is_stop_requested()
             progress.add_step(result)
             tracker.advance()
-            if is_stopping or run.is_read_due():  # else the host doesn't wait for the device
+            # reading a loss makes the host wait for the device: only where its value is needed
+            if is_stopping or run.is_read_due():
                 has_failed = progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps)
                 if has_failed:
                     checkpoints.close()
@@ -294,6 +281,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     if scores is None:
         return None
     loss_sum, targets, examples = accelerator.reduce(scores.totals, "sum").tolist()
+    # every example once, in the order of the dataset, whatever the number of processes
     outputs = {name: gather_in_order(accelerator, output, len(run.eval_set)) for name, output in scores.outputs.items()}
     metrics = {}
     if run.is_main:

@@ -127,11 +127,11 @@ def _require_none_damaged(config: Config, damaged: dict[Path, str]) -> None:
 
 
 def load_checkpoint(run: Run) -> None:
-    """Restore weights, optimizer state and random numbers of a run that has not taken a step yet; raise a UserError if
-    the checkpoint is of another model, or of other data. Collective."""
+    """Restore what the run continues from, if there is a checkpoint: weights, optimizer state and random numbers. Raise
+    a UserError if it is of another model, or of other data. Collective."""
     checkpoint, saved, now, step = run.resume.checkpoint, run.resume.state, run.metadata, run.progress.step
-    assert checkpoint
-    assert saved
+    if checkpoint is None or saved is None:
+        return
     if step > run.total_steps:
         asked = f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
         raise UserError(f"{checkpoint} has {step} steps already, but {asked}")

@@ -5,6 +5,7 @@ however many processes share it. Nothing is padded, repeated or dropped: the las
 that has no example left computes on a dummy batch of weight 0, because FSDP's forward and backward are collective.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,11 +76,13 @@ class ShardedBatchSampler:
 
     def steps(self) -> Iterator[list[np.ndarray]]:
         """Yield this process's indices for each step, an array per micro-batch: the same number on all processes."""
-        chunk = self.micro_batch_size * self.world_size
+        # what all processes together pass through the model at once
+        chunk_size = self.micro_batch_size * self.world_size
         for start in range(0, len(self.order), self.global_batch_size):
             batch = self.order[start : start + self.global_batch_size]
             # dealt out in turn, so that a global batch holds the same examples on any number of processes
-            yield [batch[i : i + chunk][self.rank :: self.world_size] for i in range(0, len(batch), chunk)]
+            chunks = [batch[i : i + chunk_size] for i in range(0, len(batch), chunk_size)]
+            yield [chunk[self.rank :: self.world_size] for chunk in chunks]
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps():
@@ -104,18 +107,22 @@ def epoch_order(run: Run, epoch: int, done: int) -> np.ndarray:
 def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[list[MicroBatch]]:
     """Return this process's micro-batches of each optimizer step after `first` steps, up to and including `last` (None:
     the run's last one). Nothing is replayed."""
-    return _on_device(run, _training_steps(run, first, run.total_steps if last is None else last))
+    if last is None:
+        last = run.total_steps
+    return _on_device(run, _training_steps(run, first, last))
 
 
 def _training_steps(run: Run, first: int, last: int) -> Iterator[list[MicroBatch]]:
     config, step = run.config, first
     sizes = config.global_batch_size, config.micro_batch(run.world_size)
     while step < last:
+        # after a resume, an epoch begins in its middle: what came before is left out, not replayed
         epoch, done = divmod(step, run.steps_per_epoch)
         order = epoch_order(run, epoch, done)
         # 1: not the random numbers of the order
         augmented = config.task.augmented(run.train_set, epoch_seed(config, epoch, 1))
-        for micro_batches in islice(_load(run, augmented, order, *sizes, epoch), last - step):
+        rest_of_epoch = _load(run, augmented, order, *sizes, epoch)
+        for micro_batches in islice(rest_of_epoch, last - step):
             step += 1
             yield micro_batches
 
@@ -153,8 +160,11 @@ def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
     """Yield this process's part of the evaluation set, in order."""
     size = EVALUATION_FACTOR * run.config.micro_batch(run.world_size)
     global_batch_size = size * run.world_size
-    batches = _on_device(run, _load(run, run.eval_set, np.arange(len(run.eval_set)), global_batch_size, size))
-    for (batch,) in bar("batches evaluated", iterable=batches, total=-(-len(run.eval_set) // global_batch_size)):
+    order = np.arange(len(run.eval_set))
+    batches = _on_device(run, _load(run, run.eval_set, order, global_batch_size, size))
+    total = math.ceil(len(order) / global_batch_size)
+    # a step of one micro-batch: nothing is accumulated
+    for (batch,) in bar("batches evaluated", iterable=batches, total=total):
         yield batch
 
 
@@ -177,19 +187,32 @@ def samples(dataset: Any, indices: list[int]) -> Any:
 
 def micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
     """Return what the task has collated as a micro-batch."""
-    return MicroBatch(data, num_examples, BatchCounts(task.count_targets(data), *task.count_tokens(data)))
+    counts = BatchCounts(task.count_targets(data), *task.count_tokens(data))
+    return MicroBatch(data, num_examples, counts)
 
 
 def _load(
-    run: Run, dataset: Examples, order: np.ndarray, global_batch_size: int, micro_batch_size: int, epoch: int = 0
+    run: Run,
+    dataset: Examples,
+    order: np.ndarray,
+    global_batch_size: int,
+    micro_batch_size: int,
+    epoch: int = 0,
 ) -> Iterator[list[MicroBatch]]:
     config = run.config
-    sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.rank, run.world_size)
+    sampler = ShardedBatchSampler(
+        order,
+        global_batch_size,
+        micro_batch_size,
+        run.rank,
+        run.world_size,
+    )
     # a DataLoader would take as long as a small model's step
     batches: Iterator[Any] = (fetch(config.task, dataset, indices) for indices in sampler)
     if config.num_workers > 0:  # room: workers
         batches = load_in_workers(config, dataset, sampler, run.rank, epoch)
     for step in sampler.steps():
+        # without indices the batch is a dummy: it has examples, but none that count
         yield [micro_batch(config.task, next(batches), len(indices)) for indices in step]
 
 

@@ -37,7 +37,11 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def evaluate_batches(
-    task: Task, model: nn.Module, batches: Iterable[MicroBatch], device: torch.device, stop: StopSignal | None = None
+    task: Task,
+    model: nn.Module,
+    batches: Iterable[MicroBatch],
+    device: torch.device,
+    stop: StopSignal | None = None,
 ) -> Scores | None:
     """Return the scores of this process's batches; None if told to stop meanwhile."""
     totals = float64_zeros(3, device)
@@ -51,9 +55,11 @@ def evaluate_batches(
         loss_sum += loss * batch.weight
         targets += batch.counts.targets * batch.weight
         examples += batch.num_examples
+        # nothing of a dummy; all of any other batch
         for name, output in batch_outputs.items():
             outputs.setdefault(name, []).append(output[: batch.num_examples])
-    return Scores(totals, {name: torch.cat(of_batches) for name, of_batches in outputs.items()})
+    joined = {name: torch.cat(of_batches) for name, of_batches in outputs.items()}
+    return Scores(totals, joined)
 
 
 def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int) -> Tensor:

@@ -25,8 +25,10 @@ def reducing(run: Run, is_last: bool) -> AbstractContextManager[None]:
 
     DDP reduces them once, after the last micro-batch. FSDP would have to keep them unsharded until then.
     """
-    is_reduced = is_last or (run.accelerator.is_fsdp2 and run.config.fsdp_reduce_each_micro_batch)
-    return nullcontext() if is_reduced else run.accelerator.no_sync(run.model)
+    reduces_each = run.accelerator.is_fsdp2 and run.config.fsdp_reduce_each_micro_batch
+    if is_last or reduces_each:
+        return nullcontext()
+    return run.accelerator.no_sync(run.model)
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

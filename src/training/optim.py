@@ -38,7 +38,8 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
         "params": [p for p in rest if p.ndim < 2],
         "weight_decay": 0.0,
     }
-    groups: list[dict[str, Any]] = [group for group in (matrices, vectors) if group["params"]]
+    # torch refuses a group without parameters
+    groups: list[dict[str, Any]] = [g for g in (matrices, vectors) if g["params"]]
 
     match config.name:
         case "sgd":
@@ -68,9 +69,11 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the trained weight matrices between the embeddings and the last layer: those that Muon is for (Jordan et
     al. 2024, https://kellerjordan.github.io/posts/muon/)."""
-    ends = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends = {module.weight for module in embeddings}
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if linear:
+        # the output layer, where a class or a token is a row of its own
         ends.add(linear[-1].weight)
     matrices = {p for p in model.parameters() if p.requires_grad and p.ndim == 2}
     # a single row or column is a vector in all but name

@@ -163,6 +163,7 @@ class Progress:
 
     def _add_to_interval(self, loss_sum: float, counts: StepCounts) -> None:
         totals = self.interval
+        # a new list: the copy of these counters that a checkpoint is being written from has the old one
         self.interval = [
             totals[0] + loss_sum,
             totals[1] + counts.targets,

@@ -47,6 +47,10 @@ class Run:
     def __post_init__(self) -> None:
         if not self.is_fp16:  # only fp16 underflows
             self.progress.loss_scale = 1.0
+        self.facts["data"] = {  # room: text
+            "train": self.task.describe("train", self.train_set),
+            "eval": self.task.describe("eval", self.eval_set),
+        }
 
     @property
     def task(self) -> Task:
@@ -124,14 +128,17 @@ def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exampl
     """Return the data to train and to evaluate on, and their fingerprints; of the latter none but on the first process
     of each machine."""
     task = config.task
-    with local_main_process_first(accelerator):  # it downloads and tokenizes, the others find it done
+    # the first process downloads and tokenizes, and the others find it done
+    with local_main_process_first(accelerator):
         train_set, eval_set = returned(task, "build_datasets")
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(train_set), task.fingerprint(eval_set)]
     require_same_data(fingerprints)  # room: machines
     if config.num_workers > 0:  # room: workers
-        return train_set, eval_set, fingerprints  # processes that load data can't read the device's memory
+        # processes that load data can't read the device's memory
+        return train_set, eval_set, fingerprints
+    # small data are on the device once and for all: no batch is then copied
     train_set = task.to_device(train_set, accelerator.device)
     eval_set = task.to_device(eval_set, accelerator.device)
     return train_set, eval_set, fingerprints

@@ -40,17 +40,22 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
                 f"activation_checkpointing: name the repeating blocks of {type(model).__name__} in its "
                 f"_no_split_modules"
             )
-        for block in blocks:  # dropout draws the same numbers both times, unlike with fsdp_activation_checkpointing
+        # dropout draws the same numbers both times, unlike with fsdp_activation_checkpointing
+        for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.compile:
         _require_compiler()
         logging.getLogger("torch._dynamo.convert_frame").addFilter(_say_limit_in_one_line)
         blocks = [block for block in blocks if any(block.children())]
-        for module in blocks or [model]:  # one compilation for all blocks; the whole model where they are single layers
+        # one compilation for all blocks; the whole model where they are single layers
+        for module in blocks or [model]:
             compiled = torch.compile(module.forward)
-            has_rows = blocks and config.micro_batch(accelerator.num_processes) > 1
-            module.forward = partial(_forward, module.forward, compiled) if has_rows else compiled
-        if blocks:  # else the first size of a batch is compiled for itself, and the second once more for any other
+            has_rows = config.micro_batch(accelerator.num_processes) > 1
+            if blocks and has_rows:
+                compiled = partial(_forward, module.forward, compiled)
+            module.forward = compiled
+        # else the first size of a batch is compiled for itself, and the second once more for any other
+        if blocks:
             torch.compiler.config.dynamic_sources = f"{INPUTS_OF_BLOCKS}.*"
 
 

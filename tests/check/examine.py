@@ -33,7 +33,7 @@ def main(output: Path, settings: list[str]) -> None:
         run.model.load_state_dict(weights)
         optimizers = train.build_optimizers(config.optim, run.model)
         examined = replace(run, config=config, optimizers=optimizers, progress=Progress(loss_scale=1.0))
-        subject = Subject(examined, train.train_step, train.evaluate, train.restore)
+        subject = Subject(examined, train.train_step, train.evaluate, train.load_checkpoint)
         rows = [row for name in EXAMINED for row in examine(subject, name)]
         return [row for row in rows if row["result"] == "fail"]
 
