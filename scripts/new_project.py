@@ -24,6 +24,8 @@ SECTION = re.compile(r"^## .*?(?=^## |\Z)", re.M | re.S)
 
 def main(name: str, folder: str, task: str, without: str) -> None:
     task, dest, unwanted = task or "mnist", Path(folder).expanduser().resolve(), without.replace(",", " ").split()
+    if unwanted == ["all"]:
+        unwanted = list(FILES)
     if errors := list(mistakes(name, dest, task, unwanted)):
         print(*(f"make new: {error}" for error in errors), sep="\n", file=sys.stderr)
         sys.exit(2)

@@ -5,11 +5,14 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from new_tree import tree
 from rooms import FILES, MARK, files, throw_out
 
-from tests.launching import BIN, PROJECT, Launch
+from tests.faults.runs import without_times
+from tests.launching import BIN, PROJECT, Launch, Started
 
 PAGE = (PROJECT / "docs/make-it-yours.md").read_text()
 ROOMS = list(FILES)
@@ -61,6 +64,15 @@ def test_the_page_names_each_room_once() -> None:
     assert sorted(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == sorted(ROOMS)
 
 
+def test_the_readme_shows_the_smallest_copy() -> None:
+    """With its files, and about as many lines as they have: `python scripts/new_tree.py` counts them anew."""
+    shown = re.findall(r"^(\S+\.py) +(\d+)  ", (PROJECT / "README.md").read_text(), re.MULTILINE)
+    found = {path: lines for path, lines, _ in tree()}
+    assert [path for path, _ in shown] == list(found)
+    for path, lines in shown:
+        assert int(lines) == pytest.approx(found[path], rel=0.2, abs=10), path
+
+
 def test_a_room_is_its_files_and_few_lines_elsewhere() -> None:
     marked = [name for path in files(PROJECT) for line in MARK.finditer(path.read_text()) for name in line[2].split()]
     assert {part for name in marked for part in name.split("+")} <= {*ROOMS}
@@ -109,3 +121,29 @@ def test_rooms_can_go_one_by_one_in_any_order(tmp_path: Path) -> None:
 def test_all_rooms_can_go_together(launch: Launch, tmp_path: Path) -> None:
     throw_out({*ROOMS}, copy_to(tmp_path))
     require_that_it_works(launch, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project without any room."""
+    copy = copy_to(tmp_path_factory.mktemp("smallest"))
+    throw_out({*ROOMS}, copy)
+    return copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("ddp", 2), ("fsdp", 2)])
+def test_the_smallest_copy_learns_the_digits_and_goes_on_to_the_last_bit(
+    launch: Launch, smallest: Path, tmp_path: Path, yaml: str, processes: int
+) -> None:
+    arguments = ("--config=configs/digits.yaml", "--save_every=100")
+    options: dict[str, Any] = {"project": smallest, "processes": processes}
+    whole = launch(yaml, *arguments, **options).succeeded()
+    assert whole.summary["eval/accuracy"] >= 0.99
+    with Started(yaml, *arguments, folder=tmp_path / "run", **options) as started:
+        started.wait_for("step    161/").kill_all()
+    resumed = launch(yaml, *arguments, folder=tmp_path / "run", **options).succeeded()
+    assert "after step 100, from" in resumed.stdout
+    assert without_times(resumed.records) == without_times(whole.records)
+    weights = "model/model.safetensors"
+    assert (resumed.folder / weights).read_bytes() == (whole.folder / weights).read_bytes()
