@@ -36,7 +36,7 @@ def summary(code: str) -> str:
     """Return the first line of a file's docstring, or as many of its clauses as fit behind path and lines."""
     line = (ast.get_docstring(ast.parse(code)) or "").partition("\n")[0].rstrip(".")
     while len(line) > WIDTH:
-        line = re.split(r"(.*)[:;.] ", line)[1]
+        line = re.split(r"(.*)[:;,.] ", line)[1]
     return line
 
 

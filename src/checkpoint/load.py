@@ -7,7 +7,7 @@ from torch import nn
 
 from src.checkpoint.folder import list_checkpoints, saved_settings
 from src.checkpoint.format import MANIFEST, STATE, problems, read_state
-from src.checkpoint.tensors import frozen_square_sum, load_tensors, require_same_frozen
+from src.checkpoint.tensors import frozen_norm, load_tensors, require_same_frozen
 from src.config.config import Config, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
@@ -46,6 +46,6 @@ def load_model(path: Path, config: Config) -> nn.Module:
     state = read_state(path)
     config.task.load_data_state(state.data_state)  # room: text examples
     model = config.task.build_model()
-    require_same_frozen(path, state.frozen_norm, frozen_square_sum(model).sqrt().item())  # room: text examples
+    require_same_frozen(path, state.frozen_norm, frozen_norm(model))  # room: text examples
     load_tensors(path, model)
     return model

@@ -27,12 +27,12 @@ from src.checkpoint.folder import (
 )
 from src.checkpoint.mirror import Mirror
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
-from src.checkpoint.tensors import frozen_square_sum, load_tensors, require_same_frozen
+from src.checkpoint.tensors import frozen_norm, load_tensors, require_same_frozen
 from src.config import terminal
 from src.config.config import Config
 from src.config.errors import UserError
 from src.config.settings import Change, flatten, marked
-from src.distributed.accelerator import LIBRARIES, Launch, num_replicas
+from src.distributed.accelerator import LIBRARIES, Launch
 from src.distributed.process import SIGNALS
 from src.training.progress import Progress
 from src.training.run import Run
@@ -48,15 +48,12 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """Return the fields of RunState that stay the same throughout a run. The fingerprints, of the data to train and to
     evaluate on, are the main process's. Collective."""
-    squares = frozen_square_sum(model)  # room: text examples
-    if accelerator.is_fsdp2:  # room: text examples
-        squares = accelerator.reduce(squares.to(accelerator.device), "sum").cpu() / num_replicas(accelerator)
     return {
         "config": config.model_dump(mode="json"),
         "data_state": config.task.data_state(),  # room: text examples
         "examples": examples,
         "data": fingerprints,
-        "frozen_norm": squares.sqrt().item(),  # room: text examples
+        "frozen_norm": frozen_norm(model, accelerator),  # room: text examples
         "strategy": launch.strategy,
         "precision": launch.precision,
         "num_processes": launch.num_processes,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.config.errors import UserError
+from src.distributed.accelerator import num_replicas
 from src.training.gradients import to_local
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended in a single process
@@ -104,11 +106,16 @@ def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
 
 
-def frozen_square_sum(model: nn.Module) -> Tensor:  # room: text examples
-    """Return the sum of the squares of this process's part of all frozen parameters; shape (), float64. Its root, the
-    norm, identifies them, as no checkpoint holds them."""
+def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:  # room: text examples
+    """Return the L2 norm over all parameters that are not trained. It identifies them, as no checkpoint holds them.
+    Collective if an accelerator has sharded them."""
     frozen = (to_local(p.detach()).float() for p in model.parameters() if not p.requires_grad)
-    return sum((values.square().sum().double().cpu() for values in frozen), torch.zeros((), dtype=torch.float64))
+    squares = torch.zeros((), dtype=torch.float64)
+    for values in frozen:
+        squares += values.square().sum().double().cpu()
+    if accelerator and accelerator.is_fsdp2:
+        squares = accelerator.reduce(squares.to(accelerator.device), "sum").cpu() / num_replicas(accelerator)
+    return squares.sqrt().item()
 
 
 def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> None:  # room: text examples
