@@ -225,9 +225,11 @@ def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> 
 def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise a UserError if the data are not those that the checkpoint was trained on. `then` and `now` come from
     `checkpoint_metadata`."""
-    both = [{"examples to train on": of["examples"], **of["data_state"]} for of in (then, now)]
+    both: list[dict[str, Any]] = [{"examples to train on": of["examples"]} for of in (then, now)]
+    for facts, of in zip(both, (then, now), strict=True):  # room: text examples
+        facts.update(of["data_state"])
     # as they come back from a checkpoint, with a tuple as a list; and as text, NaN equals NaN
-    known, facts = (json.loads(json.dumps(of), parse_constant=str) for of in both)
+    known, facts = (json.loads(json.dumps(facts), parse_constant=str) for facts in both)
     changes = _differences({name: (known.get(name, value), value) for name, value in facts.items()})
     parts = zip(("to train on", "to evaluate on"), then["data"], now["data"], strict=False)
     changed = " and ".join(part for part, before, after in parts if before != after)
