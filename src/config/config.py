@@ -24,7 +24,7 @@ from src.config.settings import (
     read_arguments,
     validate,
 )
-from src.config.trackers import Trackers  # room: trackers wandb
+from src.config.trackers import Tracker  # room: trackers wandb
 from src.config.tracking import Wandb  # room: wandb
 
 USAGE = """\
@@ -35,8 +35,8 @@ The task's own are shown for the chosen one: --task.name={tasks}
 """
 RENAMED = {"task.learn_all": "task.train_on_prompts"}
 """Settings of earlier versions by name, and their names now."""
-NOT_READ = ("trackers", "alerts", "log_norms")
-"""Settings of a saved run that nothing depends on: trackers need not be installed here, others have changed or left."""
+NOT_READ = ("trackers", "wandb", "alerts", "log_norms")
+"""Settings of a saved run that nothing depends on: trackers are not used here, others have changed or left."""
 
 
 class Config(Settings):
@@ -86,7 +86,7 @@ class Config(Settings):
     """Steps in a row skipped because of gradients that are not finite, after which the run fails."""
     timeout_minutes: ResumeSafe[PositiveFloat] = 30.0
     """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
-    trackers: ResumeSafe[Trackers] = [  # room: trackers wandb
+    trackers: ResumeSafe[list[Tracker]] = [  # room: trackers wandb
         "wandb",  # room: wandb
     ]  # room: trackers wandb
     """What records the run besides metrics.jsonl: wandb, trackio, tensorboard."""  # room: trackers wandb
