@@ -39,7 +39,7 @@ def test_exactly_these_files_are_written(digits: Run) -> None:
     assert {path.name for path in digits.folder.iterdir()} == {
         "config.yaml", "metrics.jsonl", "summary.json", "status.json", "checkpoints", "model",
         *(["wandb"] if WANDB else []),
-        *(["report.html", "report"] if (PROJECT / "src/tracking/report.py").exists() else []),
+        *(["report.html"] if (PROJECT / "src/tracking/report.py").exists() else []),
     }  # fmt: skip
     assert {path.name for path in (digits.folder / "model").iterdir()} == {"README.md", "model.safetensors"}
 

@@ -27,7 +27,7 @@ def assert_all_is_well(run: Run) -> None:
     assert run.exit_code == 0, run.stdout + run.stderr
     assert json.loads((run.folder / "check.json").read_text())["passed"] is True
     assert list(dict.fromkeys(row["check"] for row in rows(run))) == CHECKS
-    report = ["report.html", "report"] if (PROJECT / "src/tracking/report.py").exists() else []
+    report = ["report.html"] if (PROJECT / "src/tracking/report.py").exists() else []
     assert {path.name for path in run.folder.iterdir()} == {"check.json", *report}
     assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
     shown = [line for line in run.stdout.splitlines() if line[:1].isupper() and line.startswith(tuple(CHECKS))]
@@ -67,7 +67,7 @@ def test_a_run_is_examined_as_often_as_one_likes_and_goes_on_afterwards(launch: 
 
     def files() -> dict[str, tuple[str, int]]:
         found = [path for path in run.folder.rglob("*") if path.is_file() and path.name != "check.json"]
-        found = [path for path in found if not path.is_relative_to(run.folder / "report") and path.suffix != ".html"]
+        found = [path for path in found if path.suffix != ".html"]
         return {str(p): (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in found}
 
     before = files()
