@@ -92,7 +92,8 @@ class WandbRecorder(Recorder):
 
     def start(self) -> None:
         """Begin the run, or continue it by its id; go offline if it can't go online."""
-        wandb, config, why = import_module("wandb"), self._run.config, "as asked"
+        config, why = self._run.config, "as asked"
+        wandb = self._wandb = import_module("wandb")
         if self._mode == "auto":
             self._mode = "online"
             if not wandb.login(prompt=False, verify=False):
@@ -107,8 +108,9 @@ class WandbRecorder(Recorder):
             run = wandb.init(mode=self._mode, dir=config.folder, **arguments)
         except wandb.errors.Error as error:
             why = f"could not go online: {str(error).splitlines()[0]}"
+            wandb.teardown()  # it holds the id
             run = wandb.init(mode="offline", dir=config.folder, **arguments)
-        self._wandb, self._wandb_run = wandb, run
+        self._wandb_run = run
         self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         if run.offline:
             self.where = f"offline ({why})"
