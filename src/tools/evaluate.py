@@ -39,9 +39,8 @@ def main(argv: list[str]) -> None:
     if pictures and task.name != "mnist":
         raise UserError(f"{pictures[0]}: only the task mnist predicts pictures, not {task.name}")
     output = options.output or (None if pictures else path.with_name("predictions.parquet"))
-    if output and (output.exists() or output.suffix != ".parquet"):
-        wrong = "exists already" if output.exists() else "predictions are written as .parquet"
-        raise UserError(f"{output}: {wrong}; name another file by --output=")
+    if output and output.exists():
+        raise UserError(f"{output}: exists already; name another file by --output=")
     accelerator = Accelerator()
     model = accelerator.prepare_model(load_model(path, config), evaluation_mode=True).eval()
     dataset = read_pictures(pictures) if pictures else task.build_datasets()[1]

@@ -191,14 +191,12 @@ def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
         load_if_exists=True,
     )
     study.sampler = sweep.sampler(seed=len(study.trials))  # the same would draw the same again
-    again = study.get_trials(states=(TrialState.WAITING,))
-    ended = {trial.user_attrs["folder"] for trial in (*finished(study), *again)}
-    for trial in study.get_trials(states=(TrialState.RUNNING, TrialState.FAIL)):
-        if trial.state == TrialState.RUNNING:  # of a sweep that was killed
+    last_in_folder = {trial.user_attrs["folder"]: trial for trial in study.trials}
+    for trial in last_in_folder.values():
+        if trial.state == TrialState.RUNNING:  # of a sweep that was stopped or killed
             study.tell(trial.number, state=TrialState.FAIL)
-        if (own := trial.user_attrs["folder"]) not in ended:
-            ended.add(own)
-            study.enqueue_trial(trial.params, user_attrs={"folder": own})
+        if trial.state in (TrialState.RUNNING, TrialState.FAIL):
+            study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
     return study
 
 

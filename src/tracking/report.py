@@ -61,9 +61,8 @@ class Recorded:
     @property
     def score(self) -> float:
         """Return how good the exported model is, or else the last evaluation: higher is better."""
-        metric = self.settings["checkpoint.metric"]
-        results = {name: float(value) for name, value in (self.results | self.summary).items() if name == metric}
-        return score(results, metric, self.settings["checkpoint.mode"]) if results else -math.inf
+        metric, results = self.settings["checkpoint.metric"], self.results | self.summary
+        return score(results, metric, self.settings["checkpoint.mode"]) if metric in results else -math.inf
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -97,7 +96,6 @@ def render(runs: list[Recorded]) -> str:
     settings = [{"setting": name} | {run.name: run.settings.get(name) for run in runs} for name in names]
     differing = [row for row in settings if len({str(row[run.name]) for run in runs}) > 1]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = number
     return environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
         runs=runs, table_of_runs=table, PICTURE=PICTURE, figures=draw(runs), differing=differing, settings=settings
     )
@@ -126,11 +124,6 @@ def report_line(folder: Path) -> str:
     except Exception as error:  # no reason to fail a run that has come to its end
         return f"  report     none: {cause(error)}"
     return f"  report     {folder}/report.html"
-
-
-def number(value: float) -> str:
-    """Return a number as people read it: 12,345 or 0.1137."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
 if __name__ == "__main__":
