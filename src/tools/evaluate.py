@@ -14,7 +14,6 @@ import pyarrow as pa
 from accelerate import Accelerator
 from pyarrow import parquet
 
-from src.checkpoint.export import unfinished_place
 from src.checkpoint.load import config_of, find_model, load_model
 from src.config.config import RENAMED, Config
 from src.config.errors import UserError
@@ -54,8 +53,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps(metrics_of(task, loss, len(dataset), outputs), indent=2))
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pa.table(columns), unfinished_place(output))
-        unfinished_place(output).rename(output)
+        parquet.write_table(pa.table(columns), output)
         print(f"predictions: {output}", file=sys.stderr)
 
 

@@ -35,7 +35,9 @@ def draw(title: str, curves: list[tuple[str, list[float], list[float]]]) -> str:
         axes.set_title(title, loc="left", fontweight="bold")
         most = max(2, POINTS // len(curves))
         for label, steps, values in curves[: len(COLORS)]:
-            axes.plot(thinned(steps, most), thinned(values, most), marker="o" * (len(steps) < 20), label=label[:40])
+            axes.plot(
+                thinned(steps, most), thinned(values, most), marker="o" if len(steps) < 20 else "", label=label[:40]
+            )
         for _, steps, values in curves[len(COLORS) :]:
             axes.plot(thinned(steps, most), thinned(values, most), color=OTHERS, linewidth=0.5, zorder=1)
         if len(curves) > 1:

@@ -30,6 +30,9 @@ from src.training.run import Run
 ARTIFACTS = Path("artifacts")
 """Folder that artifacts are downloaded into, in the current one: each into the folder of its full name."""
 
+SERVICE = ("wandb-core", "gpu_stats")
+"""How the names of the processes begin that W&B starts."""
+
 
 def fetch_artifacts(config: Config, mistakes: list[str]) -> set[str]:
     """Replace `wandb:entity/project/name:alias` in task.model and resume by the folder of the downloaded artifact.
@@ -140,11 +143,10 @@ class WandbRecorder(Recorder):
 
     def abandon(self) -> None:
         """Kill W&B's service, whatever its state: this process could not end while one hangs."""
-        for child in psutil.Process().children():
-            if child.name().startswith("wandb-core"):
-                for process in (*child.children(recursive=True), child):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith(SERVICE):
+                    process.kill()
         with contextlib.suppress(Exception):
             self._wandb.teardown()
 
