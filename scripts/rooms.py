@@ -55,6 +55,7 @@ SHARED = {
     "src/config/trackers.py": {"wandb", "trackers"},
     "src/tracking/guard.py": {"wandb", "trackers"},
     "src/tracking/recorders.py": {"wandb", "trackers"},
+    "tests/test_recorders.py": {"wandb", "trackers"},
 }
 """Files that go with the last of several rooms."""
 LINE_LENGTH = 120

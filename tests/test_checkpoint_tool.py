@@ -1,4 +1,4 @@
-"""python -m src.tools.checkpoints: what there is, whether it is whole, its export, what differs."""
+"""python -m src.tools.checkpoints: what there is, whether it is whole, its export."""
 
 import shutil
 import sys
@@ -40,15 +40,15 @@ def test_list(run: Run) -> None:
 
 def test_verify(tool: Tool, run: Run, tmp_path: Path) -> None:
     *lines, last = tool("verify", run.folder).succeeded().stdout.splitlines()
-    assert [line.rpartition("  ")[2] for line in lines] == ["whole"] * 8
+    assert not [line for line in lines if "DAMAGED" in line or "missing" in line]
     assert last.endswith("rng_00002.json is missing: dropout goes on with other random numbers")
     copy = tmp_path / "step_00000030"
     shutil.copytree(run.folder / "checkpoints" / "step_00000030", copy)
     shard = copy / "shard-00002-model-00001-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    assert tool("list", copy).exit_code == 0
     found = tool("verify", copy)
-    assert found.exit_code == 1
-    assert found.stdout == f"{copy}  {shard.name} has changed since it was saved\n"
+    assert (found.exit_code, found.stdout) == (1, f"{copy}  DAMAGED: {shard.name} has changed since it was saved\n")
 
 
 def test_export_is_what_the_run_exported(tool: Tool, run: Run, tmp_path: Path) -> None:
@@ -59,57 +59,12 @@ def test_export_is_what_the_run_exported(tool: Tool, run: Run, tmp_path: Path) -
         assert (folder / name).read_bytes() == (run.folder / "model" / name).read_bytes()
     again = tool("export", run.folder)
     assert (again.exit_code, again.stderr) == (2, f"checkpoint: {folder}: exists already; name another folder\n")
-    tool("export", run.folder / "checkpoints" / "step_00000024", tmp_path / "model").succeeded()
+    tool("export", run.folder / "checkpoints" / "step_00000024", f"--output={tmp_path}/model").succeeded()
     older = weights(Run(0, "", "", tmp_path))
     assert all(not older[name].equal(weight) for name, weight in weights(run).items())
 
 
-def test_diff(tool: Tool, run: Run) -> None:
-    last, before = (run.folder / "checkpoints" / f"step_000000{step}" for step in (30, 24))
-    same = tool("diff", last, last)
-    assert (same.exit_code, same.stdout) == (0, "the same\n")
-    differing = tool("diff", before, last)
-    assert differing.exit_code == 1
-    assert "progress.step  24 -> 30\n" in differing.stdout
-    assert "model.fc1.weight  differs by up to " in differing.stdout
-    assert "optimizer.fc1.weight.step  differs by up to 6\n" in differing.stdout
-    assert "config" not in differing.stdout
-
-
-def test_spoilt_files_are_one_line(tool: Tool, run: Run, tmp_path: Path) -> None:
-    """What is said of checkpoints does not hang on the record. Tried without: tracebacks."""
-    folder = Path(shutil.copytree(run.folder, tmp_path / "run"))
-    listed = tool("list", folder).stdout
-    with (folder / "metrics.jsonl").open("a") as record:
-        record.write('garbage "eval/\n{"eval/": \n')
-    assert tool("list", folder).stdout == listed
-    last, before = (folder / "checkpoints" / f"step_000000{step}" for step in (30, 24))
-    (last / "state.json").unlink()
-    refused = tool("diff", before, last)
-    assert (refused.exit_code, refused.stderr) == (2, f"checkpoint: {last}: state.json is missing\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["lst", "x"], "lst: must be one of list, verify, export, diff"),
-        (["list"], "list: name a checkpoint or a run's output folder"),
-        (["list", "nowhere"], "nowhere: neither a checkpoint nor a folder with any"),
-        (["diff", "nowhere"], "diff: takes two checkpoints"),
-        (["export", "nowhere", "a", "b"], "export: takes one checkpoint, and one folder to write"),
-    ],
-)
-def test_mistakes_are_one_line(tool: Tool, arguments: list[str], says: str) -> None:
-    refused = tool(*arguments)
-    assert (refused.exit_code, refused.stderr) == (2, f"checkpoint: {says}\n")
-
-
-def test_what_is_another_users_is_one_line(tool: Tool, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may read everything, so it is stood for. Tried without: a traceback."""
-
-    def refuse(path: Path, *_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "glob", refuse)
-    refused = tool("list", run.folder)
-    assert (refused.exit_code, refused.stderr) == (2, f"checkpoint: {run.folder}/checkpoints: Permission denied\n")
+def test_what_is_no_checkpoint_is_one_line(tool: Tool) -> None:
+    says = "checkpoint: nowhere: neither a checkpoint nor a folder with any\n"
+    refused = tool("list", "nowhere")
+    assert (refused.exit_code, refused.stderr) == (2, says)

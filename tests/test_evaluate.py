@@ -80,10 +80,6 @@ def test_nothing_is_overwritten(tool: Tool, run: Run, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert refused.stderr == f"evaluate: {output}: exists already; name another file by --output=\n"
     assert output.read_text() == "mine"
-    for name in ("predictions.csv", "predictions"):
-        refused = tool(run.folder, f"--output={tmp_path / name}")
-        says = "predictions are written as .parquet; name another file by --output="
-        assert (refused.exit_code, refused.stderr) == (2, f"evaluate: {tmp_path / name}: {says}\n")
 
 
 def test_all_mistakes_at_once(tool: Tool, run: Run) -> None:

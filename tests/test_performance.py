@@ -1,7 +1,6 @@
 """The figures perf/… of the steps, and the profiles of some: what is measured, and that training stays as it was."""
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 from src.config.errors import UserError
 from src.tracking import performance
 from src.tracking.performance import Performance, peak_flops
-from tests.launching import Launch, Whole, mistakes, run_command
+from tests.launching import Launch, Whole, mistakes
 
 
 @pytest.mark.parametrize(
@@ -22,31 +21,18 @@ from tests.launching import Launch, Whole, mistakes, run_command
         ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
         ("NVIDIA H100 PCIe", "fp16", 756e12),
         ("NVIDIA H100 NVL", "fp8", 835e12),
-        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
-        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "fp32", None),
         ("NVIDIA L40S", "bf16", 362e12),
         ("NVIDIA L40", "bf16", None),
-        ("NVIDIA GH200 480GB", "bf16", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
         ("NVIDIA GeForce RTX 4090 D", "bf16", None),
-        ("AMD Instinct MI300X", "bf16", 1307e12),
         ("", "bf16", None),
     ],
 )
 def test_a_device_is_known_by_the_words_of_its_name(name: str, precision: str, peak: float | None) -> None:
     """Tried with `in` in place of words: an L40 is taken for an L4. Tried without PARTIAL: a slice for a whole GPU."""
     assert peak_flops(name, precision) == (peak and pytest.approx(peak))
-
-
-@pytest.mark.parametrize(
-    "allow", ["torch.set_float32_matmul_precision('high')", "torch.backends.cuda.matmul.fp32_precision = 'tf32'"]
-)
-def test_fp32_is_compared_with_tf32_where_that_is_allowed(tmp_path: Path, allow: str) -> None:
-    """Tried with get_float32_matmul_precision: once it has been set in the new way, that raises a RuntimeError."""
-    ask = "from src.tracking.performance import peak_flops; print(peak_flops('NVIDIA A100-SXM4-80GB', 'fp32'))"
-    run = run_command([sys.executable, "-c", f"import torch; {allow}; {ask}"], tmp_path).succeeded()
-    assert float(run.stdout) == 156e12
 
 
 class Event:
@@ -90,7 +76,7 @@ def test_the_figures_are_those_of_the_steps_and_the_host_does_not_wait_between_r
     def steps() -> Any:
         while True:
             Event.handed_over += 1
-            yield [SimpleNamespace(weight=weight, data=989, counts=(5, 989, 1024)) for weight in (1.0, 0.0)]
+            yield [SimpleNamespace(weight=weight, data=989) for weight in (1.0, 0.0)]
 
     measured, batches = Performance(run), steps()
     for _ in range(2):
@@ -105,7 +91,6 @@ def test_the_figures_are_those_of_the_steps_and_the_host_does_not_wait_between_r
         assert measured.metrics() == {
             "perf/data_seconds": 1.0,
             "perf/compute_seconds": 3.0,
-            "perf/tokens_per_second_per_device": 989 / 4,
             "perf/mfu": 0.25,
             "perf/peak_memory_bytes": 7,
         }
@@ -146,7 +131,7 @@ def test_a_profile_has_the_operators_of_its_steps_and_leaves_training_as_it_is(l
     for rank in range(2):
         trace = json.loads((run.folder / f"profile/trace_{rank}.json").read_text())["traceEvents"]
         counts = Counter(event["name"] for event in trace if event["ph"] == "X")
-        assert {name: n for name, n in counts.items() if name.startswith("step ")} == {"step 2": 1, "step 3": 1}
+        assert {name: n for name, n in counts.items() if "Step#" in name} == {"ProfilerStep#1": 1, "ProfilerStep#2": 1}
         assert counts["Optimizer.step#AdamW.step"] == 2
         assert counts["aten::conv2d"] == 2 * 2
 
@@ -161,4 +146,4 @@ def test_steps_to_profile_that_are_none_are_refused_with_the_other_mistakes(step
 def test_steps_to_profile_that_the_run_does_not_have_are_refused() -> None:
     run: Any = SimpleNamespace(config=SimpleNamespace(profile_steps="10:15"), total_steps=9)
     with pytest.raises(UserError, match="profile_steps=10:15: the run has only 9 steps; name some of them"):
-        performance.Profile(run)
+        performance.start_profiler(run)

@@ -39,7 +39,7 @@ def test_exactly_these_files_are_written(digits: Run) -> None:
     assert {path.name for path in digits.folder.iterdir()} == {
         "config.yaml", "metrics.jsonl", "summary.json", "status.json", "checkpoints", "model",
         *(["wandb"] if WANDB else []),
-        *(["report.html", "report"] if (PROJECT / "src/tracking/report.py").exists() else []),
+        *(["report.html"] if (PROJECT / "src/tracking/report.py").exists() else []),
     }  # fmt: skip
     assert {path.name for path in (digits.folder / "model").iterdir()} == {"README.md", "model.safetensors"}
 
@@ -100,8 +100,7 @@ def wandb_records(run: Run) -> tuple[str, list[int]]:
 @needs_wandb
 def test_wandb_offline_holds_config_strategy_history_and_success(digits: Run) -> None:
     text, exit_codes = wandb_records(digits)
-    run_id = (digits.folder / "wandb" / "run_id").read_text()
-    for expected in (run_id, "train/loss", "eval/accuracy", "digits", "requested", "accelerate_configs/cpu.yaml"):
+    for expected in ("train/loss", "eval/accuracy", "digits", "requested", "accelerate_configs/cpu.yaml"):
         assert expected in text
     assert exit_codes == [0]
 

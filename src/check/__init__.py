@@ -10,7 +10,6 @@ import os
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 
 import torch
@@ -26,7 +25,6 @@ from src.config.errors import UserError
 from src.config.terminal import say
 from src.distributed.process import lost_peers
 from src.tracking.report import report_line
-from src.tracking.wandb import start_wandb
 from src.training.batches import TrainStep
 from src.training.run import Run
 
@@ -102,10 +100,6 @@ def _report(run: Run, rows: list[Row], seconds: float) -> None:
     about = {"launch": run.launch.as_dict(), "versions": versions, "config": config.model_dump(mode="json")}
     config.folder.mkdir(parents=True, exist_ok=True)
     write_json(file, {"passed": not failed, "checks": rows, "seconds": seconds, **about})
-    for recorder in start_wandb(run, say, None, job_type="check", id=uuid.uuid4().hex[:8]):  # room: wandb
-        recorder.tell(recorder.recorder.log, {"step": 0}, {"check": rows})
-        recorder.tell(recorder.recorder.summarize, {"check/passed": not failed})
-        recorder.finish(exit_code=1 if failed else 0)
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks passed"
     say(f"{verdict}, in {seconds:.0f} s; {file}")
     say(report_line(config.folder))  # room: report

@@ -24,7 +24,7 @@ from src.config.settings import (
     read_arguments,
     validate,
 )
-from src.config.trackers import Trackers
+from src.config.trackers import Tracker
 from src.config.tracking import Wandb
 
 USAGE = """\
@@ -82,7 +82,7 @@ class Config(Settings):
     """Steps in a row skipped because of gradients that are not finite, after which the run fails."""
     timeout_minutes: ResumeSafe[PositiveFloat] = 30.0
     """Minutes that a process waits for the others in an exchange; then one counts as hung, and the run fails."""
-    trackers: ResumeSafe[Trackers] = [  # room: trackers wandb
+    trackers: ResumeSafe[list[Tracker]] = [  # room: trackers wandb
         "wandb",  # room: wandb
     ]
     """What records the run besides metrics.jsonl: wandb, trackio, tensorboard."""
@@ -190,7 +190,8 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
         UserError: they are not a run's settings, or another version's.
     """
     try:
-        used = {name: value for name, value in saved.items() if name != "trackers"}  # they need not be installed here
+        # trackers need not be installed here
+        used = {name: value for name, value in saved.items() if name not in ("trackers", "wandb")}
         return _config_class(saved["task"]["name"], tasks).model_validate(used)
     except (KeyError, ValidationError) as error:
         raise UserError(f"not the settings of a run: {cause(error)}") from error

@@ -28,5 +28,3 @@ class Wandb(Settings):
     """Record the exported model as an artifact that names its files, or with a copy of them, or no such artifact."""
     checkpoints: Keep = "no"
     """Record each checkpoint likewise, with the aliases latest, best and step-N."""
-    machines: bool = False
-    """Record the system metrics of the other machines too, each in a run of its own in the same group."""

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from PIL import Image, ImageOps
 from pyarrow import parquet
 
-from src.checkpoint.export import unfinished_place
 from src.checkpoint.load import config_of, find_model, load_model
 from src.config.config import Config
 from src.config.errors import UserError, explained
@@ -43,9 +42,8 @@ def main(argv: list[str]) -> None:
     if pictures and task.name != "mnist":
         raise UserError(f"{pictures[0]}: only the task mnist predicts pictures, not {task.name}")
     output = options.output or (None if pictures else path.with_name("predictions.parquet"))
-    if output and (output.exists() or output.suffix != ".parquet"):
-        wrong = "exists already" if output.exists() else "predictions are written as .parquet"
-        raise UserError(f"{output}: {wrong}; name another file by --output=")
+    if output and output.exists():
+        raise UserError(f"{output}: exists already; name another file by --output=")
     accelerator = Accelerator()
     model = accelerator.prepare_model(load_model(path, config), evaluation_mode=True).eval()
     dataset = _read_pictures(pictures) if pictures else task.build_datasets()[1]
@@ -59,8 +57,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps(metrics_of(task, loss, len(dataset), outputs), indent=2))
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pa.table(columns), unfinished_place(output))
-        unfinished_place(output).rename(output)
+        parquet.write_table(pa.table(columns), output)
         print(f"predictions: {output}", file=sys.stderr)
 
 

@@ -12,6 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -79,6 +80,11 @@ class Sweep(BaseModel, extra="forbid"):
     early_terminate: Halving | None = None
     name: str = "sweep"
 
+    @property
+    def size(self) -> int:
+        """Return the number of trials that try each setting with each; 0: there is a range."""
+        return math.prod(len(parameter.choices() or ()) for parameter in self.parameters.values())
+
     def sampler(self, seed: int = 0) -> BaseSampler:
         """Return what chooses the settings of a trial. A grid has its order, whatever the seed."""
         if self.method == "grid":
@@ -102,13 +108,14 @@ class Sweep(BaseModel, extra="forbid"):
 def settings_of(sweep: Sweep, number: int) -> dict[str, str]:
     """Return the settings of one trial of a sweep that is not run here, but by the tasks of a job array: that of this
     number, counted from 0. Raise a UserError if the grid has fewer."""
+    asked = 1
+    if sweep.method == "grid":
+        if number >= sweep.size:
+            raise UserError(f"{sweep.name} has {sweep.size} trials: --array=0-{sweep.size - 1}")
+        asked += number
     study = optuna.create_study(sampler=sweep.sampler(number))
-    if sweep.method != "grid":
-        return sweep.draw(study.ask())
-    grid = math.prod(len(parameter.choices() or ()) for parameter in sweep.parameters.values())
-    if number >= grid:
-        raise UserError(f"{sweep.name} has {grid} trials: --array=0-{grid - 1}")
-    return [sweep.draw(study.ask()) for _ in range(number + 1)][number]
+    *_, trial = [study.ask() for _ in range(asked)]
+    return sweep.draw(trial)
 
 
 def read_sweep(file: str) -> Sweep:
@@ -142,38 +149,34 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
     """Run a trial to its end, or until it is not worth going on; return its last value of the metric."""
     own = folder / trial.user_attrs.get("folder", f"trial-{trial.number:02}")
     trial.set_user_attr("folder", own.name)
-    command = command_of(sweep, sweep.draw(trial), own, others)
-    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WANDB_RUN_GROUP": folder.name}
-    with own.with_suffix(".log").open("ab") as log:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with Path(f"{own}.log").open("a") as log:
         process = psutil.Popen(
-            command,
-            env=os.environ | environment,
+            command_of(sweep, sweep.draw(trial), own, others),
+            env=os.environ | {"PATH": path, "WANDB_RUN_GROUP": folder.name},
             start_new_session=True,
             preexec_fn=end_with_parent,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
-    code, reported, values = None, 0, list[float]()
-    while code is None:
-        with contextlib.suppress(psutil.TimeoutExpired):
-            code = process.wait(POLL_SECONDS)
-        records = read_lines(own / "metrics.jsonl")
-        values = [record[sweep.metric.name] for record in records if record.get(sweep.metric.name) is not None]
-        for number, value in enumerate(values[reported:], start=reported + 1):
-            trial.report(value, number)
-        reported = len(values)
-        is_pruned = trial.should_prune()
-        if code is None and (SIGNALS.name or is_pruned):
+    values: list[float] = []
+    while True:
+        code = process.poll()
+        records = [record for record in read_lines(own / "metrics.jsonl") if record.get(sweep.metric.name) is not None]
+        for record in records[len(values) :]:
+            values.append(record[sweep.metric.name])
+            trial.report(values[-1], len(values))
+        if code is not None:
+            return values[-1] if code == 0 and values else math.nan  # which Optuna takes for a failure
+        if SIGNALS.name:
             stop(process)
-            code = 0
-            if is_pruned and not SIGNALS.name:
-                raise optuna.TrialPruned
-    if SIGNALS.name:
-        raise RunError(f"stopped by {SIGNALS.name} in {own}; to continue: {shlex.join(sys.orig_argv)}")
-    if code == 2:
-        raise UserError(f"a trial's settings have mistakes, see {own}.log")
-    return values[-1] if code == 0 and values else math.nan  # which Optuna takes for a failure
+            # no error, of which Optuna would print a traceback
+            sys.exit(f"sweep: stopped by {SIGNALS.name} in {own}; to continue: {shlex.join(sys.orig_argv)}")
+        if trial.should_prune():
+            stop(process)
+            raise optuna.TrialPruned
+        time.sleep(POLL_SECONDS)
 
 
 def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
@@ -188,14 +191,12 @@ def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
         load_if_exists=True,
     )
     study.sampler = sweep.sampler(seed=len(study.trials))  # the same would draw the same again
-    again = study.get_trials(states=(TrialState.WAITING,))
-    ended = {trial.user_attrs["folder"] for trial in (*finished(study), *again)}
-    for trial in study.get_trials(states=(TrialState.RUNNING, TrialState.FAIL)):
-        if trial.state == TrialState.RUNNING:  # of a sweep that was killed
+    last_in_folder = {trial.user_attrs["folder"]: trial for trial in study.trials}
+    for trial in last_in_folder.values():
+        if trial.state == TrialState.RUNNING:  # of a sweep that was stopped or killed
             study.tell(trial.number, state=TrialState.FAIL)
-        if (own := trial.user_attrs["folder"]) not in ended:
-            ended.add(own)
-            study.enqueue_trial(trial.params, user_attrs={"folder": own})
+        if trial.state in (TrialState.RUNNING, TrialState.FAIL):
+            study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
     return study
 
 
@@ -204,29 +205,22 @@ def finished(study: optuna.Study) -> list[Any]:
     return study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
 
 
-def tell(_: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-    """Print how a trial ended."""
-    print(trial.user_attrs["folder"], trial.state.name.lower(), trial.value, flush=True)
-
-
 def main(argv: list[str]) -> None:
     """Run, or continue, the sweep that the arguments ask for."""
     parser = argparse.ArgumentParser("python -m src.tools.sweep", allow_abbrev=False, description=__doc__)
     parser.add_argument("file", help="sweep file, such as sweeps/mnist.yaml")
-    parser.add_argument("--trials", type=int, help="number of trials; default: the whole grid")
+    parser.add_argument("--trials", type=int, help="number of trials; default: each value with each")
     parser.add_argument("--folder", type=Path, help="folder of the sweep; default: runs/ and its name")
     options, others = parser.parse_known_args(argv)
     sweep = read_sweep(options.file)
     folder = options.folder or Path("runs", sweep.name)
-    choices = [parameter.choices() for parameter in sweep.parameters.values()]
-    if options.trials is None and (sweep.method != "grid" or None in choices):
+    wanted = options.trials or sweep.size
+    if not wanted:
         raise UserError(f"method: {sweep.method} has no end: add --trials=8")
-    wanted = options.trials or math.prod(len(of or ()) for of in choices)
-    optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     study = open_study(sweep, folder)
     SIGNALS.catch()
     run = partial(objective, sweep=sweep, folder=folder, others=others)
-    study.optimize(run, n_trials=max(0, wanted - len(finished(study))), callbacks=[tell])
+    study.optimize(run, n_trials=max(0, wanted - len(finished(study))))
     table = study.trials_dataframe(("value", "user_attrs", "params", "state"))
     print(table.sort_values("value", ascending=sweep.metric.goal == "minimize").to_string(index=False))
     if not finished(study):

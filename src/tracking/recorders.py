@@ -1,75 +1,55 @@
 """What records a run besides metrics.jsonl, all of it together: Weights & Biases, trackio, TensorBoard."""
 
+import contextlib
+import io
 import os
 import uuid
 from collections.abc import Callable
 
 from src.config.errors import cause
 from src.tasks.base import Table
-from src.tracking.accelerate_trackers import start_trackers
-from src.tracking.guard import Guarded, Record
-from src.tracking.wandb import start_wandb
+from src.tracking.accelerate_trackers import accelerate_recorders
+from src.tracking.guard import Guarded, Record, Recorder
+from src.tracking.wandb import wandb_recorders
 from src.training.run import Run
 
 
 class Recorders:
-    """The recorders that the settings name; none on most processes."""
+    """The recorders that the settings name; only on the main process."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         """Start them. `say` tells the user that one failed."""
-        self._run = run
-        self._all: list[Guarded] = []
+        self._run, resume = run, run.resume
+        own = resume.state.wandb_id if resume.state and resume.is_own(run.config) else None
+        self.run_id = own or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+        """The id by which a later session continues the run there. A sweep's agent sets the variable."""
+        recorders: list[Recorder] = []
         if run.is_main:
-            self._all = self._start(say)
-        elif run.accelerator.is_local_main_process:  # room: wandb
-            machine = int(os.environ.get("GROUP_RANK", run.rank))
-            self._all = start_wandb(run, say, None, machine)
-
-    def _start(self, say: Callable[[str], None]) -> list[Guarded]:
-        run, resume = self._run, self._run.resume
-        state = resume.state if resume.is_own(run.config) else None
-        run_id = state.wandb_id if state else None
-        found: list[Guarded] = []
-        resumes = "allow" if run_id else None  # room: wandb
-        found += start_wandb(run, say, run.config.folder, id=run_id, resume=resumes)  # room: wandb
-        run_id = next((r.recorder.id for r in found), None) or run_id or uuid.uuid4().hex[:8]  # room: trackers
-        found += start_trackers(run, say, run_id)  # room: trackers
-        return found
+            recorders += wandb_recorders(run, self.run_id)  # room: wandb
+            recorders += accelerate_recorders(run, self.run_id)  # room: trackers
+        # trackio prints; this thread silences it, as the recorder's own may hang
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._all = [Guarded(recorder, say) for recorder in recorders]
 
     @property
     def where(self) -> dict[str, str]:
-        """Return where each of them records the run, by its title."""
-        return {recorder.recorder.title: recorder.where for recorder in self._all}
-
-    @property
-    def run_id(self) -> str | None:
-        """Return the id by which a later session continues the run there; None: there is none."""
-        return next((recorder.recorder.id for recorder in self._all if recorder.recorder.id), None)
+        """Return where each of them records the run, or why it does not, by its title."""
+        return {
+            of.recorder.title: f"not recorded: {of.failure}" if of.failure else of.recorder.where for of in self._all
+        }
 
     def log(self, record: Record, tables: dict[str, Table]) -> None:
         """Record numbers, `step` among them, and tables."""
-        for recorder in self._all:
-            recorder.tell(recorder.recorder.log, record, tables)
-
-    def summarize(self, summary: Record) -> None:
-        """Record what came out of the run."""
-        for recorder in self._all:
-            recorder.tell(recorder.recorder.summarize, summary)
-
-    def mark_stopped(self) -> None:
-        """Record that the run was stopped and will be continued."""
-        for recorder in self._all:
-            recorder.tell(recorder.recorder.mark_stopped)
+        for of in self._all:
+            of.tell(of.recorder.log, record, tables)
 
     def closing_lines(self) -> list[str]:
         """Return the lines that tell the user how to see the run."""
-        return [line for recorder in self._all if (line := recorder.closing_line())]
+        return [of.recorder.closing for of in self._all if not of.failure]
 
-    def finish(self, error: BaseException | None, is_done: bool) -> dict[str, str]:
+    def finish(self, error: BaseException | None, summary: Record | None) -> dict[str, str]:
         """End them, with an alert if the run crashed. Return why each failed, of those that did, by title."""
-        for recorder in self._all:
-            if error and self._run.is_main:
-                crash = f"step {self._run.progress.step}: {type(error).__name__}: {cause(error)}"
-                recorder.tell(recorder.recorder.alert, crash)
-            recorder.finish(exit_code=0 if is_done else 1)
-        return {recorder.recorder.title: recorder.failure for recorder in self._all if recorder.failure}
+        crash = f"step {self._run.progress.step}: {type(error).__name__}: {cause(error)}" if error else None
+        for of in self._all:
+            of.finish(summary, crash)
+        return {of.recorder.title: of.failure for of in self._all if of.failure}

@@ -141,7 +141,6 @@ class Tracker:
             return
         self._bar.close()
         _write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume_command)
-        self._elsewhere.mark_stopped()  # room: trackers wandb
 
     def write_summary(self, evaluation: dict[str, float], saving: dict[str, float]) -> None:
         """Write summary.json, with figures about `saving`, and print the closing block. Collective."""
@@ -167,7 +166,6 @@ class Tracker:
         }
         write_json(self.folder / "status.json", {"status": "done", "step": progress.step})
         write_json(self.folder / "summary.json", self._summary)
-        self._elsewhere.summarize(self._summary)  # room: trackers wandb
         self._say_done(evaluation)
 
     def _say_done(self, evaluation: dict[str, float]) -> None:
@@ -211,8 +209,7 @@ class Tracker:
             self._bar.close()
             with contextlib.suppress(OSError):  # what could not be written has been reported
                 self._metrics.close()
-        is_done = not error and (self._summary is not None or not self._run.is_main)  # room: trackers wandb
-        failures = self._elsewhere.finish(error, is_done)  # room: trackers wandb
+        failures = self._elsewhere.finish(error, self._summary)  # room: trackers wandb
         if self._summary and failures:  # room: trackers wandb
             summary = self._summary | {"tracker_failures": failures}
             write_json(self.folder / "summary.json", summary)

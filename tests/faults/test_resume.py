@@ -92,7 +92,7 @@ def test_a_longer_run_goes_on_from_the_end(launch: Launch, tmp_path: Path) -> No
     assert [record for record in curve(longer) if record["step"] != 18] == curve(whole)
     assert all(torch.equal(weight, weights(whole)[name]) for name, weight in weights(longer).items())
     recorded = [path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")]
-    assert recorded == ([(folder / "wandb/run_id").read_text()] * 2 if WANDB else [])
+    assert (len(recorded), len(set(recorded))) == ((2, 1) if WANDB else (0, 0))
 
 
 def test_a_finished_run_is_left_alone(launch: Launch, whole: Whole) -> None:

@@ -104,7 +104,7 @@ def test_a_job_that_is_told_to_save_goes_on_and_has_the_curve_of_one_in_one_piec
 @pytest.mark.skipif(not WANDB, reason="Weights & Biases was thrown out")
 def test_it_goes_on_in_the_same_run_of_weights_and_biases(finished: Job) -> None:
     parts = [folder.name.split("-")[-1] for folder in finished.folder.glob("wandb/offline-run-*")]
-    assert parts == [(finished.folder / "wandb/run_id").read_text()] * 2
+    assert (len(parts), len(set(parts))) == (2, 1)
 
 
 def test_a_finished_run_is_not_trained_again(cluster: Cluster, finished: Job) -> None:

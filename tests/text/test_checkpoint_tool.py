@@ -26,7 +26,7 @@ def test_export_of_a_transformer(
     ).succeeded()  # fmt: skip
     data.rename(tmp_path / "away")
     copy = shutil.copytree(run.folder / "checkpoints" / "step_00000003", tmp_path / "elsewhere")
-    assert not main(["export", str(copy), str(tmp_path / "model")])
+    assert not main(["export", str(copy), f"--output={tmp_path}/model"])
     there = {path.name for path in (run.folder / "model").iterdir()}
     assert {path.name for path in (tmp_path / "model").iterdir()} == there
     (file,) = (name for name in there if name.endswith(".safetensors"))
