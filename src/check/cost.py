@@ -35,8 +35,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        space, _, name = function._schema.name.partition("::")
-        if "c10d" not in space or self.is_done or "wait" in name or "barrier" in name:
+        name = function._schema.name
+        if "c10d" not in name or self.is_done or "wait" in name or "barrier" in name:
             return result
         # what is gathered or scattered is the whole tensor: the larger of what goes in and what comes out
         size = max(

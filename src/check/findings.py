@@ -16,9 +16,9 @@ Row = dict[str, str]
 """A line of the terminal, of check.json and of W&B."""
 
 
-def finding(what: str, measured: object, bound: object, is_right: bool, cause: str) -> Row:
+def finding(what: str, measured: str, bound: str, is_right: bool, cause: str) -> Row:
     """Return what was measured, and whether that is right. `cause`: what a failure usually means, and what to do."""
-    row = {"what": what, "measured": str(measured), "bound": str(bound), "result": "pass", "means": ""}
+    row = {"what": what, "measured": measured, "bound": bound, "result": "pass", "means": ""}
     return row if is_right else row | {"result": "FAIL", "means": cause}
 
 
