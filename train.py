@@ -32,7 +32,7 @@ from src.distributed.accelerator import (
     prepare,
 )
 from src.distributed.launcher import resume_command
-from src.distributed.machines import alike  # room: machines
+from src.distributed.machines import join  # room: machines
 from src.distributed.stop import StopSignal
 from src.tasks.base import Task
 from src.tasks.returned import Examined
@@ -76,13 +76,14 @@ def train_or_check(argv: list[str]) -> None:
         sys.exit(1)
 
 
-@alike  # room: machines
 def settings(argv: list[str]) -> Config:
     """Return the settings of the run; raise a UserError with all their mistakes."""
-    return run_settings(
+    config = run_settings(
         argv,
         fetch_artifacts,  # room: wandb
     )
+    join(config)  # room: machines
+    return config
 
 
 def build(config: Config) -> Run | None:
