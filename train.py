@@ -179,7 +179,7 @@ def fit(run: Run) -> bool:
             unknown = next(metric_errors(config, progress.evaluation), None) if run.is_evaluated() else None
             checkpoints.poll()  # reports on the one being written once it is done
             is_ending = is_last or is_stopping or unknown is not None
-            if progress.step and (is_ending or (run.is_save_due() and checkpoints.is_ready())):
+            if progress.step and (is_ending or run.is_save_due()):
                 progress.tick()
                 checkpoints.save(tracker.state())
             if unknown:
