@@ -59,6 +59,7 @@ def main() -> None:
 @naming_full_gpus()
 def train_or_check(argv: list[str]) -> None:
     config = settings(argv)
+    join(config)  # room: machines
     run = build(config)
     if run is None:  # it has already finished
         return
@@ -78,12 +79,10 @@ def train_or_check(argv: list[str]) -> None:
 
 def settings(argv: list[str]) -> Config:
     """Return the settings of the run; raise a UserError with all their mistakes."""
-    config = run_settings(
+    return run_settings(
         argv,
         fetch_artifacts,  # room: wandb
     )
-    join(config)  # room: machines
-    return config
 
 
 def build(config: Config) -> Run | None:
