@@ -96,8 +96,7 @@ class CheckpointWriter:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         if self._run.accelerator.is_local_main_process:
-            if writer.folder.exists():  # it was not published here
-                shutil.rmtree(writer.folder, ignore_errors=True)
+            shutil.rmtree(writer.folder, ignore_errors=True)  # there if it was not published here
             if not self._run.resume.is_disk_shared:  # room: mirror
                 writer.rotate()  # what was fetched  # room: mirror
 
