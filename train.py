@@ -28,7 +28,7 @@ from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, find_shard, leave, prepare
 from src.distributed.launcher import resume_command
-from src.distributed.machines import alike
+from src.distributed.machines import join
 from src.distributed.stop import StopSignal
 from src.tasks.base import Task
 from src.tasks.returned import Examined
@@ -54,6 +54,7 @@ def main() -> None:
 @exit_codes()
 def train_or_check(argv: list[str]) -> None:
     config = settings(argv)
+    join(config)  # room: machines
     run = build(config)
     if run is None:  # it has already finished
         return
@@ -75,7 +76,6 @@ def train_or_check(argv: list[str]) -> None:
         sys.exit(1)
 
 
-@alike  # room: machines
 def settings(argv: list[str]) -> Config:
     """Return the settings of the run; raise a UserError with all their mistakes."""
     return run_settings(
@@ -161,8 +161,7 @@ def fit(run: Run) -> bool:
             is_ending = is_ending or progress.is_out_of_patience(config.early_stopping)  # room: best
             checkpoints.poll()  # reports on the one being written once it is done
             # a checkpoint always holds the evaluation of its step: evaluate first, save second
-            is_save_due = run.is_save_due() and checkpoints.is_ready()
-            if progress.step and (is_ending or is_save_due):
+            if progress.step and (is_ending or run.is_save_due()):
                 progress.tick()
                 checkpoints.save(tracker.state())
             if unknown:  # room: best

@@ -117,7 +117,9 @@ for shard in (FOLDER / "mirror" / "mnist").glob("*/shard-00001.safetensors"):  #
 (third / "shard-00001.safetensors").unlink()
 newest, damaged = first_valid(ACCELERATOR, mirror.candidates(), mirror)
 assert newest == second, newest
-assert damaged == {third: "shard-00001.safetensors in the mirror has changed since it was saved"}, damaged
+assert damaged == {third: "shard-00001.safetensors in the mirror is missing, or has changed since it was saved"}, (
+    damaged
+)
 assert mirror.candidates() == [third, second, first], mirror.candidates()
 
 shutil.rmtree(FOLDER / "mirror")

@@ -1,6 +1,5 @@
 """What the yaml asks for is what runs, or nothing does: one line, exit code 2, no traceback, no file."""
 
-from argparse import Namespace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,19 +9,16 @@ import psutil
 import pytest
 import yaml
 
-from src.checkpoint.folder import run_settings
 from src.config.errors import UserError
 from src.distributed.accelerator import choose_precision
-from src.distributed.launch_guard import launch_errors
-from src.distributed.launcher import Launcher, find_launcher
+from src.distributed.launcher import find_launcher
 from src.tasks.mnist import IDX_FILES
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command
 
 FSDP, HSDP = (
     yaml.safe_load((PROJECT / "accelerate_configs" / f"{name}.yaml").read_text()) for name in ("fsdp", "hsdp")
 )
-DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
-CUDA_GRAPHS = "cuda_graphs=true is for one process on one NVIDIA GPU: use single_gpu.yaml, or leave it out"
+CUDA_GRAPHS = "cuda_graphs=true is for one NVIDIA GPU, without accumulation, fp16 or muon"
 ONE_GPU = "import torch.accelerator as a; a.is_available = lambda: True; a.device_count = lambda: 1"
 WITHOUT_FSDP = """
 import os, accelerate, src.distributed.accelerator
@@ -60,10 +56,8 @@ def refused(run: Run, is_real: bool = False) -> str:
         ("ddp", ["--cuda_graphs=true"], {}, CUDA_GRAPHS),
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
         ("cpu", [], {"processes": 2}, "2 processes were asked for, but */accelerate_configs/cpu.yaml starts 1: use "
-         "a yaml for several, such as accelerate_configs/ddp.yaml"),
-        ("fsdp", [], {"processes": 1, "launcher_arguments": ("--cpu",)}, "*fsdp.yaml asks for FSDP, but the command "
-         "line switched it off: use another yaml"),
-        ("ddp", [], {"before": ONE_GPU}, "2 processes on this machine, but it has 1 GPU(s): add --num_processes=1"),
+         "a yaml for several*"),
+        ("ddp", [], {"before": ONE_GPU}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
         ("ddp", [], {"before": APART}, "2 processes were started, but each sees 1: refusing to train separate models"),
         ("fsdp", [], {"before": WITHOUT_FSDP}, "the yaml asks for FSDP, but Accelerate chose *"),
         ("fsdp", [], {"before": f"{BLOCKS}[]"}, "FSDP wrapped nothing but the root: name the repeating blocks of "
@@ -94,28 +88,20 @@ def fsdp(**changes: object) -> dict[str, Any]:
         # by the real launcher, whose command line names the yaml
         (fsdp(fsdp_ofload_params=True), "", "{file}: fsdp_config has no key fsdp_ofload_params, did you mean "
          "fsdp_offload_params?"),
-        (fsdp(fsdp_sharding_strategy="SHARD_GRAD_OP"), "", "fsdp_sharding_strategy has no effect in FSDP2: set "
-         "fsdp_reshard_after_forward*"),
-        (fsdp(fsdp_version=1), "", "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's "
-         "fsdp_config"),
+        (fsdp(fsdp_version=1), "", "FSDP version 1 is not supported here: set fsdp_version: 2 in the "
+         "yaml's fsdp_config"),
         (fsdp(fsdp_transformer_layer_cls_to_wrap="Linea"), "", "fsdp_transformer_layer_cls_to_wrap names Linea, which "
          "MnistCnn does not have, did you mean Linear?"),
         (fsdp(fsdp_activation_checkpointing=True), "", "fsdp_activation_checkpointing computes wrong gradients with "
          "dropout*"),
         # tried without: it trains by the second one alone
         (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: found duplicate key \"fsdp_config\" *"),
-        (DDP | {"use_cpu": True}, "", "{file}: use_cpu has no effect with several processes: take it out"),
-        (DDP | {"fsdp_config": {"ddp_comm_hook": "bf16"}}, "", "{file}: ddp_comm_hook is a setting of train.py now: "
-         "take it out, and add --ddp_comm_hook=bf16 to the command"),
-        (hsdp(dp_shard_size=4), "", "parallelism_config: dp_replicate_size=2 x dp_shard_size=4 is not 4 processes: set "
-         "the machines and the GPUs of each"),
-        (hsdp(dp_shard_size=1, dp_replicate_size=4), "", "parallelism_config: only dp_replicate_size and dp_shard_size "
-         "are supported here, the latter above 1"),
+        (hsdp(dp_shard_size=1, tp_size=2), "", "parallelism_config: only dp_replicate_size and dp_shard_size are "
+         "supported here"),
         (hsdp(dp_shards=2), "", "{file}: parallelism_config has no key parallelism_config_dp_shards, did you mean "
          "parallelism_config_dp_shard_size?"),
     ],
-    ids=["misspelt", "sharding strategy", "version 1", "blocks", "checkpointing", "twice", "use_cpu", "hook", "sizes",
-         "no shards", "misspelt size"],
+    ids=["misspelt", "version 1", "blocks", "checkpointing", "twice", "tensor parallelism", "misspelt size"],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_what_cannot_be_is_refused(
     launch: Launch, tmp_path: Path, settings: dict[str, Any], text: str, says: str
@@ -198,10 +184,3 @@ accelerator.wait_for_everyone()
 accelerator.end_training()
 """)
     assert launch("ddp", script=str(tmp_path / "script.py")).succeeded().stdout == "01"
-
-
-def test_processes_that_are_no_multiple_of_the_machines_are_refused() -> None:
-    launcher = Launcher([], Namespace(num_processes=5, num_machines=2), "mine.yaml", {}, {})
-    assert list(launch_errors(launcher, run_settings([]), 4, False)) == [
-        "5 processes were asked for, but mine.yaml starts 4: take a multiple of the 2 machines"
-    ]

@@ -133,7 +133,7 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
     (tmp_path / "file").touch()
     for mirror, says in (
         (f"{tmp_path}/file/mirror", "Not a directory"),
-        ("gcs://bucket/folder", "Please install gcsfs to access Google Storage: pip install gcsfs"),
+        ("gcs://bucket/folder", "Please install gcsfs to access Google Storage"),
         ("ftpp://host/folder", "Protocol not known: ftpp"),
     ):
         (line,) = mistakes_at_start(tmp_path / "run", f"--checkpoint.mirror={mirror}")
@@ -215,18 +215,6 @@ def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(
     ]
     assert mirrored(mirror) == [14]
     assert_same_run(run, whole("cpu", *TINY))
-
-
-def test_nor_does_one_that_alone_has_whole_checkpoints(launch: Launch, tmp_path: Path) -> None:
-    """On machines that share no disk. Those that come too early are left out, but not the last. Tried without: the run
-    hangs at step 4."""
-    held = HELD_UP.format(file=tmp_path / "machine0" / "run" / "metrics.jsonl", text='"step": 13,')
-    run = on_machines(launch, "ddp", tmp_path, "--save_every=2", before=held + MACHINE).succeeded()
-    assert list(lines(run, "WARNING: ")) == [
-        f"WARNING: no checkpoint of step {step}: {tmp_path}/mirror/mnist takes longer than from save to save"
-        for step in (4, 6, 8, 10, 12)
-    ]
-    assert mirrored(tmp_path / "mirror") == [2, 14]
 
 
 def test_a_mirror_that_still_hangs_at_the_end_is_given_up(

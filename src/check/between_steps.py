@@ -1,32 +1,29 @@
-"""Checks 7 and 8, Evaluation and Checkpoint: the run's own evaluation gives what one process finds over the same
-examples; saved and restored, the run continues identically, to the last bit."""
+"""Evaluation and Checkpoint: the run's own evaluation gives what one process finds over the same examples; saved and
+restored, the run continues identically, to the last bit."""
 
 import math
 import shutil
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
 
-from src.check.findings import EXACT, Row, finding, finding_alike, gather, norm
-from src.check.reference import evaluate_by_hand
-from src.check.start import reading_indices
+from src.check.findings import EXACT, Row, finding, gather, none_differ, norm, relative_error, worst
+from src.check.start import evaluating_less, spread
 from src.check.subject import Subject, checksum
 from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.rng import random_state
 from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config.groups import Checkpoint
-from src.training.batches import EVALUATION_FACTOR, evaluation_batches
+from src.training.alone import evaluate_alone
+from src.training.batches import samples
+from src.training.evaluation import metrics_of
 from src.training.gradients import to_local
 from src.training.progress import mean_loss
 from src.training.run import Run
 
-MOST_EXAMPLES = 9_999
-"""Most examples to evaluate, as every process goes through all of them."""
 STEPS = 2
 """Steps to take after the checkpoint: the optimizer's state shows in the second one's loss."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
@@ -36,13 +33,14 @@ CHANGED = (
     "training goes on from something else: evaluate() must end with model.train(), put weights back that it swaps "
     "(EMA), leave the optimizer's state alone, and draw random numbers from a generator of its own"
 )
-FEWER_BATCHES = (
-    "a process has fewer batches than others, which wait for it: without an example left, it has to compute on a dummy "
-    "batch of weight 0"
-)
 WRONG_MEAN = (
-    "a mean of each process's or each batch's mean, or counted padding: sum and count over all examples, or compute it "
-    "from all of them, gathered in order"
+    "a mean of each process's or each batch's mean, examples left out or counted padding: sum and count over all "
+    "examples, or compute it from all of them, gathered in order. Or dropout and the like are on: evaluate() must "
+    "begin with model.eval(). Or the metrics are those of other weights, such as an average of them (EMA)"
+)
+DOCUMENTS_MEET = (
+    "packed documents see each other, or have another place in the sequence than by themselves: positions must start "
+    "anew, and attention stop, where a document ends"
 )
 FORGOTTEN = (
     "the checkpoint forgets something: the optimizer's state (the second loss differs, not the first), the random "
@@ -52,50 +50,30 @@ FORGOTTEN = (
 
 def check_evaluation(subject: Subject) -> Iterator[Row]:
     """Evaluate with noise on the weights. All processes compute the whole set by hand, as a model may be collective."""
-    run, count = subject.run, len(subject.run.eval_set)
-    share = EVALUATION_FACTOR * run.world_size  # examples of a batch, at a micro-batch size of one
-    size = max(1, min(run.config.micro_batch(run.world_size), count // (3 * share)))  # several batches
-    length = min(count, MOST_EXAMPLES)
-    length -= (length - 1) % (size * share)  # the last batch is one example: the others compute on a dummy
-    dataset: Any = Subset(run.eval_set, range(length))  # type: ignore[arg-type]
-    shortened = replace(subject.at(0, micro_batch_size=size), eval_set=dataset)
-    num_batches = sum(1 for _ in evaluation_batches(reading_indices(shortened)))
-    batches = finding_alike("batches", str(num_batches), FEWER_BATCHES, num_batches > 0)
-    yield batches
-    if batches["result"] == "fail":
-        return
-    meanwhile: list[dict[str, Any]] = []  # empty if the task calls a part of the model only
-
-    def look(*_: Any) -> None:
-        meanwhile.append(_state(subject))
-        hook.remove()
-
-    subject.copy_to_reference()
-    with subject.perturbed():
-        run.model.train()
-        before = _state(subject)
-        hook = subject.unwrapped.register_forward_pre_hook(look, prepend=True)  # before FSDP gathers the weights
-        evaluation = subject.evaluate(shortened, subject.stop)
-        hook.remove()
-        after = _state(subject)
-        by_hand = evaluate_by_hand(run.task, subject.reference, dataset, size)
+    run, task, less = subject.run, subject.run.task, evaluating_less(subject)
+    subject.perturb()
+    run.model.train()
+    before = _state(subject)
+    evaluation = subject.evaluate(less, subject.stop)
+    after = _state(subject)
     assert evaluation  # as no one asks it to stop
-    found, expected = evaluation.metrics, gather(by_hand)[0]
-    examples = found["eval/examples"]
-    cause = "examples are counted twice, as padding, or left out"
-    yield finding(f"examples, of {count:,}", f"{examples:,}", f"{length:,}", examples == length, cause)
-    changed = ", ".join(name for name in before if after[name] != before[name])
-    measured = f"changed: {changed}" if changed else ", ".join(before)
-    yield finding("afterwards", measured, "as before", not changed, CHANGED)
-    cause = WRONG_MEAN
-    if any(state["mode"][0] for state in meanwhile):
-        cause = "dropout and the like are on: evaluate() must begin with model.eval()"
-    elif any(state["weights"] != before["weights"] for state in meanwhile):
-        cause = "the metrics are those of other weights, such as an average of them (EMA)"
-    for name in sorted(expected.keys() - {"examples"}):
-        here, there = found.get(f"eval/{name}", math.nan), expected[name]
-        is_close = math.isclose(here, there, rel_tol=EXACT, abs_tol=EXACT) or (math.isnan(here) and math.isnan(there))
-        yield finding(name, f"{here:.6g}, by hand {there:.6g}", f"within {EXACT:g}", is_close, cause)
+    changed = [name for name in before if after[name] != before[name]]
+    yield none_differ("afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
+    model, size = subject.reference.eval(), less.config.micro_batch(run.world_size)
+    loss, outputs = evaluate_alone(task, model, less.eval_set, size, run.device)
+    by_hand = metrics_of(task, loss, len(less.eval_set), outputs) if run.is_main else {}
+    for name, expected in gather(by_hand)[0].items():
+        found = evaluation.metrics.get(name, math.nan)
+        is_close = math.isclose(found, expected, rel_tol=EXACT, abs_tol=EXACT)
+        is_close = is_close or (math.isnan(found) and math.isnan(expected))
+        yield finding(name, f"{found:.6g}", f"{expected:.6g} by hand", is_close, WRONG_MEAN)
+    packed = max(samples(run.train_set, spread(run.train_set, 64)), key=lambda sample: len(task.documents(sample)))
+    documents = task.documents(packed)
+    if len(documents) > 1:
+        found, _ = evaluate_alone(task, model, [packed], size, run.device)
+        expected, _ = evaluate_alone(task, model, documents, size, run.device)
+        errors = {f"an example of {len(documents)} documents": relative_error(found, expected)}
+        yield worst("loss of packed documents", errors, EXACT, DOCUMENTS_MEET)
 
 
 def _state(subject: Subject) -> dict[str, Any]:
@@ -112,15 +90,8 @@ def _state(subject: Subject) -> dict[str, Any]:
 
 def check_checkpoint(subject: Subject) -> Iterator[Row]:
     """Save, take two steps, restore, and take them again; the folder for it, in the output folder, is then deleted."""
-    run, on_cpu = subject.run, subject.run.device.type == "cpu"
-    if subject.drifted():
-        yield finding("not examined", "the replicas differ, and a checkpoint has one of them")
-        return
-    refusing = None if on_cpu else _without_deterministic_algorithm(subject)
-    if refusing:
-        yield finding("not examined", f"{refusing} is not reproducible on this device, so no two steps are the same")
-        return
-    folder, messages = run.config.folder / "tmp_check", list[str]()
+    run = subject.run
+    folder = run.config.folder / "tmp_check"
     saved = subject.at(STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False)
     saved.metadata = run.metadata | {"config": saved.config.model_dump(mode="json")}
     if run.is_main:
@@ -128,49 +99,35 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
         folder.mkdir(parents=True)
     run.accelerator.wait_for_everyone()
     # else the order of atomic additions shows; with warn_only=True, that of flash attention's backward pass still would
-    torch.use_deterministic_algorithms(not on_cpu)
+    torch.use_deterministic_algorithms(run.device.type != "cpu")
     subject.seed()
     try:
-        writer = CheckpointWriter(saved, messages.append)
+        writer = CheckpointWriter(saved, run.accelerator.print)
         writer.save({})
         writer.close()
-        if writer.newest is None:
-            cause = "a checkpoint can't be written to the output folder"
-            yield finding("saved", messages[-1], "saved", False, cause)
-            return
-        losses, left = _continue(subject, saved)
+        left = _continue(subject, saved)
         resume = find_checkpoint(run.accelerator, saved.config)
         for optimizer in run.optimizers:
             optimizer.state.clear()  # as in a new process
         restored = replace(saved, resume=resume, progress=resume.progress)
         subject.restore(restored)
-        losses_again, left_again = _continue(subject, restored)
+        again = _continue(subject, restored)
+        yield finding("losses and weights after a restart", again, left, again == left, FORGOTTEN)
         run.accelerator.wait_for_everyone()
+    except RuntimeError as error:
+        operator, says, _ = str(error).partition(NOT_DETERMINISTIC)
+        if not says:
+            raise
+        yield finding("not examined", operator, "has no deterministic implementation here", True, "")
     finally:
         torch.use_deterministic_algorithms(False)
         if run.is_main:
             shutil.rmtree(folder, ignore_errors=True)
-    measured, is_same = f"{losses}; restored {losses_again}", losses == losses_again
-    yield finding("losses of the next two steps", measured, "the same, bitwise", is_same, FORGOTTEN)
-    measured, is_same = f"checksum {left}; restored {left_again}", left == left_again
-    yield finding("weights, optimizer after them", measured, "the same, bitwise", is_same, "as above")
 
 
-def _without_deterministic_algorithm(subject: Subject) -> str | None:
-    """Return an operator in a step for which torch has no deterministic algorithm; None if there is none. Take the
-    step. Collective."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _continue(subject, subject.at(0))
-    torch.use_deterministic_algorithms(False)
-    parts = [str(warning.message).partition(NOT_DETERMINISTIC) for warning in caught]
-    everywhere = gather([name for name, says, _ in parts if says])
-    return next((name for names in everywhere for name in names), None)
-
-
-def _continue(subject: Subject, run: Run) -> tuple[str, str]:
-    """Return the losses of the next steps, and the checksum of what they leave on this process."""
+def _continue(subject: Subject, run: Run) -> str:
+    """Take the next steps. Return their losses, and the checksum of what they leave on this process."""
     steps = subject.micro_batches(run.progress.step)
     losses = [str(mean_loss(run.accelerator, subject.step(run, next(steps)))) for _ in range(STEPS)]
-    return ", ".join(losses), checksum(sorted(run_tensors(run.model, run.optimizers).items()))
+    left = checksum(sorted(run_tensors(run.model, run.optimizers).items()))
+    return f"{', '.join(losses)}, checksum {left}"

@@ -15,7 +15,6 @@ https://arxiv.org/abs/2006.15704.
 """
 
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -80,15 +79,6 @@ def all_reduce(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def evaluate_by_hand(task: Task, model: nn.Module, dataset: Examples, batch_size: int) -> dict[str, float]:
-    """Return loss and, on process 0, metrics over the whole dataset, computed by this process alone."""
-    is_training = model.training
-    loss, outputs = evaluate_alone(task, model.eval(), dataset, batch_size, next(model.parameters()).device)
-    model.train(is_training)
-    is_main = not dist.is_initialized() or dist.get_rank() == 0
-    return {"loss": loss, "examples": len(dataset), **(task.metrics(outputs) if is_main else {})}
-
-
 def main(argv: list[str]) -> None:
     """Train, and print each step's loss."""
     config = run_settings(argv)
@@ -110,7 +100,7 @@ def main(argv: list[str]) -> None:
 
     steps_per_epoch = -(-len(train_set) // config.global_batch_size)
     total_steps, schedule_steps = config.steps(steps_per_epoch)
-    started, step = time.perf_counter(), 0
+    step = 0
     while step < total_steps:
         epoch = step // steps_per_epoch
         epoch_set = task.augmented(train_set, [config.seed, epoch, 1])
@@ -127,11 +117,10 @@ def main(argv: list[str]) -> None:
             step += 1
             if rank == 0:
                 print(f"step {step}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
-    milliseconds = 1000 * (time.perf_counter() - started) / total_steps
-    metrics = evaluate_by_hand(task, model, eval_set, 1000)  # by all, as a model may be collective
+    loss, outputs = evaluate_alone(task, model.eval(), eval_set, 1000, device)  # by all, as a model may be collective
     if rank == 0:
-        scores = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        print(f"{milliseconds:.2f} ms per step, {world_size} processes; evaluation: {scores}", flush=True)
+        metrics = {"loss": loss, **task.metrics(outputs)}
+        print("evaluation:", *(f"{name} {value:.4f}" for name, value in metrics.items()), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
-"""Checks 1 to 3, Launch, Data and Same start: before the first step. What runs is what the accelerate yaml asked for,
-each example is read once, and all processes have the weights that one process would begin with."""
+"""Launch, Data and Same start: before the first step. What runs is what the accelerate yaml asked for, each example is
+read once, and all processes have the weights that one process would begin with."""
 
-import math
 import os
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
 from types import SimpleNamespace
@@ -12,32 +12,35 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from torch import Tensor
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import Subset
 
-from src.check.findings import Row, WorstError, finding, finding_alike, gather, relative_error
+from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_share
-from src.check.subject import Subject, checksum, named_tensors, num_bytes, shard_like
-from src.distributed.accelerator import num_replicas, sharded_units
+from src.check.subject import Subject, checksum, named_tensors, shard_like
+from src.distributed.accelerator import sharded_units
 from src.distributed.launcher import is_set
-from src.training.alone import evaluate_alone
-from src.training.batches import MicroBatch, evaluation_batches, fetch, samples, training_steps
+from src.training.batches import EVALUATION_FACTOR, MicroBatch, evaluation_batches, fetch, training_steps
 from src.training.gradients import to_local
 from src.training.run import Run
 
-APART = "each process trains a model of its own: launcher and script disagree on what is distributed"
+MOST_EXAMPLES = 9_999
+"""Most examples to evaluate, as every process goes through all of them."""
+IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
+"""What may differ in a parameter group without another result; the learning rate is looked at by itself."""
+
 NOT_APPLIED = (
-    "what the yaml asks for was not applied: look for keys that Accelerate ignores, variables ACCELERATE_* in the "
-    "environment, and a model that was not passed through prepare()"
+    "what the yaml asks for was not applied, or each process trains a model of its own: look for keys that Accelerate "
+    "ignores, variables ACCELERATE_* in the environment, and a model that was not passed through prepare()"
 )
 NOT_WRAPPED = "only the root is wrapped, or not all blocks: name them in the model's _no_split_modules"
-NOT_SHARDED = "not all is sharded, or not evenly"
 OTHER_DATA = "build_datasets makes other data on each process: unseeded, or in the order of os.listdir or a set"
 OTHER_ORDER = (
-    "a step sees other examples than on one process, or in another order: the curve depends on the number of "
-    "processes. Deal each global batch out, in turn, from one order that all processes draw alike"
+    "a step sees other examples than on one process: the sampler knows neither rank nor number of processes, the last "
+    "batch is dropped, or padding counts. Deal each global batch out, in turn, from one order that all draw alike"
 )
 OTHER_RESUME = (
     "a run that was killed goes on with examples that it has seen in this epoch, or leaves some out: it must begin "
@@ -48,17 +51,17 @@ OTHER_AUGMENTATION = (
     "an augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the seed "
     "that Task.augmented is given and from the example's index"
 )
-DOCUMENTS_MEET = (
-    "packed documents see each other, or have another place in the sequence than by themselves: positions must start "
-    "anew, and attention stop, where a document ends"
+OTHER_EVALUATION = (
+    "examples are left out or counted twice, as padding, or a process has fewer batches than others, which wait for "
+    "it: without an example left, it has to compute on a dummy batch of weight 0"
 )
 OTHER_WEIGHTS = (
-    "processes built different models: seed all alike before build_model (src/training/run.py), and only after it each "
-    "in its own way, for dropout"
+    "processes built different models: seed all alike before build_model (src/training/run.py), draw from nothing "
+    "there that set_seed doesn't seed, and only after it seed each in its own way, for dropout"
 )
-UNSEEDED = (
-    "build_model makes other weights on each process for the same seed: it draws from something that "
-    "accelerate.utils.set_seed doesn't seed"
+OTHER_SETTINGS = (
+    "a setting of optim is ignored, or a parameter is in no group or a wrong one: biases, norms and other vectors must "
+    "not decay, and Muon is for matrices except those of embeddings and the last layer"
 )
 SAME_DROPOUT = (
     "dropout drops the same units on every process, so that a global batch has less variety than on one: add the "
@@ -68,46 +71,23 @@ SAME_DROPOUT = (
 
 def check_launch(subject: Subject) -> Iterator[Row]:
     """Look at processes and model, not at what the launcher or Accelerate says about them."""
-    run, world_size = subject.run, int(os.environ.get("WORLD_SIZE", "1"))
-    joined = int(run.accelerator.reduce(torch.ones((), device=run.device), "sum"))
-    seen = joined == world_size
-    yield finding("processes that see each other", str(joined), f"{world_size}, as started", seen, APART)
-    wanted = "DDP" if world_size > 1 else "single"
-    if is_set("ACCELERATE_USE_FSDP") or run.launch.requested["distributed_type"] == "FSDP":
+    run, started = subject.run, int(os.environ.get("WORLD_SIZE", "1"))
+    wanted = "DDP" if started > 1 else "one process"
+    if is_set("ACCELERATE_USE_FSDP"):
         wanted = "FSDP"
-    kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "single"
-    if sharded_units(run.model):
+    kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
+    units = sharded_units(run.model)
+    if units:
         kind = "FSDP"
-    yield finding("strategy", f"{kind}: {run.launch.strategy}", wanted, kind == wanted, NOT_APPLIED)
-    if run.launch.note:
-        yield finding("stand-in", run.launch.note)
-    held = max(gather(num_bytes(map(to_local, run.parameters)))) / 1e6
-    if kind == "FSDP":
-        yield from _shards(subject, held)
-    else:
-        yield finding("parameters per process", f"{held:,.2f} MB, all of them")
-
-
-def _shards(subject: Subject, held: float) -> Iterator[Row]:
-    """Look at what FSDP has wrapped and sharded. `held`: the MB of parameters that a process has, at most."""
-    run, units, blocks = subject.run, sharded_units(subject.run.model), blocks_to_wrap(subject)
-    wrapped = [name for name in blocks if isinstance(subject.unwrapped.get_submodule(name), FSDPModule)]
-    measured = f"{units}, {len(wrapped)} of {len(blocks)} blocks among them"
-    yield finding("sharded units", measured, "all blocks, and the rest", units > 1 and wrapped == blocks, NOT_WRAPPED)
-    num_shards = run.world_size // num_replicas(run.accelerator)
-    largest = sum(4 * largest_shard(p, num_shards) for p in subject.reference.parameters()) / 1e6
-    total = num_bytes(subject.reference.parameters()) / 1e6
-    whole = [name for name, p in run.model.named_parameters() if not isinstance(p, DTensor)]
-    measured = f"{held:,.2f} MB of {total:,.2f} ({held / total:.1%})"
-    if whole:
-        measured += f", all of {whole[0]}"
-    is_even = held <= largest and not whole
-    yield finding("parameters per process", measured, f"{largest:,.2f} MB", is_even, NOT_SHARDED)
-
-
-def largest_shard(parameter: Tensor, world_size: int) -> int:
-    """Return the elements of the first process's shard: FSDP divides the first dimension, and pads the other shards."""
-    return math.ceil(parameter.shape[0] / world_size) * parameter[0].numel() if parameter.ndim else 1
+    joined = int(run.accelerator.reduce(torch.ones((), device=run.device), "sum"))
+    is_right = (kind, joined) == (wanted, started)
+    yield finding("strategy", f"{kind} x {joined}", f"{wanted} x {started}", is_right, NOT_APPLIED)
+    if units:
+        blocks = blocks_to_wrap(subject)
+        wrapped = [name for name in blocks if isinstance(subject.unwrapped.get_submodule(name), FSDPModule)]
+        measured = f"{units}, {len(wrapped)} of {len(blocks)} blocks among them"
+        is_right = units > 1 and wrapped == blocks
+        yield finding("sharded units", measured, "all blocks, and the rest", is_right, NOT_WRAPPED)
 
 
 def blocks_to_wrap(subject: Subject) -> list[str]:
@@ -132,45 +112,47 @@ def reading_indices(run: Run) -> Run:
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
 
 
+def evaluating_less(subject: Subject) -> Run:
+    """Return the run with a shortened evaluation set and smaller batches, of which there are several. The last one is a
+    single example: all processes but one compute on a dummy."""
+    run = subject.run
+    length = min(len(run.eval_set), MOST_EXAMPLES)
+    share = EVALUATION_FACTOR * run.world_size  # examples of a batch, at a micro-batch size of one
+    size = max(1, min(run.config.micro_batch(run.world_size), length // (3 * share)))
+    length -= (length - 1) % (size * share)
+    dataset: Any = Subset(run.eval_set, range(length))  # type: ignore[arg-type]
+    return replace(subject.at(0, micro_batch_size=size), eval_set=dataset)
+
+
 def check_data(subject: Subject) -> Iterator[Row]:
     """Follow the run's own path to the data, from sampler to batches, including processes that load data."""
-    run, steps = subject.run, subject.steps_per_epoch
-    sizes = f"{len(run.train_set):,} and {len(run.eval_set):,} examples"
-    datasets = finding_alike("datasets", f"{sizes}, checksum {_sample_checksum(run)}", OTHER_DATA)
-    yield datasets
-    if datasets["result"] == "fail":
+    run, steps = subject.run, subject.run.steps_per_epoch
+    set_seed(run.config.seed)
+    some = [_drawn(run, 0, rank=0), fetch(run.task, run.eval_set, spread(run.eval_set, 8))]
+    datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
+    everywhere = gather(datasets)
+    yield finding("datasets", datasets, "the same on all processes", datasets == everywhere[0], OTHER_DATA)
+    if len({*everywhere}) > 1:
         return
     indexed = reading_indices(run)
-    for epoch in (1, 2):
-        first, last = (epoch - 1) * steps, epoch * steps
-        found, expected = _indices(training_steps(indexed, first, last)), _by_hand(run, first, last)
-        yield _each_once(f"epoch {epoch}: examples read", found, len(run.train_set))
-        wrong = [n for n, (here, there) in enumerate(zip(found, expected, strict=True), 1) if here != there]
-        measured = f"{steps - len(wrong):,} of {steps:,} steps as on one process"
-        if wrong:
-            measured += f", not step {wrong[0]}"
-        yield finding(f"epoch {epoch}: order", measured, "all of them", not wrong, OTHER_ORDER)
-
-    def is_in_order(step: int) -> bool:
-        return _indices(training_steps(indexed, step, step + 2)) == _by_hand(run, step, step + 2)
-
-    def is_as_drawn(step: int) -> bool:
-        return _are_as_drawn(run, step)
-
-    later = sorted({1, 2, 3, max(2, run.total_steps // steps - 1)})
-    begun = [epoch * steps for epoch in later]
-    shuffled = f"epochs {', '.join(str(epoch + 1) for epoch in later)}: shuffled anew"
-    for what, steps_done, is_right, cause in (
-        ("resumed in the epoch", [1, steps - 1], is_in_order, OTHER_RESUME),
-        (shuffled, begun, is_in_order, NOT_SHUFFLED),
-        ("examples, as drawn", [0, *begun], is_as_drawn, OTHER_AUGMENTATION),
-    ):
-        wrong = [step for step in steps_done if not is_right(step)]
-        measured = f"others after step {wrong[0]:,}" if wrong else "as on one process"
-        yield finding(what, measured, "the same", not wrong, cause)
-    evaluated = _indices([batch] for batch in evaluation_batches(indexed))
-    yield _each_once("evaluation: examples read", evaluated, len(run.eval_set))
-    yield from _packing(subject)
+    begun = [epoch * steps for epoch in sorted({1, 2, 3, max(2, run.total_steps // steps - 1)})]
+    stretches = [("epoch 1", 0, steps, OTHER_ORDER), ("epoch 1, resumed after step 1", 1, steps + 1, OTHER_RESUME)]
+    stretches += [(f"epoch {step // steps + 1}, shuffled anew", step, step + 2, NOT_SHUFFLED) for step in begun]
+    for what, first, last, cause in stretches:
+        found, expected = _indices(training_steps(indexed, first, last)), _by_hand(run, first, last, run.rank)
+        yield _as_by_hand(what, found, expected, cause)
+    others = []
+    for step in (0, *begun):
+        (micro_batches,) = training_steps(run, step, step + 1)
+        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, step, run.rank)):
+            others.append(f"step {step + 1}")
+    yield none_differ("examples, augmented", others, "as drawn by hand", OTHER_AUGMENTATION)
+    less = evaluating_less(subject)
+    found = _indices([batch] for batch in evaluation_batches(reading_indices(less)))
+    length, chunk = len(less.eval_set), EVALUATION_FACTOR * less.config.micro_batch(run.world_size) * run.world_size
+    starts = range(0, length, chunk)
+    expected = [[*range(start + run.rank, min(start + chunk, length), run.world_size)] for start in starts]
+    yield _as_by_hand("evaluation", found, expected, OTHER_EVALUATION)
 
 
 def _indices(steps: Iterable[list[MicroBatch]]) -> list[list[int]]:
@@ -178,90 +160,61 @@ def _indices(steps: Iterable[list[MicroBatch]]) -> list[list[int]]:
     return [[index for batch in step if batch.weight for index in batch.data] for step in steps]
 
 
-def _by_hand(run: Run, first: int, last: int) -> list[list[int]]:
-    """Return by hand the indices that this process should read in each step after `first` steps, up to `last`."""
-    epoch, done = divmod(first, -(-len(run.train_set) // run.config.global_batch_size))
-    shares = (own_share(run.config, run.train_set, of, run.rank, run.world_size) for of in count(epoch))
+def _by_hand(run: Run, first: int, last: int, rank: int) -> list[list[int]]:
+    """Return by hand the indices that a process should read in each step after `first` steps, up to `last`."""
+    epoch, done = divmod(first, run.steps_per_epoch)
+    shares = (own_share(run.config, run.train_set, of, rank, run.world_size) for of in count(epoch))
     return [share.tolist() for share in islice(chain.from_iterable(shares), done, done + last - first)]
 
 
-def _each_once(what: str, read: list[list[int]], num_examples: int) -> Row:
-    """Check that all processes together read each example once; `read` is this one's indices by step. Collective."""
-    found = [index for steps in gather(read) for step in steps for index in step]
-    counts = np.bincount(np.array(found, dtype=np.int64), minlength=num_examples)
-    absent, again = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
-    distinct = num_examples - len(absent)
-    causes = []
-    if len(absent):
-        causes.append(f"{len(absent):,} left out ({absent[0]}, …): drop_last, or a cut at the end")
-    if len(again):
-        causes.append(f"{len(again):,} read more than once ({again[0]}, …): padding that is counted")
-    if len(again) > distinct / 2 and len(absent) > num_examples / 4:
-        causes = ["every process reads the same shard: the sampler knows neither rank nor number of processes"]
-    measured = f"{distinct:,} of {num_examples:,}, in {len(found):,} reads"
-    return finding(what, measured, "each once", not causes, "; ".join(causes))
+def _as_by_hand(what: str, found: list[list[int]], expected: list[list[int]], cause: str) -> Row:
+    """Compare the indices that this process reads in each step, and count those of all processes. Collective."""
+    read, due = (Counter(chain.from_iterable(chain.from_iterable(gather(steps)))) for steps in (found, expected))
+    measured = f"{read.total():,} read, {(due - read).total():,} left out, {(read - due).total():,} too often"
+    return finding(what, measured, "as on one process, in this order", found == expected, cause)
 
 
-def _are_as_drawn(run: Run, step: int) -> bool:
-    """Return whether the augmented examples of an epoch's first step are what any other process would make of them."""
+def _drawn(run: Run, step: int, rank: int) -> list[Any]:
+    """Return by hand the batches, augmented, that a process should read in the step after `step` others."""
     size, epoch = run.config.micro_batch(run.world_size), step // run.steps_per_epoch
-    (micro_batches,) = training_steps(run, step, step + 1)
-    set_seed(run.config.seed)
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
-    (own,) = _by_hand(run, step, step + 1)
-    expected = [fetch(run.task, augmented, own[i : i + size]) for i in range(0, len(own), size)]
-    return checksum([batch.data for batch in micro_batches if batch.weight]) == checksum(expected)
+    (own,) = _by_hand(run, step, step + 1, rank)
+    return [fetch(run.task, augmented, own[start : start + size]) for start in range(0, len(own), size)]
 
 
-def _sample_checksum(run: Run) -> str:
-    """Return the checksum of some examples of both datasets."""
-    set_seed(run.config.seed)
-    augmented = run.task.augmented(run.train_set, [run.config.seed, 0, 1])
-    return checksum([fetch(run.task, dataset, _some(dataset, 8)) for dataset in (augmented, run.eval_set)])
-
-
-def _some(dataset: Any, most: int) -> list[int]:
+def spread(dataset: Any, most: int) -> list[int]:
     """Return the indices of some examples, spread over the dataset."""
-    return np.unique(np.linspace(0, len(dataset) - 1, most).astype(np.int64)).tolist()
-
-
-def _packing(subject: Subject) -> Iterator[Row]:
-    """Compare some examples that pack several documents with each of these by itself."""
-    run, task, errors = subject.run, subject.run.task, WorstError()
-    packed: dict[int, tuple[Any, Any]] = {}  # by the number of its documents, an example and each of them
-    for sample in samples(run.train_set, _some(run.train_set, 64)):
-        alone = task.documents(sample)
-        if len(alone) > 1:
-            packed.setdefault(len(alone), (sample, alone))
-    if not packed:
-        return
-    size = run.config.micro_batch(run.world_size)
-    subject.reference.eval()
-    with subject.perturbed():
-        for number in sorted(packed)[:2]:
-            sample, alone = packed[number]
-            found, _ = evaluate_alone(task, subject.reference, [sample], size, run.device)
-            expected, _ = evaluate_alone(task, subject.reference, alone, size, run.device)
-            errors.add({f"an example of {number} documents": relative_error(found, expected)})
-    subject.reference.train()
-    yield errors.finding("packed: loss, relative error", DOCUMENTS_MEET)
+    return [*range(0, len(dataset), -(-len(dataset) // most))]
 
 
 def check_start(subject: Subject) -> Iterator[Row]:
     """Look before the first step. Each process compares its shard of what is sharded, so that a wrong one is named."""
     found, expected = named_tensors(subject.unwrapped), named_tensors(subject.reference)
-    yield finding_alike("build_model, seeded alike", f"checksum {checksum(expected)}", UNSEEDED)
     differing = sorted(found.keys() ^ expected.keys())
-    for name in [name for name in expected if name in found]:
+    for name in found.keys() & expected.keys():
         shard = to_local(shard_like(expected[name], found[name]))
         if not torch.equal(to_local(found[name]).to(shard.device), shard):
             differing.append(name)
-    measured = f"{len(found)} tensors, as on one process"
-    if differing:
-        measured = differing[0] + (f" and {len(differing) - 1} more differ" if differing[1:] else " differs")
-    bound = f"bitwise, for seed {subject.run.config.seed}"
-    yield finding("weights and buffers", measured, bound, not differing, OTHER_WEIGHTS)
-    drawn = gather(subject.rng_checksum)
-    is_own = len(set(drawn)) == len(drawn)
-    measured = "each process its own" if is_own else "the same on several processes"
-    yield finding("random numbers from here on", measured, "each its own", is_own, SAME_DROPOUT)
+    yield none_differ("weights and buffers", sorted(differing), "as on one process, bitwise", OTHER_WEIGHTS)
+    groups = _settings(subject.unwrapped, subject.run.optimizers)
+    wanted = _settings(subject.reference, subject.reference_optimizers)
+    wrong = [
+        f"{name} has {sorted(groups[name] - rule)}, not {sorted(rule - groups[name])}"
+        for name, rule in wanted.items()
+        if groups[name] != rule
+    ]
+    yield none_differ("settings of the optimizer", wrong, "as in optim", OTHER_SETTINGS)
+    is_own = gather(subject.rng_checksum).count(subject.rng_checksum) == 1
+    measured = "of its own" if is_own else "the same as another's"
+    yield finding("a process's next random numbers", measured, "of its own", is_own, SAME_DROPOUT)
+
+
+def _settings(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, set[str]]:
+    """Return by the parameters' names the settings of the groups that they are in."""
+    names, found = {parameter: name for name, parameter in model.named_parameters()}, defaultdict[str, set[str]](set)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            settings = {f"{key}={group[key]}" for key in group.keys() - IMPLEMENTATION}
+            for parameter in group["params"]:
+                found[names[parameter]] |= settings | {type(optimizer).__name__}
+    return found

@@ -1,16 +1,15 @@
-"""Checks 4 to 6, Gradients, Updates and Accumulation: steps of the run, each compared with one by hand."""
+"""Steps: gradients, loss, norm, learning rate and update of the run, each compared with those by hand."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src.check.findings import EXACT, Row, WorstError, finding, norm, relative_error, relative_errors
+from src.check.findings import EXACT, Row, gather, none_differ, norm, relative_error, relative_errors, worst
 from src.check.reference import all_reduce, average_gradients, backward
-from src.check.subject import Subject, capture_update, whole
+from src.check.subject import Subject, checksum, named_tensors, whole
 from src.training.batches import MicroBatch
 from src.training.optim import lr_at
 from src.training.progress import mean_loss
@@ -28,90 +27,69 @@ LEARNING_RATE = 1e-9
 """Largest error of a learning rate, as a share of the peak: in a long schedule, that of the next step is close."""
 TINY = 2.0**-100
 """A factor that makes learning rates so small that no weight moves, and scales them exactly."""
-IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
-"""What may differ in a parameter group without another result; the learning rate is looked at by itself."""
 
-
-NOT_THE_MEAN = (
-    "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean of means "
-    "where processes or micro-batches count differently, a parameter that is not reduced over the processes, clipping "
-    "that scales small gradients up"
-)
-WRONG_RATE = (
-    "the schedule is ahead of the steps, of another form or length, or a step is left out: a prepared scheduler steps "
-    "once per process; set the rate from the step, over as many steps as the optimizer takes"
-)
-WRONG_UPDATE = (
-    "the optimizer did something else with the gradients than its copy on one process: parameters that it doesn't "
-    "have, another learning rate or weight decay, gradients changed after they were clipped"
-)
-WRONG_SETTING = (
-    "a setting of optim is ignored, or a parameter is in no group, two or a wrong one: biases, norms and other vectors "
-    "must not decay, and Muon is for matrices except those of embeddings and the last layer"
-)
-DRIFT = {
-    "replicas": "the processes train different models by now: they started apart, or a gradient is not reduced",
-    "buffers": "a buffer follows each process's own examples, and is not synchronised: evaluation and checkpoints have "
-    "one process's. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks at one example",
+CAUSES = {
+    "gradients": "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean "
+    "of means where processes or micro-batches count differently, a parameter that is not reduced over the processes, "
+    "gradients that are not cleared, clipping that scales small gradients up, or a step that is not taken. If only in "
+    "step 2, whose micro-batches have another size: Task.loss returns a mean in place of the sum over its targets, or "
+    "of other targets than count_targets counts, or an example's loss depends on those beside it",
+    "loss": "sums, counts or means, as for gradients",
+    "norm": "the norm is one process's, not finite, or was taken before the gradients were scaled: clipping goes by it",
+    "updates": "the optimizer did something else with the gradients than its copy on one process, or nothing: another "
+    "learning rate or weight decay, gradients changed after they were clipped",
+    "learning rate": "the schedule is ahead of the steps, or of another form or length: a prepared scheduler steps "
+    "once per process; set the rate from the step, over as many steps as the optimizer takes",
+    "replicas": "the processes train different models by now: they started apart, a gradient is not reduced, or a "
+    "buffer follows each process's own examples. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks "
+    "at one example",
 }
-SEEDED = "on, seeded alike in the run and by hand"
-OTHER_NORM = "the norm is one process's, or was taken before the gradients were scaled: clipping goes by it"
-SIZE_MATTERS = (
-    "micro-batches change the result: Task.loss returns a mean in place of the sum over its targets, or of other "
-    "targets than count_targets counts, or an example's loss depends on those beside it"
-)
 
 
 def check_steps(subject: Subject) -> Iterator[Row]:
-    """Take the first two steps of an epoch and its last, ragged one. Before each, the reference takes over the run's
-    weights; it computes its own gradients, but then updates with the run's: each fault shows in one of the two."""
-    run, config, own = subject.run, subject.run.config, subject.run.config.micro_batch(subject.run.world_size)
-    sizes = {0: own, 1: _other_size(subject) or own, subject.steps_per_epoch - 1: own}
-    examined = {step: next(subject.micro_batches(step, micro_batch_size=size)) for step, size in sizes.items()}
-    exact = REORDERED if config.compile else EXACT
-    bound = COMPRESSED if run.launch.comm_hook else exact
-    gradients, norms, losses = WorstError(bound), WorstError(bound), WorstError(exact)
-    is_muon_sharded = config.optim.name == "muon" and subject.is_fsdp
-    updates = WorstError(MUON_UPDATE if is_muon_sharded else UPDATE)
-    for step, micro_batches in examined.items():
+    """Take the first step of an epoch, its last, ragged one, and the second one in micro-batches of another size.
+    Before each, the reference takes over the run's weights; it computes its own gradients, but then updates with the
+    run's: each fault shows in one of the two."""
+    run, config = subject.run, subject.run.config
+    own, optim = config.micro_batch(run.world_size), config.optim
+    update_bound = MUON_UPDATE if optim.name == "muon" and run.accelerator.is_fsdp2 else UPDATE
+    errors: dict[tuple[str, float], dict[str, float]] = defaultdict(dict)  # by what is compared, and the bound
+    found: dict[str, Tensor] = {}
+
+    def capture(*_: Any) -> None:
+        for name, parameter in subject.unwrapped.named_parameters():
+            if parameter.grad is not None:
+                found[name] = whole(parameter.grad, run.device).clone()
+
+    hook = run.optimizers[0].register_step_pre_hook(capture)
+    for step, size in ((0, own), (1, _other_size(subject)), (run.steps_per_epoch - 1, own)):
+        where, is_reordered = f"step {step + 1}", config.compile or size != own
+        exact = REORDERED if is_reordered else EXACT
+        bound = COMPRESSED if run.launch.comm_hook else exact
         for model in (run.model, subject.reference):
-            model.train(not config.compile)  # compiled code draws other numbers than the reference
+            model.train(not is_reordered)  # they would draw other numbers for dropout
         subject.copy_to_reference()
-        expected, expected_loss = _gradients_by_hand(subject, micro_batches)
+        expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step)))
         expected_norm = norm(expected.values())
         # at the schedule's peak, an update stands out from the weights' rounding
         changes: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0}
-        if config.optim.max_grad_norm is not None:  # one step's norm is below the limit, which must leave it alone
-            changes["max_grad_norm"] = expected_norm * (2.0 if step == 0 else 0.5)
-            _clip(expected, expected_norm, changes["max_grad_norm"])
-        clipped_run = subject.at(step, optim=config.optim.model_copy(update=changes))
+        if optim.max_grad_norm is not None:  # one step's norm is below the limit, which must leave it alone
+            limit = changes["max_grad_norm"] = expected_norm * (2.0 if step == 0 else 0.5)
+            clip = min(1.0, limit / (expected_norm + 1e-6))
+            expected = {name: gradient * clip for name, gradient in expected.items()}
+        at = subject.at(step, optim=optim.model_copy(update=changes))
+        found.clear()
         subject.seed()
-        with capture_update(clipped_run) as found:
-            result = subject.step(clipped_run, micro_batches)
-        if result.grad_norm is None:
-            yield finding("finite", "not finite", "finite", False, "the loss or its gradient overflows")
-            return
-        gradients.add(relative_errors(found, expected))
-        losses.add({f"step {step + 1}": relative_error(mean_loss(run.accelerator, result), expected_loss)})
-        norms.add({f"step {step + 1}": relative_error(result.grad_norm, expected_norm)})
-        updates.add(_update_errors(subject, found))
-    rates = _rates(subject)
-    run.model.train()
-    dropout = "switched off (eval mode): compiled code draws other numbers" if config.compile else SEEDED
-    yield finding("randomness (dropout, …)", dropout)
-    yield gradients.finding("largest relative error", NOT_THE_MEAN)
-    yield losses.finding("loss, relative error", "as above: sums, counts and means")
-    clipping = "not clipped" if config.optim.max_grad_norm is None else "clipped at 2 x, 0.5 x it"
-    yield norms.finding(f"norm, {clipping}", OTHER_NORM)
-    yield _settings(subject)
-    yield rates.finding("learning rate", WRONG_RATE, "Updates")
-    yield updates.finding("parameters after each step", WRONG_UPDATE, "Updates")
-    yield from _replicas(subject)
-
-
-def _clip(gradients: dict[str, Tensor], norm: float, max_norm: float) -> None:
-    for gradient in gradients.values():
-        gradient *= min(1.0, max_norm / (norm + 1e-6))
+        result = subject.step(at, next(subject.micro_batches(step, micro_batch_size=size)))
+        errors["gradients", bound] |= relative_errors(found, expected, where)
+        errors["loss", exact][where] = relative_error(mean_loss(run.accelerator, result), expected_loss)
+        errors["norm", bound][where] = relative_error(result.norm.item(), expected_norm)
+        errors["updates", update_bound] |= _update_errors(subject, found, where)
+    hook.remove()
+    errors["learning rate", LEARNING_RATE] = _rate_errors(subject)
+    for (what, bound), by_name in errors.items():
+        yield worst(what, by_name, bound, CAUSES[what])
+    yield _replicas(subject)
 
 
 def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:
@@ -129,7 +107,7 @@ def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tup
     return gradients, (loss_sum / num_targets.clamp(min=1)).item()
 
 
-def _update_errors(subject: Subject, gradients: Mapping[str, Tensor]) -> dict[str, float]:
+def _update_errors(subject: Subject, gradients: Mapping[str, Tensor], where: str) -> dict[str, float]:
     """Update the reference with the run's gradients. Return by name how far the run's weights are from the reference's,
     as a share of how far those have moved."""
     reference, before, errors = dict(subject.reference.named_parameters()), {}, {}
@@ -142,103 +120,40 @@ def _update_errors(subject: Subject, gradients: Mapping[str, Tensor]) -> dict[st
     for name, parameter in subject.unwrapped.named_parameters():
         found, expected = whole(parameter, subject.run.device), reference[name].detach()
         scale = norm([expected - before[name]]) + 1e-4 * norm([expected]) + 1e-30
-        errors[name] = norm([found - expected]) / scale
+        errors[f"{name}, {where}"] = norm([found - expected]) / scale
     return errors
 
 
-def _rates(subject: Subject) -> WorstError:
+def _rate_errors(subject: Subject) -> dict[str, float]:
     """Return the errors of the learning rate, as shares of the peak, in steps of one example: at the edges of the run
-    and of its first epochs, and halfway. An error is infinite where the optimizers don't step."""
-    run, per_epoch, errors = subject.run, subject.steps_per_epoch, WorstError(LEARNING_RATE)
+    and of its first epochs, and halfway."""
+    run, per_epoch, errors = subject.run, subject.run.steps_per_epoch, {}
     optim = run.config.optim.model_copy(update={"lr": TINY * run.config.optim.lr})
     total, length = run.config.steps(per_epoch)
-    used: list[float] = []
-
-    def note(*_: Any) -> None:
-        used.extend(group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups)
-
-    hook = run.optimizers[-1].register_step_pre_hook(note)
     one_example = next(subject.micro_batches(0, micro_batch_size=1))[:1]
     run.model.eval()  # BatchNorm needs several
-    edges = {0, 1, per_epoch - 1, per_epoch, 2 * per_epoch - 1, 2 * per_epoch, 3 * per_epoch - 1, total // 2, total - 1}
-    for step in sorted(edges & {*range(total)}):
-        used.clear()
+    first_steps = 0, per_epoch, 2 * per_epoch, 3 * per_epoch, total // 2, total
+    for step in sorted({first - before for first in first_steps for before in (0, 1)} & {*range(total)}):
         subject.step(subject.at(step, optim=optim), one_example)
         expected = lr_at(step, optim, length, per_epoch)
-        worst = max((abs(rate - expected) for rate in used), default=math.inf)
-        errors.add({f"step {step + 1}": worst / optim.lr})
-    hook.remove()
+        rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+        errors[f"step {step + 1}"] = max(abs(rate - expected) for rate in rates) / optim.lr
     return errors
 
 
-def _settings(subject: Subject) -> Row:
-    """Compare what the optimizers have with the rule of training/optim.py, written a second time: what has a name in
-    optim is as it says, and all else as torch has it."""
-    optim = subject.run.config.optim
-    layers = list(subject.unwrapped.modules())
-    linear = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
-    ends = {layer.weight for layer in layers if isinstance(layer, nn.Embedding)} | {*linear[-1:]}  # not for Muon
-    differing = defaultdict(list)  # for each parameter, what is wrong with each optimizer that has it
-    for optimizer in subject.run.optimizers:
-        for group in optimizer.param_groups:
-            kind: Any = type(optimizer)
-            given = {"optimizer": kind.__name__.lower(), **group}
-            rule = {**kind(group["params"]).defaults, "adjust_lr_fn": "match_rms_adamw"}
-            rule = {name: getattr(optim, name, rule[name]) for name in given.keys() & rule.keys() - IMPLEMENTATION}
-            for p in group["params"]:
-                is_muons = p.ndim == 2 and min(p.shape) > 1 and p not in ends
-                rule["optimizer"] = "adamw" if optim.name == "muon" and not is_muons else optim.name
-                rule["weight_decay"] = optim.weight_decay if p.ndim > 1 else 0.0
-                wrong = (f"{name} {given[name]}, not {value}" for name, value in rule.items() if given[name] != value)
-                differing[p].append(", ".join(wrong))
-    trained = [(name, differing[p]) for name, p in subject.unwrapped.named_parameters() if p.requires_grad]
-    bad = [f"{name}: " + (of[0] if len(of) == 1 else f"in {len(of)} groups") for name, of in trained if of != [""]]
-    measured = f"{len(trained) - len(bad)} of {len(trained)} as they should"
-    if bad:
-        measured += f", not {bad[0]}"
-    bound = "as in optim, vectors don't decay"
-    return finding("optimizer and its settings", measured, bound, not bad, WRONG_SETTING, "Updates")
+def _replicas(subject: Subject) -> Row:
+    """Compare what is not sharded with the first process's. Its buffers DDP sends to all before each forward pass."""
+    is_broadcast = getattr(subject.run.model, "broadcast_buffers", False)
+    held = dict(subject.unwrapped.named_parameters()) if is_broadcast else named_tensors(subject.unwrapped)
+    sums = {name: checksum(tensor) for name, tensor in held.items() if not isinstance(tensor, DTensor)}
+    first = gather(sums)[0]
+    differing = [name for name in sums if sums[name] != first[name]]
+    return none_differ("replicas", differing, f"{len(sums)} tensors, the same on all processes", CAUSES["replicas"])
 
 
-def _replicas(subject: Subject) -> Iterator[Row]:
-    model, drifted = subject.unwrapped, subject.drifted()
-    replicas = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
-    for what, names in (("replicas", replicas), ("buffers", dict(model.named_buffers()))):
-        differing = [name for name in drifted if name in names]
-        measured = f"{len(names)}, none drifts apart"
-        if differing:
-            measured = f"{', '.join(differing[:3])}: differs"
-        yield finding(what, measured, "the same" if names else "", not differing, DRIFT[what], "Updates")
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    local = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    if local and subject.run.world_size > 1:
-        says = f"{local[0]} and {len(local) - 1} more: each process's examples alone, so that the curve depends on them"
-        yield finding("batch norm", says, check="Updates")
-
-
-def check_accumulation(subject: Subject) -> Iterator[Row]:
-    """Take the first step of the epoch and its last, ragged one in micro-batches of another size: by hand, as the run's
-    steps were compared with those by hand; in eval mode, as dropout would draw other numbers."""
-    own, other = subject.run.config.micro_batch(subject.run.world_size), _other_size(subject)
-    if other is None:
-        yield finding("other micro-batches", f"none: a process has {own} example per batch")
-        return
-    subject.copy_to_reference()
-    subject.reference.eval()
-    gradients, losses = WorstError(REORDERED), WorstError(REORDERED)
-    for step in (0, subject.steps_per_epoch - 1):
-        expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step)))
-        found, loss = _gradients_by_hand(subject, next(subject.micro_batches(step, micro_batch_size=other)))
-        gradients.add(relative_errors(found, expected))
-        losses.add({f"step {step + 1}": relative_error(loss, expected_loss)})
-    subject.reference.train()
-    yield gradients.finding(f"gradient: {other} in place of {own}", SIZE_MATTERS)
-    yield losses.finding(f"loss: {other} in place of {own}", SIZE_MATTERS)
-
-
-def _other_size(subject: Subject) -> int | None:
-    """Return another size of micro-batches, the next smaller one if there is one; None: there is no other."""
+def _other_size(subject: Subject) -> int:
+    """Return another size of micro-batches, the next smaller one if there is one; the same if there is no other."""
     config, world_size = subject.run.config, subject.run.world_size
     share, own = config.global_batch_size // world_size, config.micro_batch(world_size)
-    sizes = [size for size in range(1, share + 1) if share % size == 0 and size != own]
-    return max((size for size in sizes if size < own), default=min(sizes, default=None))
+    others = [*range(own - 1, 0, -1), *range(own + 1, share + 1)]
+    return next((size for size in others if share % size == 0), own)

@@ -10,11 +10,9 @@ each machine fetches all of it.
 import contextlib
 import json
 import os
-import re
 import shutil
 import tempfile
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from multiprocessing.pool import ThreadPool
@@ -30,7 +28,7 @@ from src.checkpoint.folder import list_checkpoints, parse
 from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, problems, write_text
 from src.checkpoint.rotation import superfluous
 from src.config.config import Config
-from src.config.errors import RunError, UserError, cause, explained
+from src.config.errors import RunError, cause, explained
 from src.config.terminal import say
 
 
@@ -50,19 +48,15 @@ class Mirror:
         name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # each trial of a sweep has its own
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{name}"
         self._says = f"checkpoint.mirror={config.checkpoint.mirror}: "
-        self.too_slow = f"{self.url} takes longer than from save to save"
-        try:
+        with explained(self._says):
             self._fs, self._root = url_to_fs(self.url)
             if accelerator.is_local_main_process:
                 probe = f"{self._root}/{INCOMPLETE}{os.urandom(8).hex()}"
                 self._put(probe, b"probe")
                 self._fs.rm_file(probe)
-        except Exception as error:  # whatever a file system raises
-            install = f": pip install {error.__cause__.name}" if isinstance(error.__cause__, ImportError) else ""
-            raise UserError(f"{self._says}{cause(error)}{install}") from error
         self.copying: Path | None = None
         """The published checkpoint that is being copied."""
-        self._waiting = deque[Path](maxlen=1)
+        self._newest: Path | None = None
         self._of_main = Path(gather_object([str(self._own)])[0])
         self.is_shared = self._is_disk_shared(accelerator)
         self._is_first = self._is_main if self.is_shared else accelerator.is_local_main_process
@@ -95,7 +89,6 @@ class Mirror:
         for file in (self._config.folder / name for name in RECORD):
             content = self._fs.cat_file(self._path(there[0], file.name))
             if file.suffix == ".jsonl" and file.exists() and not file.read_bytes().startswith(content):
-                say(f"{file} is set aside: it is not the one in {self.url}")
                 format.quarantine(file)
             if not file.exists():
                 write_text(file, content.decode())
@@ -117,7 +110,7 @@ class Mirror:
             wrong: list[str] = []
             if files is None:
                 wrong = [*lacks, "not in the mirror"]
-            elif self._is_first and not _is_copy(checkpoint, files):
+            elif self._is_first:
                 wrong = self._fetch(checkpoint, files)
             wrong = gather_object(wrong)
         if self._is_main and not wrong:
@@ -130,25 +123,14 @@ class Mirror:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for name, facts in files.items():
-            try:
-                self._fs.get_file(self._path(checkpoint, name), str(unfinished / name))
-            except FileNotFoundError:
-                return [f"{name} in the mirror is missing"]
-            if file_facts(unfinished / name) != facts:
-                return [f"{name} in the mirror has changed since it was saved"]
-        if checkpoint.exists():
-            format.quarantine(checkpoint)
+            file = unfinished / name
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.get_file(self._path(checkpoint, name), str(file))
+            if not file.exists() or file_facts(file) != facts:
+                return [f"{name} in the mirror is missing, or has changed since it was saved"]
+        shutil.rmtree(checkpoint, ignore_errors=True)
         format.publish(unfinished, files, checkpoint)
         return []
-
-    def is_ready(self, step: int, is_idle: bool) -> bool:
-        """Return whether a checkpoint of this step can be begun. Where the mirror alone has whole ones, and a process
-        is not idle but still busy with the one before, say that it can't. Collective."""
-        if self.is_shared or all(gather_object([is_idle])):
-            return True
-        if self._is_main:
-            say(f"WARNING: no checkpoint of step {step}: {self.too_slow}")
-        return False
 
     def catch_up(self, checkpoint: Path, is_finished: bool) -> None:
         """Copy a checkpoint whose copy failed, or was killed; wait for that if the run has nothing else to do."""
@@ -158,22 +140,21 @@ class Mirror:
                 self.wait()
 
     def start(self, checkpoint: Path) -> None:
-        """Copy a published checkpoint in the background, after the one that is being copied. Only the newest waits for
-        that: it takes the place of another one."""
-        for replaced in list(self._waiting):
-            say(f"WARNING: {replaced} is not in the mirror: {self.too_slow}")
-        self._waiting.append(checkpoint)
-        copier().apply_async(self._copy_newest)
+        """Copy a published checkpoint in the background, after the one that is being copied, unless there is a newer
+        one by then."""
+        self._newest = checkpoint
+        copier().apply_async(self._copy_newest, (checkpoint,))
 
-    def _copy_newest(self) -> None:
-        while self._waiting:
-            self.copying = self._waiting.pop()
-            try:
-                self._copy(self.copying)
-                say(f"mirrored to {self.url}/{self.copying.name}")
-            except Exception as error:
-                say(f"WARNING: {self.copying} is not in the mirror: {cause(error)}")
-            self.copying = None
+    def _copy_newest(self, checkpoint: Path) -> None:
+        self.copying = checkpoint
+        try:
+            if checkpoint != self._newest:
+                raise RunError(f"{self.url} takes longer than from save to save")
+            self._copy(checkpoint)
+            say(f"mirrored to {self.url}/{checkpoint.name}")
+        except Exception as error:
+            say(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
+        self.copying = None
 
     def wait(self) -> None:
         """Wait for what is being copied, as long as `patiently` does."""
@@ -229,11 +210,7 @@ class Mirror:
     def _steps(self) -> set[Path]:
         """Return the checkpoints there, also those without a manifest."""
         self._fs.invalidate_cache()
-        try:
-            names = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
-        except FileNotFoundError:
-            return set()
-        return {self._own / name for name in names if re.fullmatch(r"step_\d{8,}", name)}
+        return {self._own / Path(path).name for path in self._fs.glob(f"{self._root}/step_[0-9]*")}
 
     def _manifests(self) -> dict[Path, dict[str, Any]]:
         """Return the facts about the files of each whole checkpoint there, the newest first."""
@@ -252,8 +229,3 @@ class Mirror:
             self._fs.put_file(str(content), path)
         else:
             self._fs.pipe_file(path, content)
-
-
-def _is_copy(checkpoint: Path, files: dict[str, Any]) -> bool:
-    """Return whether the checkpoint is here, whole, and has these files."""
-    return not any(problems(checkpoint)) and format.manifest(checkpoint) == files

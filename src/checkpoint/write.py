@@ -60,11 +60,6 @@ class CheckpointWriter:
         self._stager = DefaultStager(options)
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
 
-    def is_ready(self) -> bool:
-        """Return whether the next one can be begun. Collective; call `poll` before."""
-        mirror = self._run.resume.mirror
-        return mirror is None or mirror.is_ready(self._run.progress.step, self._pending is None)
-
     def save(self, tracker_state: dict[str, Any]) -> None:
         """Start writing a checkpoint of the run as it is now; wait for the previous one and for the copy. The main
         process's `tracker_state` holds metrics_bytes and wandb_id of RunState."""

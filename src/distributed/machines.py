@@ -3,18 +3,15 @@
 They talk through the store that torch's launcher serves on machine 0, before there is a process group.
 """
 
-import functools
-import hashlib
 import json
 import os
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from datetime import timedelta
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -23,12 +20,9 @@ from accelerate.utils import gather_object
 from src.config.config import Config
 from src.config.errors import UserError, explained
 from src.config.settings import flatten
-from src.distributed.accelerator import LIBRARIES
 
 SET_BY_THE_YAML = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of environment variables."""
-Facts = dict[str, str]
-"""What has to be the same on all machines, by name."""
 
 
 def are_several() -> bool:
@@ -36,60 +30,31 @@ def are_several() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["GROUP_WORLD_SIZE"] != "1"
 
 
-def alike(read: Callable[[list[str]], Config]) -> Callable[[list[str]], Config]:
-    """Decorate what reads the settings: on several machines, compare them, the code and the libraries.
+def join(config: Config) -> None:
+    """On several machines, wait for all of them, timeout_minutes for each, and compare the settings, what the yaml has
+    set, and the code; choose the network interface that Gloo uses.
 
     Raises:
-        UserError: a machine has mistakes in its settings or isn't as machine 0 is; the same on all.
+        UserError: they differ, the same on all, or not all came.
     """
+    if not are_several():
+        return
+    facts = dict(flatten(config.model_dump(mode="json", exclude={"output_dir": True, "task": {"data_dir"}})))
+    facts |= {name: value for name, value in os.environ.items() if name.startswith(SET_BY_THE_YAML)}
+    code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
+    facts["src"] = zlib.crc32(code)
 
-    @functools.wraps(read)
-    def read_on_all(argv: list[str]) -> Config:
-        if not are_several():
-            return read(argv)
-        try:
-            config = read(argv)
-        except UserError as error:
-            join({"mistakes": str(error)}, Config.model_fields["timeout_minutes"].default)
-            raise
-        settings = flatten(config.model_dump(mode="json", exclude={"output_dir": True, "task": {"data_dir"}}))
-        join(facts_here() | {name: str(value) for name, value in settings}, config.timeout_minutes)
-        return config
-
-    return read_on_all
-
-
-def facts_here() -> Facts:
-    """Return the versions of the libraries, the files of the project, and what the yaml has set."""
-    project = Path(__file__).parent.parent.parent
-    facts = {name: version(name) for name in LIBRARIES if find_spec(name)} | {"python": sys.version.split()[0]}
-    for file in [*project.glob("*.py"), *project.glob("src/**/*.py"), *project.glob("examples/*.py")]:
-        facts[str(file.relative_to(project))] = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
-    return facts | {name: os.environ[name] for name in os.environ if name.startswith(SET_BY_THE_YAML)}
-
-
-def join(facts: Facts, minutes: float) -> None:
-    """Wait for all machines, so many minutes for each; choose the network interface that Gloo uses.
-
-    Raises:
-        UserError: they differ, or not all came.
-    """
     rank, size = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
-    main, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    server = dist.TCPStore(main, port, None, is_master=False, timeout=timedelta(minutes=minutes))
-    store = dist.PrefixStore(f"machines/{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+    main, timeout = os.environ["MASTER_ADDR"], timedelta(minutes=config.timeout_minutes)
+    store = dist.TCPStore(main, int(os.environ["MASTER_PORT"]), None, is_master=False, timeout=timeout)
     if os.environ["LOCAL_RANK"] == "0":
-        own = [socket.gethostname(), address_towards(main), facts]
-        there = json.loads(store.compare_set(f"facts/{rank}", "", json.dumps(own)))
-        if there[:2] != own[:2]:
-            raise UserError(f"machine_rank={rank} is taken twice: by {there[0]} and {own[0]}")
-    with explained(f"not all {size} machines came within timeout_minutes={minutes:g}: ", dist.DistError):
-        told = [json.loads(store.get(f"facts/{other}")) for other in range(size)]
-    if lines := differences([name for name, _, _ in told], [facts for _, _, facts in told]):
+        store.set(f"machines/{rank}", json.dumps([socket.gethostname(), facts, address_towards(main)]))
+    with explained(f"not all {size} machines came, each with a machine_rank of its own: ", dist.DistError):
+        told = [json.loads(store.get(f"machines/{other}")) for other in range(size)]
+    if lines := [*differences(told)]:
         time.sleep(0 if rank else 2)  # the store ends with machine 0's launcher, and others still read it
         raise UserError("\n".join(lines))
-    other = main if rank else told[1][1]  # machine 0 may know its own name as its loopback
-    address = address_towards(other)
+    address = address_towards(main if rank else told[1][2])  # machine 0 may know its own name as its loopback
     for interface, known in psutil.net_if_addrs().items():
         if address in [found.address for found in known]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -106,27 +71,20 @@ def require_same_data(fingerprints: list[str]) -> None:
     """
     if not are_several():
         return
-    told = [own for own in gather_object([(socket.gethostname(), fingerprints)]) if own[1]]
-    kinds = ("data to train on", "data to evaluate on")
-    facts = [dict(zip(kinds, own, strict=True)) for _, own in told]
-    if lines := differences([host for host, _ in told], facts):
+    facts = dict(zip(("data to train on", "data to evaluate on"), fingerprints, strict=False))
+    told = gather_object([(socket.gethostname(), facts)] if facts else [])
+    if lines := [*differences(told)]:
         raise UserError("\n".join(lines))
 
 
-def differences(hosts: list[str], facts: list[Facts]) -> list[str]:
-    """Return a line for each mistake in the settings, or else for each machine that isn't as the first one is."""
-    return list(dict.fromkeys(_differences([f"machine {i} ({host})" for i, host in enumerate(hosts)], facts)))
-
-
-def _differences(names: list[str], facts: list[Facts]) -> Iterator[str]:
-    mistakes = [own.get("mistakes", "").splitlines() for own in facts]
-    for name, own, lines in zip(names, facts, mistakes, strict=True):
-        for line in lines:
-            yield line if all(line in said for said in mistakes) else f"{name}: {line}"
-        other = [key for key in facts[0] | own if own.get(key) != facts[0].get(key)]
-        if other and not any(mistakes):
-            here, there = (", ".join(f"{key} {has.get(key)}" for key in other) for has in (own, facts[0]))
-            yield f"{name} has {here}; {names[0]} has {there}"
+def differences(told: list[Any]) -> Iterator[str]:
+    """Yield a line for each machine that isn't as the first one is, from what each tells: its name and facts."""
+    name, first, *_ = told[0]
+    for number, (host, own, *_) in enumerate(told):
+        other = [key for key in first | own if own.get(key) != first.get(key)]
+        if other:
+            here, there = (", ".join(f"{key} {has.get(key)}" for key in other) for has in (own, first))
+            yield f"machine {number} ({host}) has {here}; machine 0 ({name}) has {there}"
 
 
 def address_towards(host: str) -> str:

@@ -10,9 +10,7 @@ import pytest
 from tests.faults.runs import SHORT
 from tests.launching import MNIST, PROJECT, Launch, Run, slow
 
-CHECKS = [
-    "Launch", "Data", "Same start", "Gradients", "Updates", "Accumulation", "Evaluation", "Checkpoint", "Cost",
-]  # fmt: skip
+CHECKS = ["Launch", "Data", "Same start", "Steps", "Cost", "Evaluation", "Checkpoint"]
 SMALL = "--global_batch_size=16"
 """In place of 64: each of the steps takes a quarter of the time."""
 DATA = MNIST.parent
@@ -30,8 +28,7 @@ def assert_all_is_well(run: Run) -> None:
     report = ["report.html"] if (PROJECT / "src/tracking/report.py").exists() else []
     assert {path.name for path in run.folder.iterdir()} == {"check.json", *report}
     assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
-    shown = [line for line in run.stdout.splitlines() if line[:1].isupper() and line.startswith(tuple(CHECKS))]
-    assert [line.split("  ")[0] for line in shown] == CHECKS
+    assert len([line for line in run.stdout.splitlines() if line.startswith("pass  ")]) == len(rows(run))
     assert "all checks passed" in run.stdout
 
 
@@ -56,8 +53,7 @@ def test_the_digits_are_well(launch: Launch, yaml: str, processes: int, argument
 def test_half_precision_is_compared_in_fp32(launch: Launch) -> None:
     run = launch("cpu", "--check", SMALL, launcher_arguments=("--mixed_precision=bf16",))
     assert_all_is_well(run)
-    (note,) = (row["measured"] for row in rows(run) if row["what"] == "stand-in")
-    assert note == "--check compares in fp32: the run itself computes in bf16"
+    assert "--check compares in fp32: the run itself computes in bf16\n" in run.stdout
 
 
 def test_a_run_is_examined_as_often_as_one_likes_and_goes_on_afterwards(launch: Launch) -> None:

@@ -3,24 +3,19 @@
 The hosts share the disk, as machines with a shared file system do.
 """
 
-import json
 import re
 import socket
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
 
-from src.config.errors import UserError
-from src.distributed.machines import differences, join
+from src.distributed.machines import differences
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Rounding, Run, Whole, slow
 from tests.machines.hosts import Hosts, Running, missing, words
 from tests.test_parity import DIGITS, assert_same_curve
-from tests.warm_ranks import free_port
 
 needs_hosts = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -156,29 +151,8 @@ def test_a_machine_with_other_data_is_refused_by_all_in_the_same_words(launch: L
 
 
 def test_what_differs_is_named_on_one_line_per_machine() -> None:
-    names = ["a", "b", "c"]
-    first = {"src/training/optim.py": "00ff00ff", "torch": "2.15.0", "FSDP_VERSION": "2"}
-    same, other = dict(first), {"src/training/optim.py": "12345678", "torch": "2.14.0", "extra": "1"}
-    assert differences(names, [first, same, other]) == [
-        "machine 2 (c) has src/training/optim.py 12345678, torch 2.14.0, FSDP_VERSION None, extra 1; "
-        "machine 0 (a) has src/training/optim.py 00ff00ff, torch 2.15.0, FSDP_VERSION 2, extra None"
+    first, other = {"torch": "2.15.0", "FSDP_VERSION": "2"}, {"torch": "2.14.0", "extra": "1"}
+    assert list(differences([["a", first], ["b", first], ["c", other]])) == [
+        "machine 2 (c) has torch 2.14.0, FSDP_VERSION None, extra 1; "
+        "machine 0 (a) has torch 2.15.0, FSDP_VERSION 2, extra None"
     ]
-    wrong = {"mistakes": "sed: unknown\nepochs: must be more"}
-    assert differences(names, [first, wrong, same]) == [
-        "machine 1 (b): sed: unknown",
-        "machine 1 (b): epochs: must be more",
-    ]
-    assert differences(names, [wrong, wrong, wrong]) == ["sed: unknown", "epochs: must be more"]
-
-
-def test_a_machine_rank_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    server = TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
-    PrefixStore("machines/0", server).set("facts/1", json.dumps(["host2", "10.77.0.2", {}]))
-    variables: dict[str, Any] = {"GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": 0}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("socket.gethostname", lambda: "host3")
-    with pytest.raises(UserError, match="^machine_rank=1 is taken twice: by host2 and host3$"):
-        join({}, 1)

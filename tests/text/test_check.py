@@ -42,6 +42,6 @@ causal_lm.batch_tensors = going_on
     task = ("--task.name=causal_lm", f"--task.dataset={data}", "--task.sequence_length=64", "--global_batch_size=8")
     run = launch("ddp", "--check", *task, *LLAMA, before=before)
     assert run.exit_code == 1
-    (failed,) = [row for row in rows(run) if row["result"] == "fail"]
-    assert failed["check"] == "Data"
+    (failed,) = [row for row in rows(run) if row["means"]]
+    assert failed["check"] == "Evaluation"
     assert "packed documents see each other" in failed["means"]
