@@ -42,7 +42,7 @@ from src.training.evaluation import Evaluation, evaluate_batches, gather_in_orde
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import StepCounts, StepResult
-from src.training.run import Run, new_data, new_model
+from src.training.run import Run, describe_data, new_data, new_model
 from src.training.transforms import transform
 
 
@@ -135,6 +135,7 @@ def build(config: Config) -> Run | None:
     run = Run(
         config, accelerator, launch, resume, command, model, optimizers, progress, train_set, eval_set, metadata, facts
     )
+    describe_data(run)  # room: text
     load_checkpoint(run)
     return run
 

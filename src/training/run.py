@@ -47,10 +47,6 @@ class Run:
     def __post_init__(self) -> None:
         if not self.is_fp16:  # only fp16 underflows
             self.progress.loss_scale = 1.0
-        self.facts["data"] = {  # room: text
-            "train": self.task.describe("train", self.train_set),
-            "eval": self.task.describe("eval", self.eval_set),
-        }
 
     @property
     def task(self) -> Task:
@@ -142,6 +138,14 @@ def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exampl
     train_set = task.to_device(train_set, accelerator.device)
     eval_set = task.to_device(eval_set, accelerator.device)
     return train_set, eval_set, fingerprints
+
+
+def describe_data(run: Run) -> None:  # room: text
+    """Add what the task says of its data to the facts."""
+    run.facts["data"] = {
+        "train": run.task.describe("train", run.train_set),
+        "eval": run.task.describe("eval", run.eval_set),
+    }
 
 
 def new_model(
