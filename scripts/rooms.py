@@ -1,7 +1,7 @@
 """Throw parts of the project out: `python scripts/rooms.py check wandb`. Nothing needs to be installed.
 
 Such a part, a room, is its files (FILES), and each line elsewhere that ends with `# room: NAME`. With a line that opens
-a block (`def f(self):  # room: NAME`) goes the block, with a field the docstring below it, and with what used an import
+a block (`def f(self):  # room: NAME`) go the block and its decorators, with a field the docstring below it, and with what used an import
 the import. A line of several rooms goes with the last of them if it says `# room: wandb trackers`, and with the first
 if it says `# room: text+examples`.
 docs/make-it-yours.md says what each room does.
@@ -95,11 +95,20 @@ def without(lines: list[str], rooms: set[str]) -> list[str]:
         names = [name for name in mark[2].split() if rooms.isdisjoint(name.split("+"))] if mark else []
         if mark and not names:
             end = end_of_block(lines, i, mark[1])
+            drop_decorators(left, mark[1])
             i = close_gap(left, lines, i, end)
             continue
         left.append(f"{mark[1]}  # room: {' '.join(names)}" if mark else lines[i])
         i += 1
     return left
+
+
+def drop_decorators(left: list[str], code: str) -> None:
+    """Drop the decorators above a function or class that goes."""
+    indent = code[: depth(code)]
+    while code.lstrip().startswith(("def ", "class ")) and left[-1].startswith((f"{indent}@", f"{indent})")):
+        while not left.pop().startswith(f"{indent}@"):
+            pass
 
 
 def end_of_block(lines: list[str], start: int, code: str) -> int:

@@ -111,7 +111,9 @@ def test_it_is_examined_by_its_normal_methods_alone(launch: Launch, project: Pat
     assert "all checks passed" in run.stdout
 
 
-def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: Launch, project: Path) -> None:
+def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(  # room: best
+    launch: Launch, project: Path
+) -> None:
     """A misspelt one ends the run once it is evaluated, and saved. Tried with saving after: the epoch is lost."""
     arguments = (*ARGUMENTS, "--epochs=2", "--early_stopping.patience=1")
     run = launch("ddp", *arguments, "--early_stopping.metric=eval/acuracy", project=project, processes=2)

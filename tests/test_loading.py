@@ -62,7 +62,7 @@ def test_outputs_come_back_in_the_order_of_the_dataset(examples: int, world_size
     assert torch.equal(gather_in_order(cast("Accelerator", accelerator), dataset[::world_size], examples), dataset)
 
 
-class Noise:
+class Noise:  # room: workers
     """Each example drawn when it is asked for, as torchvision's transforms do."""
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Noise:
         return torch.rand(())
 
 
-def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None:
+def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None:  # room: workers
     """Tried with the seed that a generator begins with: the same noise on every process, in every epoch."""
     counts: dict[str, Any] = {"count_targets": lambda _: 0, "count_tokens": lambda _: (0, 0)}
     by_task = {"order": lambda *_: np.arange(8), "augmented": lambda train, _: train, "collate": torch.stack}

@@ -97,7 +97,7 @@ def fetched(folder: Path) -> int:
     return sum(int(line) for log in folder.glob("machine*/fetched") for line in log.read_text().splitlines())
 
 
-def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mirror_has(
+def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mirror_has(  # room: best
     launch: Launch, whole: Whole, tmp_path: Path
 ) -> None:
     """To be told from the last, the best is that of the highest loss. Tried without the mirror's among the candidates

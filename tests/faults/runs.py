@@ -20,6 +20,10 @@ SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
 EACH_STEP = (*SHORT, "--save_every=1", "--checkpoint.keep_last=9")
 """The same run, with the checkpoints of its last nine steps."""
 
+WORKER: tuple[str, ...] = ()
+WORKER += ("--num_workers=1",)  # room: workers
+"""A process that loads data, where there can be one."""
+
 
 def checkpoints(folder: Path) -> list[int]:
     """The steps that have one."""

@@ -24,7 +24,7 @@ from src.distributed.process import Signals, exit_codes
 from src.tasks import TASKS
 from src.tasks.base import Examples
 from src.training.batches import MicroBatch, training_steps
-from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints
+from tests.faults.runs import EACH_STEP, SHORT, WORKER, assert_same_run, checkpoints
 from tests.launching import Launch, Started, Whole, slow
 
 KILLS = 25
@@ -76,14 +76,14 @@ def unfinished(folder: Path) -> set[tuple[str, int]]:
 def test_one_killed_process_ends_the_run(launch: Launch, whole: Whole, tmp_path: Path, yaml: str, real: bool) -> None:
     """And it goes on to the last bit. Tried without PR_SET_PDEATHSIG: the loaders hold the launcher for 5 seconds
     more; without truncating the record: steps come twice."""
-    with Started(yaml, *SHORT, "--num_workers=1", folder=tmp_path / "run", real=real) as started:
+    with Started(yaml, *SHORT, *WORKER, folder=tmp_path / "run", real=real) as started:
         started.wait_for("step     12/").send(signal.SIGKILL, to=started.trainers[1])
         asked = time.monotonic()
         killed = started.ended(seconds=15)
         assert time.monotonic() - asked < 10
     assert killed.exit_code != 0
     assert checkpoints(killed.folder) == [8]
-    again = launch(yaml, *SHORT, "--num_workers=1", folder=killed.folder).succeeded()
+    again = launch(yaml, *SHORT, *WORKER, folder=killed.folder).succeeded()
     assert_same_run(again, whole(yaml, *EACH_STEP))
 
 
@@ -179,7 +179,7 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
     assert checkpoints(hung.folder) == [8]
 
 
-def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
+def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:  # room: workers
     """By torch, or where it dies while it hands over a batch by _name_dead_workers, without which this failed once in
     15 times."""
     with Started("cpu", *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:

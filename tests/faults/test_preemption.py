@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back
+from tests.faults.runs import EACH_STEP, SHORT, WORKER, assert_same_run, checkpoints, cut_back
 from tests.launching import Launch, Run, Started, Whole, launched, slow
 
-LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", "--num_workers=1")
+LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", *WORKER)
 """Too long to end by itself in a test, never saved but when told to, and with a process that loads data."""
 
 

@@ -19,6 +19,7 @@ from src.tasks import TASKS
 from tests.faults.runs import (
     EACH_STEP,
     SHORT,
+    WORKER,
     assert_same_run,
     checkpoints,
     curve,
@@ -34,7 +35,7 @@ def test_a_killed_cnn_goes_on_to_the_last_bit(launch: Launch, whole: Whole, tmp_
     """With processes that load data. (Under DDP and FSDP: test_killed.py.) Tried without: restoring the random
     numbers (dropout), the optimizer, what was summed up since the last record; cutting the order of the epoch and the
     record off where the checkpoint was made."""
-    run = killed_and_resumed(launch, "cpu", (*SHORT, "--num_workers=2"), tmp_path / "run")
+    run = killed_and_resumed(launch, "cpu", (*SHORT, *WORKER), tmp_path / "run")
     assert_same_run(run, whole("cpu", *EACH_STEP))
 
 
@@ -104,7 +105,7 @@ def test_a_finished_run_is_left_alone(launch: Launch, whole: Whole) -> None:
     assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
 
 
-def test_a_finished_run_is_exported_anew(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+def test_a_finished_run_is_exported_anew(launch: Launch, whole: Whole, tmp_path: Path) -> None:  # room: best
     """Or where its model was deleted. Tried without: "nothing to do"."""
     folder = Path(shutil.copytree(whole("cpu", *EACH_STEP).folder, tmp_path / "run"))
     best = (*SHORT, "--checkpoint.export_best=true", "--checkpoint.mode=max")

@@ -122,12 +122,15 @@ def test_a_save_in_which_a_process_hangs_ends_the_run_and_leaves_the_checkpoint_
     assert checkpoints(folder) == [8]
 
 
+JUDGED: tuple[str, ...] = ()
+JUDGED += ("--checkpoint.keep_best=2", "--checkpoint.export_best=true", "--checkpoint.mode=max")  # room: best
+
+
 @pytest.fixture(scope="module")
 def judged(launch: Launch) -> Run:
     """Evaluated after each fourth step, and the two best kept: to be told from the last, those of the highest loss."""
     return launch(
-        "ddp", *SHORT, "--eval_every=4", "--checkpoint.keep_best=2", "--checkpoint.keep_last=1",
-        "--checkpoint.export_best=true", "--checkpoint.metric=eval/loss", "--checkpoint.mode=max",
+        "ddp", *SHORT, "--eval_every=4", "--checkpoint.keep_last=1", *JUDGED
     ).succeeded()  # fmt: skip
 
 
@@ -136,14 +139,14 @@ def losses(run: Run) -> dict[int, float]:
     return {record["step"]: record["eval/loss"] for record in run.records if "eval/loss" in record}
 
 
-def test_the_newest_and_the_best_are_kept(judged: Run) -> None:
+def test_the_newest_and_the_best_are_kept(judged: Run) -> None:  # room: best
     """Tried without the best: only step 30 is left."""
     best = sorted(losses(judged), key=lambda step: losses(judged)[step], reverse=True)[:2]
     assert max(best) < 24
     assert checkpoints(judged.folder) == sorted([*best, 30])
 
 
-def test_the_best_is_exported_and_reported(judged: Run) -> None:
+def test_the_best_is_exported_and_reported(judged: Run) -> None:  # room: best
     """Tried without: the last one is."""
     best = max(losses(judged), key=lambda step: losses(judged)[step])
     checkpoint = judged.folder / "checkpoints" / f"step_{best:08d}"
@@ -154,7 +157,9 @@ def test_the_best_is_exported_and_reported(judged: Run) -> None:
         assert torch.equal(weight, saved), name
 
 
-def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launch: Launch, tmp_path: Path) -> None:
+def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(  # room: best
+    launch: Launch, tmp_path: Path
+) -> None:
     """A gain must be of 100: the first evaluation is the best, and the third one without a gain the last. Tried without
     the reset where another metric is watched: no further step; with a reset at each resume: it trains past step 16."""
     arguments = (

@@ -62,7 +62,7 @@ def gradients(model: LanguageModel, inputs: dict[str, Tensor]) -> tuple[Tensor, 
     return loss.detach(), list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
 
 
-def transformed(model: torch.nn.Module, rows: int = 1, **settings: bool) -> None:
+def transformed(model: torch.nn.Module, rows: int = 1, **settings: bool) -> None:  # room: compile
     """As train.py does it, in place, with micro-batches of so many rows."""
     off = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False}
     config: Any = SimpleNamespace(**(off | settings), micro_batch=lambda processes: rows // processes)
@@ -149,7 +149,9 @@ def test_the_logits_are_never_there_all_at_once(
 @pytest.mark.filterwarnings("default")  # the compiler sets its own aside, unless they are errors
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("fresh_compiler")
-def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+def test_recomputing_activations_draws_the_same_dropout(  # room: compile
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
     """The loss falls along its gradients as they say: tried with other dropout in the backward pass, by 0.57 of that.
     Without the compiler, which draws otherwise, they are those without recomputing. One compilation serves all blocks.
     """
@@ -175,7 +177,9 @@ def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.Monk
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("rows", "checkpointed"), [(4, True), (1, False)])
-def test_a_block_is_compiled_at_most_four_times(monkeypatch: pytest.MonkeyPatch, rows: int, checkpointed: bool) -> None:
+def test_a_block_is_compiled_at_most_four_times(  # room: compile
+    monkeypatch: pytest.MonkeyPatch, rows: int, checkpointed: bool
+) -> None:
     """With gradients and without, each with a mask that keeps documents apart and with none. Tried without dynamic
     sizes, with single rows compiled, and with samples compiled: 8, which is torch's limit."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -197,7 +201,7 @@ def test_a_block_is_compiled_at_most_four_times(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("fresh_compiler")
-def test_one_line_says_that_torch_compiles_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_line_says_that_torch_compiles_no_more(monkeypatch: pytest.MonkeyPatch) -> None:  # room: compile
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     lines: list[str] = []
     handler = logging.Handler()
@@ -216,7 +220,7 @@ def test_one_line_says_that_torch_compiles_no_more(monkeypatch: pytest.MonkeyPat
     assert re.fullmatch(r"compile=true: 'forward\w*' \(\S+\) runs UNCOMPILED, .* 1 kinds of input: .*grad_mode.*", line)
 
 
-def test_activations_inside_of_the_blocks_are_not_kept() -> None:
+def test_activations_inside_of_the_blocks_are_not_kept() -> None:  # room: compile
     def kept(checkpointed: bool) -> int:
         model = build("llama")
         transformed(model, activation_checkpointing=checkpointed)
