@@ -1,9 +1,9 @@
 """Throw parts of the project out: `python scripts/rooms.py check wandb`. Nothing needs to be installed.
 
 Such a part, a room, is its files (FILES), and each line elsewhere that ends with `# room: NAME`. With a line that opens
-a block (`def f(self):  # room: NAME`) go the block and its decorators, with a field the docstring below it, and with what used an import
-the import. A line of several rooms goes with the last of them if it says `# room: wandb trackers`, and with the first
-if it says `# room: text+examples`.
+a block (`def f(self):  # room: NAME`) go the block and its decorators, with a field the docstring below it, and with
+what used an import the import. A line of several rooms goes with the last of them if it says `# room: wandb trackers`,
+and with the first if it says `# room: text+examples`.
 docs/make-it-yours.md says what each room does.
 """
 
