@@ -17,7 +17,7 @@ def evaluate_alone(
     """Return the mean loss over the targets of the whole dataset, and by name what Task.evaluate returned for each
     example, on the CPU."""
 
-    # slices in the dataset's order: `evaluation_batches` needs a Run, and deals its batches out to the processes
+    # slices in the dataset's order; `evaluation_batches` would need a Run, which a tool has not
     def batches() -> Iterator[MicroBatch]:
         for start in range(0, len(dataset), batch_size):
             indices = list(range(start, min(start + batch_size, len(dataset))))
@@ -25,6 +25,7 @@ def evaluate_alone(
             yield batch._replace(data=send_to_device(batch.data, device))
 
     scores = evaluate_batches(task, model, batches(), device)
-    assert scores  # None only where a StopSignal ends it
+    # None only where a StopSignal ends it
+    assert scores
     loss_sum, targets, _ = scores.totals.tolist()
     return loss_sum / max(targets, 1), {name: output.cpu() for name, output in scores.outputs.items()}

@@ -82,7 +82,7 @@ class ShardedBatchSampler:
         for start in range(0, len(self.order), self.global_batch_size):
             batch = self.order[start : start + self.global_batch_size]
             # The global batch is cut first and dealt out second, so that it holds the same examples on any number of
-            # processes. In turn, a ragged last batch leaves shares that differ by one example at most.
+            # processes. As it is dealt in turn, the shares of a smaller last batch differ by one example at most.
             chunks = [batch[i : i + chunk_size] for i in range(0, len(batch), chunk_size)]
             yield [chunk[self.rank :: self.world_size] for chunk in chunks]
 
@@ -148,7 +148,7 @@ class CountedSteps:
     def __next__(self) -> tuple[list[MicroBatch], StepCounts]:
         """Return the next step's micro-batches on this process, and the sums over those of all. Collective."""
         micro_batches, counts = self._upcoming, self._exchanged()
-        # before this step is computed, so that the exchange and the loading overlap with it
+        # before this step is computed, so that the exchange, and on a GPU the loading, overlap with it
         self._begin_next()
         return micro_batches, counts
 
@@ -159,7 +159,7 @@ class CountedSteps:
     def _begin_next(self) -> None:
         self._upcoming = next(self._steps, [])
         # after the last step there are no batches: the sums are zeros
-        counts = np.zeros(3)  # float64, which counts exactly up to 2**53
+        counts = np.zeros(3)
         for batch in self._upcoming:
             counts += batch.weight * np.array(batch.counts)
         # One all-reduce of 32 bytes, in a gloo group of its own: NCCL would queue it behind the device's work, and the
@@ -222,7 +222,7 @@ def _load(
         run.rank,
         run.world_size,
     )
-    # no DataLoader: what it adds to each batch is as long as a small model's step
+    # no DataLoader: what it adds to each batch takes as long as a small model's step
     batches: Iterator[Any] = (fetch(config.task, dataset, indices) for indices in sampler)
     if config.num_workers > 0:  # room: workers
         batches = load_in_workers(config, dataset, sampler, run.rank, epoch)

@@ -48,10 +48,11 @@ def evaluate_batches(
     # counting at 2**24, 16.8 million. On the device, until one reduction at the end: the loop is 5 times as fast as
     # with a gather for each batch (docs/figures.md).
     totals = float64_zeros(3, device)
-    loss_sum, targets, examples = totals.unbind()  # views: what is added to them is added to `totals`
+    # views: what is added to them is added to `totals`
+    loss_sum, targets, examples = totals.unbind()
     outputs: dict[str, list[Tensor]] = {}
     for batch in batches:
-        # a stop in the middle: an evaluation can take longer than the grace between SIGTERM and SIGKILL (30 s)
+        # also in the middle, as the launcher kills its processes 30 s after SIGTERM
         if stop and stop.poll():
             return None
         loss, batch_outputs = returned(task, "evaluate", model, batch.data)

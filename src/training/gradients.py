@@ -22,12 +22,10 @@ def float64_zeros(shape: int | tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def reducing(run: Run, is_last: bool) -> AbstractContextManager[None]:
-    """Return the context for a micro-batch's forward and backward pass: reduce the gradients at its end, or only add
-    them up on this process.
-
-    DDP reduces them once, after the last micro-batch. FSDP would have to keep them unsharded until then.
-    """
-    # no_sync under FSDP keeps whole gradients in fp32 on each process, for fewer exchanges: a setting decides
+    """Return the context for a micro-batch's forward and backward pass, which decides whether gradients are reduced at
+    its end or only added up on this process."""
+    # DDP reduces them once, after the last micro-batch. FSDP would have to keep whole gradients in fp32 on each process
+    # until then, which fsdp_reduce_each_micro_batch=false accepts for fewer exchanges.
     reduces_each = run.accelerator.is_fsdp2 and run.config.fsdp_reduce_each_micro_batch
     if is_last or reduces_each:
         return nullcontext()
