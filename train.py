@@ -85,11 +85,8 @@ def settings(argv: list[str]) -> Config:
 
 
 def build(config: Config) -> Run | None:
-    """Join the processes, build data, model and optimizers, and load the checkpoint to continue from.
-
-    Returns:
-        The run; None if the one in this output folder is finished.
-    """
+    """Join the processes, build data, model and optimizers, and load the checkpoint to continue from. Return None if
+    the run in this output folder is finished."""
     # ------------------------------------------------------------------- processes, and what the run continues from
     accelerator, launch = build_accelerator(config)
     command = resume_command(config)
@@ -129,7 +126,8 @@ def build(config: Config) -> Run | None:
 
     # --------------------------------------------------------------------------------------------------- the run
     metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, accelerator, model)
-    # from here on each process draws random numbers, such as dropout masks, of its own
+    # The model came from one seed; from here on each process draws random numbers, such as dropout masks, of its own.
+    # (numpy takes no seed from 2**32 on.) The checkpoint comes after, as it restores those of its step.
     set_seed((config.seed + accelerator.process_index) % 2**32)
     progress = resume.progress
     run = Run(
@@ -234,24 +232,25 @@ def finish(run: Run, tracker: Tracker, checkpoints: CheckpointWriter) -> None:
 def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
     """Run forward and backward over this process's part of one global batch, then update the weights.
 
-    The loss is the mean over the targets (examples, tokens) of the *global* batch: the sum over a micro-batch, divided
-    by their number in all micro-batches of all processes, which was exchanged before (`counts`). The host doesn't wait
-    for the device, unless an optimizer cannot leave out a step by itself.
+    The loss is the mean over the targets (examples, tokens) of the *global* batch. The host doesn't wait for the
+    device, unless an optimizer cannot skip a step by itself.
     """
     accelerator, config, progress = run.accelerator, run.config, run.progress
     task: Task | Examined = run.task
     if progress.step == 0:
-        task = Examined(run.task)  # which looks at the first loss: is it a sum?
+        task = Examined(run.task)  # refuses a first loss that is a mean, not a sum
 
     # ------------------------------------------------------------------------------------------ forward and backward
-    # DDP and FSDP average the gradients over the processes: times their number, the mean is the sum again
+    # The sum over a micro-batch, divided by the targets in all of them, on all processes. A mean of micro-batch means
+    # would give a target in a short one more weight, as transformers' Trainer did until 2024 (transformers#34191).
+    # DDP and FSDP average the gradients over the processes: times their number, the mean is the sum again.
     scale = accelerator.num_processes * progress.loss_scale / max(counts.targets, 1)
     loss_sum = float64_zeros((), run.device)
     for i, batch in enumerate(micro_batches, start=1):
         with reducing(run, is_last=i == len(micro_batches)):
             # model(...), never model.forward(...): FSDP gathers a block's weights in hooks of its call
             loss = task.loss(run.model, batch.data)
-            # the weight is 0 for a process that has run out of examples: it only takes part in what is collective
+            # a dummy batch has weight 0, but goes through the backward pass as well, which is collective
             accelerator.backward(loss * (scale * batch.weight))
         if batch.weight:
             loss_sum += loss.detach()
@@ -271,8 +270,8 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) ->
 
 
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
-    """Return loss and metrics over each example exactly once, and what the task's tables are made from; None if told to
-    stop meanwhile."""
+    """Return loss and metrics over each example exactly once, and what the task's tables are made from. Return None if
+    the run was told to stop meanwhile."""
     accelerator, task = run.accelerator, run.task
     run.model.eval()
     scores = evaluate_batches(task, run.model, evaluation_batches(run), run.device, stop)
@@ -281,12 +280,12 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     if scores is None:
         return None
     loss_sum, targets, examples = accelerator.reduce(scores.totals, "sum").tolist()
-    # every example once, in the order of the dataset, whatever the number of processes
+    # every example once, in the dataset's order: metrics that are no mean over examples, such as F1, need all at once
     outputs = {name: gather_in_order(accelerator, output, len(run.eval_set)) for name, output in scores.outputs.items()}
     metrics = {}
     if run.is_main:
         metrics = metrics_of(task, loss_sum / targets, int(examples), outputs)
-    # all processes must decide alike on early stopping
+    # all processes must decide alike on early stopping and the best checkpoints
     (metrics,) = broadcast_object_list([metrics])
     return Evaluation(
         metrics,

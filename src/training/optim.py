@@ -29,7 +29,7 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
     hidden = hidden_matrices(model) if config.name == "muon" else set()
     rest = [p for p in trained if p not in hidden]
 
-    # Biases and the scales of norms don't decay: zero is nothing special to them.
+    # biases and the scales of norms don't decay: zero is nothing special to them
     matrices = {
         "params": [p for p in rest if p.ndim >= 2],
         "weight_decay": config.weight_decay,
@@ -41,9 +41,11 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
     # torch refuses a group without parameters
     groups: list[dict[str, Any]] = [g for g in (matrices, vectors) if g["params"]]
 
+    # No optimizer goes through Accelerate's `prepare`: its wrapper adds 116 µs to each step, for loss scales and
+    # accumulation, which train_step handles itself.
     match config.name:
         case "sgd":
-            # torch's fused SGD takes no DTensor
+            # torch's fused SGD takes no DTensor: the host then waits for each step's norm, as for adadelta and muon
             is_sharded = any(isinstance(p, DTensor) for p in trained)
             return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
@@ -87,10 +89,14 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
     decay_epochs epochs (torch's StepLR); one_cycle: cosine up from a 25th of the peak, cosine down (Smith & Topin 2018,
     https://arxiv.org/abs/1708.07120, as torch's OneCycleLR). All but one_cycle warm up linearly.
     """
+    # No scheduler: a function of the step has no state to save, and can't be stepped too often, as Accelerate does with
+    # a prepared scheduler: num_processes times a step (accelerate#2318).
     warmup = config.warmup_steps
-    if warmup < 1:  # a share of the schedule
+    if warmup < 1:
+        # a share of the schedule
         warmup = round(warmup * schedule_steps)
     if step < warmup:
+        # + 1: a learning rate of 0 would waste the first step
         rise = (step + 1) / warmup
         if config.schedule == "one_cycle":
             return config.lr * _cosine(1 / 25, 1, rise)

@@ -17,6 +17,7 @@ from src.config.groups import EarlyStopping
 from src.training.score import score
 
 SMALLEST_LOSS_SCALE = 2.0**-24
+"""After 40 halvings of the first one, an overflow counts as a bad step."""
 GROWTH_INTERVAL = 2000
 """Finite steps in a row after which the loss scale is doubled."""
 
@@ -24,6 +25,7 @@ GROWTH_INTERVAL = 2000
 class StepCounts(NamedTuple):
     """Sums over the micro-batches of all processes in a step, known on the host before it begins."""
 
+    # floats, as they come from an all-reduce in float64
     targets: float
     """What the loss is a mean over: examples or tokens."""
     tokens: float
@@ -46,16 +48,14 @@ class StepResult(NamedTuple):
 
     @property
     def grad_norm(self) -> float | None:
-        """Return the norm, for which this waits for the device; None: not finite, and the step was not taken."""
+        """Return the norm, or None if it is not finite, and the step was skipped. Wait for the device."""
         norm = self.norm.item()
         return norm if math.isfinite(norm) else None
 
 
 def loss_sums(accelerator: Accelerator, results: list[StepResult]) -> list[float]:
-    """Return the loss sum of each step, at least one, over all processes, for which this waits for the device.
-
-    One exchange for all of them, as each one would hold the step up. Collective.
-    """
+    """Return the loss sum over all processes of each step, at least one. Wait for the device. Collective."""
+    # one exchange for all steps since the last one: nobody needs the sums before, and each would hold its step up
     sums = torch.stack([result.loss_sum for result in results])
     return accelerator.reduce(sums, "sum").tolist()
 
@@ -68,10 +68,10 @@ def mean_loss(accelerator: Accelerator, result: StepResult) -> float:
 
 @dataclass
 class Progress:
-    """The counters of a run, saved as JSON, which keeps each float to the last bit.
+    """The counters of a run. An interval begins after a step that is a multiple of log_every and ends with the next."""
 
-    An interval begins after a step that is a multiple of log_every, and ends with the next one.
-    """
+    # Every field is in state.json, in which a Python float comes back to the last bit. So are the unfinished interval's
+    # sums: without them, the first record after a resume would differ from that of a run that was never stopped.
 
     step: int = 0
     """Optimizer steps done, skipped ones included. With the seed, it says which examples come next."""
@@ -81,7 +81,7 @@ class Progress:
     loss_scale: float = 2.0**16
     """What the loss is multiplied by in fp16; 1.0 in other precisions."""
     finite_in_a_row: int = 0
-    """Steps since the loss scale last changed."""
+    """Steps since the last one that was not finite."""
     interval: list[float] = field(default_factory=lambda: [0.0] * 4)
     """Sums over all processes in this interval: loss, targets, tokens without and with padding."""
     interval_seconds: float = 0.0
@@ -103,12 +103,14 @@ class Progress:
     def __post_init__(self) -> None:
         # JSON's keys are text
         self.evaluations = {int(step): results for step, results in self.evaluations.items()}
+        # not a field, so not saved: wherever a checkpoint is due, these have been read (Run.is_read_due)
         self._unread: list[StepResult] = []
         self.start_clock()
 
     @property
     def last_evaluated(self) -> int:
         """Return the step that the last evaluation came after; 0: none yet."""
+        # the last key, as dicts and JSON both keep the order
         return next(reversed(self.evaluations), 0)
 
     @property
@@ -137,23 +139,23 @@ class Progress:
 
     def add_step(self, result: StepResult) -> None:
         """Keep what a step reports until `read_steps`."""
+        # still on the device: .item() here would make it idle while the host prepares the next step
         self._unread.append(result)
 
     def read_steps(self, accelerator: Accelerator, is_fp16: bool, max_bad_steps: int) -> bool:
-        """Count the steps that were added since the last call, for which this waits for the device.
-
-        A step whose loss is not finite doesn't count in the interval. Collective.
+        """Count the steps that were added since the last call. Wait for the device. Collective.
 
         Returns:
-            Whether there were `max_bad_steps` bad ones in a row.
+            Whether `max_bad_steps` steps in a row were bad.
         """
         if not self._unread:
             return False
         results, self._unread = self._unread, []
         sums = loss_sums(accelerator, results)
-        # one transfer for all of them: each would wait for the device
+        # one transfer for all of them, as each would wait for the device; no exchange: norms are alike on all processes
         norms = torch.stack([result.norm for result in results]).tolist()
         for result, loss_sum, grad_norm in zip(results, sums, norms, strict=True):
+            # one NaN would make the mean of the whole interval NaN
             if math.isfinite(loss_sum):
                 self._add_to_interval(loss_sum, result.counts)
             self.update_loss_scale(grad_norm, is_fp16)
@@ -163,7 +165,6 @@ class Progress:
 
     def _add_to_interval(self, loss_sum: float, counts: StepCounts) -> None:
         totals = self.interval
-        # a new list: the copy of these counters that a checkpoint is being written from has the old one
         self.interval = [
             totals[0] + loss_sum,
             totals[1] + counts.targets,
@@ -172,15 +173,17 @@ class Progress:
         ]
 
     def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> bool:
-        """Update the loss scale; return whether the step was taken: a global norm decides, alike on all processes.
+        """Update the loss scale. Return whether the step was taken: the global norm decides, alike on all processes.
 
         In fp16 the loss is multiplied by `loss_scale`, halved after each overflow, so that small gradients survive:
-        Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of torch.amp.GradScaler,
-        which looks for overflows optimizer by optimizer, not in the model as a whole.
+        Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of torch.amp.GradScaler.
         """
+        # The norm instead of GradScaler's search for overflows: it is known anyway, covers all processes and, unlike
+        # that search, all optimizers. They must skip a step together.
         if math.isfinite(grad_norm):
             self.skipped_in_a_row = 0
             self.finite_in_a_row += 1
+            # one early overflow shouldn't keep small gradients at 0 for the rest of the run: try a larger scale again
             if is_fp16 and self.finite_in_a_row % GROWTH_INTERVAL == 0:
                 self.loss_scale *= 2
             return True
@@ -202,8 +205,9 @@ class Progress:
         return f"{fault}: {advice}; the last checkpoint is {newest or 'none'}"
 
     def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
-        """Return means over the interval, of `num_examples` on all processes, and the steps skipped so far."""
+        """Return means over the interval, in which all processes had `num_examples`, and the steps skipped so far."""
         loss_sum, num_targets, tokens, padded_tokens = self.interval
+        # a mean over targets, as in each step: a mean of the steps' means would overrate a small last batch
         metrics = {
             "train/loss": loss_sum / num_targets if num_targets else None,
             "perf/samples_per_second": num_examples / self.interval_seconds,
@@ -230,7 +234,7 @@ class Progress:
         self.evaluations[self.step] = results
 
     def count_improvement(self, results: dict[str, float], settings: EarlyStopping) -> None:  # room: best
-        """Count for how many evaluations the metric that is watched has not improved."""
+        """Count for how many evaluations the watched metric has not improved."""
         if settings.metric is None or settings.metric not in results:
             return
         now = score(results[settings.metric], settings.metric, settings.mode)
@@ -240,8 +244,8 @@ class Progress:
             self.evaluations_without_gain = 0
 
     def unknown_metrics(self, config: Config) -> list[str]:  # room: best
-        """Return a line for each metric that the settings judge by, but the evaluation after this step does not have:
-        a task need not name its metrics before."""
+        """Return an error line for each metric that the settings name, but the evaluation after this step lacks."""
+        # told only now for tasks that don't declare their metrics (Task.metric_names)
         return metric_errors(config, self.evaluation) if self.step in self.evaluations else []
 
     def is_out_of_patience(self, settings: EarlyStopping) -> bool:  # room: best

@@ -45,7 +45,8 @@ class Run:
     """Facts about model and data, for summary.json and the start-up summary."""
 
     def __post_init__(self) -> None:
-        if not self.is_fp16:  # only fp16 underflows
+        # bf16 has fp32's range: only fp16's smallest numbers are larger than some gradients
+        if not self.is_fp16:
             self.progress.loss_scale = 1.0
 
     @property
@@ -79,6 +80,7 @@ class Run:
 
     @cached_property
     def steps_per_epoch(self) -> int:
+        # rounded up: the smaller last batch is a step as well
         return math.ceil(len(self.train_set) / self.config.global_batch_size)
 
     @cached_property
@@ -96,6 +98,7 @@ class Run:
         step = self.progress.step
         every = self.config.eval_every or self.steps_per_epoch
         is_due = step % every == 0 or step == self.total_steps
+        # a checkpoint holds the evaluation of its step, so that a resume doesn't repeat it
         return is_due and step > self.progress.last_evaluated
 
     def is_save_due(self) -> bool:
@@ -106,7 +109,8 @@ class Run:
 
     def is_read_due(self) -> bool:
         """Return whether the host needs this step's numbers now: until then, it doesn't wait for the device."""
-        # in fp16 the next step's loss scale depends on this one's norm
+        # In fp16 that is each step, as the next one's loss scale depends on this one's norm. Before an evaluation or a
+        # save, so that too many bad steps end the run first, and a checkpoint's counters are complete.
         return (
             self.is_fp16
             or self.progress.step == self.total_steps
@@ -121,10 +125,11 @@ class Run:
 
 
 def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples, list[str]]:
-    """Return the data to train and to evaluate on, and their fingerprints; of the latter none but on the first process
-    of each machine."""
+    """Return the training set, the evaluation set and their fingerprints, which only the first process of each machine
+    computes: elsewhere the list is empty."""
     task = config.task
-    # the first process downloads and tokenizes, and the others find it done
+    # the first process downloads and tokenizes, and the others find it done; one on each machine, as caches are on
+    # their disks
     with local_main_process_first(accelerator):
         train_set, eval_set = returned(task, "build_datasets")
     fingerprints: list[str] = []
@@ -134,7 +139,7 @@ def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exampl
     if config.num_workers > 0:  # room: workers
         # processes that load data can't read the device's memory
         return train_set, eval_set, fingerprints
-    # small data are on the device once and for all: no batch is then copied
+    # small data go to the device once and for all, so that no batch has to be copied
     train_set = task.to_device(train_set, accelerator.device)
     eval_set = task.to_device(eval_set, accelerator.device)
     return train_set, eval_set, fingerprints
@@ -182,12 +187,13 @@ def _build(
     config: Config,
     sharding: tuple[int, int] | None,  # room: text
 ) -> nn.Module:
-    """Return the task's model, from the same seed on all processes: with the same weights."""
+    """Return the task's model. All processes use the same seed, and so get the same weights."""
     if sharding:  # room: text
         set_seed(config.seed)
         model = config.task.build_empty_model(*sharding)
         if model is not None:
             return model
         # None: every process builds all of it, though build_empty_model may have consumed random numbers
+    # DDP would broadcast the weights of process 0 over all others; FSDP cuts each shard from its process's own
     set_seed(config.seed)
     return config.task.build_model()

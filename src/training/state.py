@@ -39,14 +39,14 @@ class ResumePoint:
     """What a run continues from."""
 
     checkpoint: Path | None = None
-    """Where it is; None: the run starts at its beginning."""
+    """Folder of the checkpoint; None: the run starts at its beginning."""
     state: RunState | None = None
     notes: list[str] = field(default_factory=list)
     """What the user should know about the choice, a line each."""
     is_finished: bool = False
     """Whether there is nothing left to do."""
     mirror: Any = None
-    """What keeps copies of the run's checkpoints, src/checkpoint/mirror.py; None if there is nothing."""
+    """The Mirror of src/checkpoint/mirror.py, which keeps copies of the run's checkpoints; None: there is none."""
 
     @property
     def progress(self) -> Progress:

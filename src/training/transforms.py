@@ -40,21 +40,26 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
                 f"activation_checkpointing: name the repeating blocks of {type(model).__name__} in its "
                 f"_no_split_modules"
             )
-        # dropout draws the same numbers both times, unlike with fsdp_activation_checkpointing
+        # Activations are computed again in the backward pass, which spares their memory. torch's `checkpoint` restores
+        # the random numbers before, so that dropout drops the same units; fsdp_activation_checkpointing does not, and
+        # gives wrong gradients.
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.compile:
         _require_compiler()
         logging.getLogger("torch._dynamo.convert_frame").addFilter(_say_limit_in_one_line)
         blocks = [block for block in blocks if any(block.children())]
-        # one compilation for all blocks; the whole model where they are single layers
+        # One compilation serves all blocks, however many. Single layers have nothing to fuse: then the whole model.
+        # A CPU trains a transformer in bf16 1.14 times as fast with it (docs/figures.md); on a GPU, a step of a Llama
+        # of 1.1B launches 1,409 kernels in place of 3,293 (docs/gpu.md).
         for module in blocks or [model]:
             compiled = torch.compile(module.forward)
             has_rows = config.micro_batch(accelerator.num_processes) > 1
             if blocks and has_rows:
                 compiled = partial(_forward, module.forward, compiled)
             module.forward = compiled
-        # else the first size of a batch is compiled for itself, and the second once more for any other
+        # Sizes of inputs are variables from the start. Else torch compiles the first one as a constant, and all of it
+        # once more for the second.
         if blocks:
             torch.compiler.config.dynamic_sources = f"{INPUTS_OF_BLOCKS}.*"
 
@@ -67,7 +72,8 @@ def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any
 
 
 def _say_limit_in_one_line(record: logging.LogRecord) -> bool:
-    """Say in a line that torch compiles no more, in place of its paragraph; leave other messages as they are."""
+    """Say in one line that torch compiles no more, in place of its paragraph; leave other messages as they are."""
+    # torch stops after 8 variants of a function and runs it uncompiled from then on, which is easily overlooked
     if isinstance(record.args, tuple) and record.msg.startswith("torch._dynamo hit config"):
         _, limit, function, reason, *_ = record.args
         record.msg = "compile=true: %s runs UNCOMPILED, and slower, but for %s kinds of input: %s"

@@ -19,9 +19,10 @@ def load_in_workers(
 ) -> Iterator[Any]:
     """Yield the batches that the sampler picks, collated.
 
-    torch reports a worker's death, unless it died while handing over a batch: raise a RuntimeError for that.
+    Raises:
+        RuntimeError: a worker died.
     """
-    # for what examples draw themselves: its own for each process and epoch
+    # for what examples draw by themselves: another seed for each process and epoch
     seed = int(np.random.default_rng([config.seed, epoch, rank]).integers(2**63))
     loader: DataLoader[Any] = DataLoader(
         dataset,  # type: ignore[arg-type]  # torch's Dataset need not have a length
@@ -29,18 +30,24 @@ def load_in_workers(
         collate_fn=config.task.collate,
         num_workers=config.num_workers,
         worker_init_fn=_ignore_signals,
-        generator=torch.Generator().manual_seed(seed),  # torch's own is the one that dropout draws from
+        # Without one, each iterator draws its workers' seed from torch's global generator, which dropout draws from: a
+        # resume in the middle of an epoch, which makes one iterator more, would then have other masks.
+        generator=torch.Generator().manual_seed(seed),
     )
     try:
         yield from loader
     except (ConnectionError, EOFError) as error:
-        if "DataLoader worker" in str(error):  # the dataset's own
+        # the dataset's own error: torch adds to its message which worker raised it
+        if "DataLoader worker" in str(error):
             raise
+        # torch names a worker's death, except where it died while it handed over a batch
         raise RuntimeError("a DataLoader worker died: was it killed for lack of memory?") from error
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Keep a worker alive when the launcher or terminal signals the process group: the training process, which saves
-    before it ends, still needs it. It ends with that process."""
+    """Keep a worker alive when the launcher or terminal signals the process group, as the training process still needs
+    it to finish its step and save. Have it end with that process."""
+    # the launcher forwards SIGTERM to the whole group of each process
     os.setpgid(0, 0)
-    end_with_parent(signal.SIGKILL)  # on another system torch notices, after 5 seconds
+    # by the kernel, on Linux; elsewhere the worker itself notices, within 5 seconds
+    end_with_parent(signal.SIGKILL)

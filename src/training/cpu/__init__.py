@@ -18,12 +18,15 @@ def tune_for_cpu(model: nn.Module, precision: str, is_sharded: bool = False) -> 
         What was done, for the start-up summary.
     """
     done = []
+    # Keeping freed memory spares a step of the MNIST CNN 6,000 page faults, a quarter to a third of its time
+    # (docs/figures.md). Under FSDP, what was gathered would pile up.
     if is_sharded and return_freed_memory():
         done.append("freed memory is given back")
     elif not is_sharded and keep_freed_memory():
         done.append("freed memory is kept")
     _change_class(model, nn.Dropout, Dropout)
     if mkl.is_slow():
+        # fp32: a step of a Llama of 10.8M takes 0.53 s in place of 0.87; bf16: attention 14 ms in place of 27 (Zen 5)
         if precision == "fp32" and _change_class(model, nn.Linear, mkl.Linear):
             done.append("oneDNN in place of MKL")
         if precision == "bf16" and mkl.avoid_in_attention(model):
@@ -32,7 +35,9 @@ def tune_for_cpu(model: nn.Module, precision: str, is_sharded: bool = False) -> 
 
 
 def _change_class(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> bool:
-    """Turn layers of class `old` itself into `new`, as fully_shard does, which loses no hook or tie; return if any."""
+    """Turn the layers whose class is exactly `old` into `new`. Return whether there were any."""
+    # Their class is replaced, as fully_shard does it, not the layers: hooks and tied weights stay. Subclasses are left
+    # alone, as their forward may differ.
     layers = [module for module in model.modules() if type(module) is old]
     for layer in layers:
         layer.__class__ = new

@@ -4,17 +4,20 @@ than its share."""
 import ctypes
 import sys
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # of glibc's malloc.h
+# parameters of mallopt, from glibc's malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
+# bytes: the heap grows by 64 MiB at a time, and blocks from 1 MiB on are large
 TOP_PAD, LARGE = 64 * 2**20, 2**20
 
 
 def keep_freed_memory() -> bool:
     """Keep glibc from giving large blocks back to the kernel: otherwise each activation is made of new pages, which the
-    kernel zeroes first. That was a third of a step of the MNIST CNN. PyTorch does the same on GPUs.
+    kernel zeroes first. PyTorch's allocator keeps memory on GPUs too.
 
     Returns:
         Whether it could be set: only glibc has it.
     """
+    # large blocks come from the heap (no mmap), whose end is cut off only where 2 GiB of it are free
     return _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: TOP_PAD})
 
 
@@ -25,6 +28,7 @@ def return_freed_memory() -> bool:
     Returns:
         Whether it could be set: only glibc has it.
     """
+    # once set, the threshold stays; glibc's own grows with the blocks that are freed, up to 32 MiB
     return _mallopt({M_MMAP_THRESHOLD: LARGE})
 
 

@@ -19,6 +19,7 @@ length 6 MiB for a sequence and 12 heads, in each layer."""
 
 def is_slow() -> bool:
     """Return whether this CPU is one that MKL is slow on."""
+    # Zen 5: 182 GFLOP/s by MKL, 386 by oneDNN. Zen 4 has the same instructions, and both are as fast (docs/figures.md).
     cpu = torch.cpu.get_capabilities()
     is_amd = "AMD" in cpu.get("cpu_name", "")
     return is_amd and bool(cpu.get("avx512_bf16")) and torch.backends.mkldnn.is_available()
@@ -34,7 +35,8 @@ def avoid_in_attention(model: nn.Module) -> bool:
     configs = [getattr(module, "config", None) for module in model.modules()]
     if not 0 < max(getattr(config, "max_position_embeddings", None) or 0 for config in configs) <= LONGEST:
         return False
-    torch.backends.cuda.enable_flash_sdp(False)  # these two hold for the CPU as well
+    # These two hold for the CPU as well. Without the second, scores and their softmax would be computed in fp32.
+    torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     return True
 
@@ -62,12 +64,14 @@ class _Linear(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         return (
             _mm(gradient, weight.t()) if needs_inputs else None,
+            # gradient.T @ inputs: _mm transposes its second operand
             _mm(rows.t(), inputs.flatten(0, -2).t()) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
 
 
-@torch.library.custom_op("cpu::mm", mutates_args=())  # torch's compiler would take `right` for a constant
+# an operator of its own, as torch's compiler would take `right` for a constant
+@torch.library.custom_op("cpu::mm", mutates_args=())
 def _mm(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left @ right.T + bias, fp32, by the only operator for ordinary tensors that calls oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
