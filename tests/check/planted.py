@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,14 +93,15 @@ def smaller(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, MnistCnn, "__init__", build)
 
 
-def change_groups(patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the parameter groups of the run's optimizers, not of those that they are compared with."""
+def change_groups(patch: pytest.MonkeyPatch, setting: str, value: object) -> None:
+    """Change a setting in the run's parameter groups that have it, not in those that they are compared with."""
 
     def build(original: Any, *args: Any) -> list[Optimizer]:
         optimizers = original(*args)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                change(group)
+                if setting in group:
+                    group[setting] = value
         return optimizers
 
     wrap(patch, train, "build_optimizers", build)
@@ -294,56 +296,19 @@ def _(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, train, "build_optimizers", without_vectors)
 
 
-@fault(
-    "weight decay on norms and biases",
-    "fsdp",
-    "Same start",
-    "conv1.bias has ['weight_decay=0.01'], not ['weight_decay=0.0']",
+GROUP_FAULTS: tuple[tuple[Any, ...], ...] = (
+    ("weight decay on norms and biases", "fsdp", "weight_decay", 0.01, 0.0),
+    ("weight decay ignored", "cpu", "weight_decay", 0.0, 0.01),
+    ("betas ignored", "cpu", "betas", (0.9, 0.999), (0.8, 0.9), "--optim.betas=[0.8,0.9]"),
+    ("another eps", "cpu", "eps", 1e-4, 1e-8),
+    ("momentum ignored", "cpu", "momentum", 0, 0.9, "--optim.name=sgd"),
+    ("Nesterov's momentum", "cpu", "nesterov", True, False, "--optim.name=sgd"),
+    ("Muon at a rate of its own", "cpu", "adjust_lr_fn", None, "match_rms_adamw", "--optim.name=muon"),
 )
-def _(patch: pytest.MonkeyPatch) -> None:
-    change_groups(patch, lambda group: group.update(weight_decay=0.01))
-
-
-@fault("weight decay ignored", "cpu", "Same start", "conv1.weight has ['weight_decay=0.0'], not ['weight_decay=0.01']")
-def _(patch: pytest.MonkeyPatch) -> None:
-    change_groups(patch, lambda group: group.update(weight_decay=0.0))
-
-
-@fault(
-    "betas ignored",
-    "cpu",
-    "Same start",
-    "has ['betas=(0.9, 0.999)'], not ['betas=(0.8, 0.9)']",
-    "--optim.betas=[0.8,0.9]",
-)
-def _(patch: pytest.MonkeyPatch) -> None:
-    change_groups(patch, lambda group: group.update(betas=(0.9, 0.999)))
-
-
-@fault("another eps", "cpu", "Same start", "has ['eps=0.0001'], not ['eps=1e-08']")
-def _(patch: pytest.MonkeyPatch) -> None:
-    change_groups(patch, lambda group: group.update(eps=1e-4))
-
-
-@fault("momentum ignored", "cpu", "Same start", "has ['momentum=0'], not ['momentum=0.9']", "--optim.name=sgd")
-def _(patch: pytest.MonkeyPatch) -> None:
-    change_groups(patch, lambda group: group.update(momentum=0))
-
-
-@fault("Nesterov's momentum", "cpu", "Same start", "has ['nesterov=True'], not ['nesterov=False']", "--optim.name=sgd")
-def _(patch: pytest.MonkeyPatch) -> None:
-    change_groups(patch, lambda group: group.update(nesterov=True))
-
-
-@fault(
-    "Muon at a rate of its own",
-    "cpu",
-    "Same start",
-    "has ['adjust_lr_fn=None'], not ['adjust_lr_fn=match_rms_adamw']",
-    "--optim.name=muon",
-)
-def _(patch: pytest.MonkeyPatch) -> None:
-    change_groups(patch, lambda group: group.update(adjust_lr_fn=None) if "adjust_lr_fn" in group else None)
+"""Name, yaml, setting, its value, the right one, arguments."""
+for name, yaml, setting, value, right, *arguments in GROUP_FAULTS:
+    says = f"has ['{setting}={value}'], not ['{setting}={right}']"
+    fault(name, yaml, "Same start", says, *arguments)(partial(change_groups, setting=setting, value=value))
 
 
 @fault(
