@@ -23,7 +23,7 @@ from src.distributed.process import exit_codes
 from src.tasks.mnist import read_pictures
 from src.training.evaluation import evaluate_alone, metrics_of
 
-MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer", "pad_token")
+MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
 """Settings of tasks, and groups of them, that would make another model."""
 
 

@@ -46,7 +46,7 @@ def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_datas
     assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
     features = Features({"label": ClassLabel(names=["neg", "pos", ""]), "text": Value("string")})
     rows = Dataset.from_dict({"label": [1, 0, -1, 2], "text": ["a", "b", "c", "d"]}, features=features)
-    assert label_names([rows], "label") == [["pos", "neg", "-1", ""]]
+    assert label_names(rows, "label") == ["pos", "neg", "-1", ""]
 
 
 def test_a_head_that_knows_the_labels_keeps_their_order(classifier: Classifier, tmp_path: Path) -> None:

@@ -82,7 +82,6 @@ REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% end
 MARKS_TEXT = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
 MARKED_REWRITING = REWRITING.replace("{{ m.content }}", MARKS_TEXT + "{% else %}{{ m.content }}{% endif %}")
 MARKED_ENDING = MARKED_REWRITING.replace("!", "<|end|>{% if loop.last %}{{ eos_token }}{% endif %}")
-ANSWERS = [[CHAT[1], CHAT[2] | {"content": answer}, *CHAT[3:]] for answer in ("<b>Yo</b>", "<", "")]
 PAIRS = {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
 ADDS_ENDS = processors.TemplateProcessing(single=f"{END} $A {END}", pair="$A $B", special_tokens=[(END, 256)])
 TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space as empty
@@ -101,11 +100,6 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         # Templates may write the last turn or the end otherwise.
         (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n", [34]),
         (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n", [27]),
-        # An answer may begin as the thought that is asked for. Tried without: its first characters are not learnt, and
-        # end marks are counted as bytes.
-        (CHATS, {"m": ANSWERS[:1], "template": PROMPTED}, "<b>Yo</b><end>\nt</think>Ciao<end>\n", [34]),
-        (CHATS, {"m": ANSWERS[1:2], "template": PROMPTED}, "<<end>\nt</think>Ciao<end>\n", [26]),
-        (CHATS, {"m": ANSWERS[2:], "template": PROMPTED}, "<end>\nt</think>Ciao<end>\n", [25]),
         (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [20]),
         (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>", [7]),
         # Marks decide where there are any. Tried without: the assistant's name is learnt; others are refused.
@@ -320,7 +314,6 @@ def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
     assert (len(train), len(evaluation)) == (15, 5)
     assert sorted([*train["text"], *evaluation["text"]]) == sorted(rows["text"])
     assert task.split(rows)[1]["text"] == evaluation["text"]
-    assert task.model_copy(update={"split_seed": 1}).split(rows)[1]["text"] != evaluation["text"]
     last = task.model_copy(update={"eval_from": "last"}).split(rows)[1]
     assert last["text"] == [f"row {i}" for i in range(15, 20)]
 
@@ -392,4 +385,4 @@ def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:
 def test_columns_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "rows.tsv").write_text("it's \"fine\t1\nNA\t0\n")
     rows, _ = CausalLM(dataset=str(tmp_path / "rows.tsv"), column_names=["words", "label"]).load_rows()
-    assert rows[:] == {"words": ["it's \"fine", "NA"], "label": ["1", "0"]}
+    assert rows[:] == {"words": ["it's \"fine", "NA"], "label": [1, 0]}
