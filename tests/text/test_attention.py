@@ -247,14 +247,15 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
 @pytest.mark.parametrize("model_type", ["llama", "olmo", "phi", "gpt2", "opt", "mixtral"])
 def test_the_small_model_that_is_tried_has_heads_of_the_models_own_size(model_type: str) -> None:
     """Kernels refuse some. Tried with a width of 64 for all: 16."""
-    own = CONFIG_MAPPING[model_type](hidden_size=120, num_attention_heads=10, vocab_size=64)
+    sizes: dict[str, Any] = {"hidden_size": 120, "num_attention_heads": 10, "vocab_size": 64}
+    own = CONFIG_MAPPING[model_type](**sizes)
     small = small_model(own).config
     assert (getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads) == 12
 
 
 def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel itself, on a device that it doesn't know: this one."""
-    monkeypatch.setattr(causal_lm, "failure", lambda *words: failure(*words[:3], "cpu", HALF))
+    monkeypatch.setattr(causal_lm, "failure", lambda config, *_: failure(config, "varlen", True, "cpu", HALF))
     (summary,) = task().prepare_for("cuda", HALF)
     assert summary.startswith("sdpa attention (not varlen: Llama fails on a few tokens, Could not run 'aten::_flash")
 

@@ -1,18 +1,19 @@
-"""Safetensors files of a sharded model, which one process writes, a gathered tensor at a time.
+"""Safetensors files that the processes write together: each its rows of every tensor, at their place in the file.
 
 Others need more memory: torch.distributed.checkpoint's HuggingFaceStorageWriter copies a process's share twice, and
 transformers' save_pretrained gathers the whole model.
 """
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch
 from accelerate import Accelerator
 from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from src.tasks.text.lean import Tensors
 
@@ -22,23 +23,27 @@ LARGEST_FILE = "5GB"
 
 
 def write_sharded(tensors: Tensors, folder: Path, accelerator: Accelerator) -> None:
-    """Write `model.safetensors`, or several files with an index, as `from_pretrained` reads them. Collective: `tensors`
-    have the same names on all processes."""
+    """Write `model.safetensors`, or several files with an index, as `from_pretrained` reads them. Collective.
+
+    Args:
+        tensors: the same names on all processes; what is not sharded, the first process writes.
+        folder: on a disk that the processes share.
+    """
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(shapes, filename_pattern=pattern, max_shard_size=LARGEST_FILE)
-    is_main = accelerator.is_main_process
     for file, names in split.filename_to_tensors.items():
         by_size = sorted(names, key=lambda name: -tensors[name].element_size())  # aligned, as safetensors does
-        with (folder / file).open("wb") if is_main else nullcontext() as stream:
-            if stream:
-                stream.write(_header({name: tensors[name] for name in by_size}))
+        header = _header({name: tensors[name] for name in by_size})
+        if accelerator.is_main_process:
+            (folder / file).write_bytes(header)
+        accelerator.wait_for_everyone()
+        start = len(header)
+        with (folder / file).open("r+b") as stream:
             for name in by_size:
-                whole: Any = tensors[name].detach().to(accelerator.device)  # shards may be offloaded
-                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-                if stream:
-                    stream.write(whole.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    if is_main and split.is_sharded:
+                _write_part(stream, start, tensors[name].detach(), accelerator.is_main_process)
+                start += shapes[name].nbytes
+    if accelerator.is_main_process and split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     accelerator.wait_for_everyone()
@@ -53,3 +58,16 @@ def _header(tensors: Tensors) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _write_part(stream: BinaryIO, start: int, tensor: Tensor, is_main: bool) -> None:
+    """Write this process's rows of a tensor that starts at this place in the file."""
+    if isinstance(tensor, DTensor):
+        placed = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        first_row = placed[1][0]
+        start += first_row * (tensor.numel() // tensor.shape[0]) * tensor.element_size()
+        tensor = tensor.to_local()
+    elif not is_main:
+        return
+    stream.seek(start)
+    stream.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
