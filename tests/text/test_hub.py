@@ -89,17 +89,6 @@ def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(
     assert torch.equal(*(logits(model, AutoTokenizer.from_pretrained(model.name_or_path)) for model in models))
 
 
-def test_a_folder_is_a_model_too_such_as_the_one_that_a_run_exported(online: Run, server: Hub, tmp_path: Path) -> None:
-    folder, data = online.folder / "model", server.folder / "datasets/team/data"
-    arguments = [*CLASSIFIER, f"--task.model={folder}", f"--task.dataset={data}", f"--output_dir={tmp_path}/run"]
-    task: Any = run_settings(arguments).task
-    task.build_datasets()
-    exported = AutoModelForSequenceClassification.from_pretrained(folder)
-    assert torch.equal(logits(task.build_model(), task._tokenizer), logits(exported, task._tokenizer))
-    # The card of what is trained from it names neither: nobody else has these paths.
-    assert not {"base_model", "datasets"} & set(task.card())
-
-
 # ---------------------------------------------------------------------------------------------------------- refusals
 def ends(*runs: tuple[str, ...], **environment: str) -> list[End]:
     """All in one process, as imports take seconds."""

@@ -100,23 +100,6 @@ def test_a_gpu_needs_less_than_a_gigabyte_for_150_thousand_words_and_16_thousand
     assert operations.most_bytes - of_gradients < 1e9
 
 
-def test_the_gradients_of_the_forward_pass_become_those_of_the_parameters_without_a_copy() -> None:
-    states, weight, targets = layer(torch.float32)
-    loss = linear_cross_entropy(states, weight, targets, 1.0, None, 64)
-    with Operations() as operations:
-        loss.backward()
-    assert operations.most_bytes < 100
-
-
-def test_the_weight_is_cast_once_and_nothing_is_multiplied_by_one() -> None:
-    states, weight, targets = layer(torch.float32)
-    with Operations() as operations, torch.autocast("cpu", torch.bfloat16):
-        linear_cross_entropy(states, weight, targets, 1.0, None, 64)
-    casts = [name for name, size in operations.sizes if name == "_to_copy" and size == weight.numel()]
-    assert len(casts) == 2  # a CPU multiplies in fp32 what was rounded to bf16
-    assert not [name for name, _ in operations.sizes if name.startswith("mul")]
-
-
 def test_a_frozen_head_gets_no_gradient() -> None:
     """Of adapters' models; not computed and dropped either."""
     model: Any = LanguageModel(Lora(r=2).add_adapters(build("llama").hf, "CAUSAL_LM", None))
