@@ -170,7 +170,6 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*NEW, "text_column=txt"), NO_COLUMN.format("txt")),
     ((*NEW, "prompt_column=q", "completion_column=a"), NO_COLUMN.format("q nor a")),
     ((*BERT, "label_column=txt"), NO_COLUMN.format("txt")),
-    ((*BERT, "text_pair_column=text"), "***task.text_pair_column***"),
     (
         (*NEW, TEXT, "prompt_column=label"),
         "task.prompt_column and task.completion_column: set both\n"

@@ -156,7 +156,7 @@ def test_rows_that_do_not_fit_are_named(models: Path, tmp_path: Path) -> None:
         "no column rejected in the data to train on"
     )
     (said,) = refused(dpo, file, row, {**row, "chosen": ""})
-    assert "row 2; the first is 1): in row 2 chosen is empty" in said
+    assert "the first is row 2: chosen is empty" in said
     assert refused(dpo, file, row, {**row, "prompt": "a" * 20}) == [
         "task.sequence_length=20: 2 prompts leave no room for an answer; raise it"
     ]

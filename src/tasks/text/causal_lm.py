@@ -95,10 +95,6 @@ class CausalLM(Decoder):
     def core(self, model: LanguageModel) -> Any:
         return model.lm
 
-    @property
-    def _window(self) -> int | None:
-        return getattr(self._config.get_text_config(), "sliding_window", None)
-
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = self.new_tokenizer()
@@ -141,13 +137,14 @@ class CausalLM(Decoder):
     def collate(self, samples: list[list[dict[str, Any]]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         width = self.sequence_length if self.packing else max(map(sum, lengths))
+        window = getattr(self._config.get_text_config(), "sliding_window", None)
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
         return {
             "inputs": inputs | document_lengths(ends),
             "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
             "tokens": sum(map(sum, lengths)),
             "attention_pairs": sum(causal_pairs(n) for row in lengths for n in row),
-            "window_pairs": sum(causal_pairs(n, self._window) for row in lengths for n in row),
+            "window_pairs": sum(causal_pairs(n, window) for row in lengths for n in row),
         }
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:

@@ -59,8 +59,6 @@ class TextClassification(FineTuning):
         yield from super().validation_errors()
         if not self.model:
             yield "task.model is not set: name a model on the Hub or a local folder"
-        if self.text_pair_column == self.text_column:
-            yield f"task.text_pair_column={self.text_pair_column}: is task.text_column already"
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
