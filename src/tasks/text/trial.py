@@ -33,17 +33,18 @@ def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str
     """Return why models of this kind can't be trained with this attention on the device in `dtype`; None if they can.
 
     Each token's logits in a row of several documents must be those that transformers computes with masks, of its own
-    document alone, up to that token. And there must be gradients.
+    document alone, up to that token. And there must be gradients. Leaves the CPU's random numbers as they were.
     """
     name = type(config).__name__.removesuffix("Config")
     lengths = [3, 5, 6, 2] if packing else [8, 8]
     positions = torch.cat([torch.arange(length) for length in lengths]).view_as(TOKENS)
     ends = torch.tensor(lengths).cumsum(0).tolist()
+    is_half = dtype != torch.float32
     try:
-        lm = small_model(config).to(device).eval()
-        inputs: Any = {"input_ids": TOKENS, "position_ids": positions, **document_lengths(ends)}
-        inputs = send_to_device(inputs, device)
-        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        with torch.random.fork_rng(devices=[]), torch.autocast(device, dtype, enabled=is_half):
+            lm = small_model(config).to(device).eval()
+            inputs: Any = {"input_ids": TOKENS, "position_ids": positions, **document_lengths(ends)}
+            inputs = send_to_device(inputs, device)
             documents = inputs["input_ids"].flatten().split(lengths)
             alone = torch.cat([lm(document[None, :-1], use_cache=False).logits[0] for document in documents])
             model = LanguageModel(lm, attention)
@@ -54,12 +55,12 @@ def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str
     found, expected = torch.cat([logits[:-1] for logits in together]).detach().float(), alone.detach().float()
     difference = float((found - expected).norm() / expected.norm())
     says = f"{name} gives logits that differ by {difference:.0%} from a document's alone"
-    return says if not difference < (1e-4 if dtype == torch.float32 else ROUNDING) else None
+    return says if not difference < (ROUNDING if is_half else 1e-4) else None
 
 
 def small_model(config: PreTrainedConfig) -> Any:
     """Return a model of the same class with few and narrow layers, one of each kind; where the class refuses that, with
-    wider ones. Leaves the random numbers as they were."""
+    wider ones."""
     own = config.get_text_config()
     kinds = vars(own).get("layer_types")  # a mere property follows from other fields
     few: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2}
@@ -72,12 +73,11 @@ def small_model(config: PreTrainedConfig) -> Any:
     width = 4 * (own.hidden_size // heads) if is_head_implied else 64  # heads of its own size: kernels refuse some
     narrow = {"hidden_size": width, "intermediate_size": 64, "num_attention_heads": 4}
     narrow["num_key_value_heads"] = 2 if is_grouped else 4
-    with torch.random.fork_rng(devices=[]):
-        with suppress(Exception):  # narrower than the class allows
-            small = _of_sizes(config, few | narrow)
-            small(TOKENS, use_cache=False)
-            return small
-        return _of_sizes(config, few)
+    with suppress(Exception):  # narrower than the class allows
+        small = _of_sizes(config, few | narrow)
+        small(TOKENS, use_cache=False)
+        return small
+    return _of_sizes(config, few)
 
 
 def _of_sizes(config: PreTrainedConfig, sizes: dict[str, Any]) -> Any:
