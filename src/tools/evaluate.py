@@ -26,7 +26,7 @@ from src.tasks.mnist import Digits
 from src.training.alone import evaluate_alone
 from src.training.evaluation import metrics_of
 
-MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer", "pad_token")
+MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
 """Settings of tasks, and groups of them, that would make another model."""
 
 

@@ -108,7 +108,7 @@ def test_a_recorded_step_is_the_step(gpu: Launch, tmp_path: Path, optimizer: str
 def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, tasks: dict[str, Any]) -> None:
     """The emulated kernel sums in another order each time, as flash attention does unless torch is asked strictly.
     Tried with warn_only=True: `Checkpoint` fails."""
-    arguments = (*tasks["llama"], "--task.attention=varlen", "--check")
+    arguments = (*tasks["llama"], "--check")
     run = gpu("single_gpu", *arguments, launcher_arguments=BF16).succeeded()
     found = {row["what"]: row["result"] for row in json.loads((run.folder / "check.json").read_text())["checks"]}
     assert found["losses of the next two steps"] == found["weights, optimizer after them"] == "pass"

@@ -1,6 +1,6 @@
 """Attention without a mask keeps documents apart as the masked one does, or is not used. The kernel is a stand-in."""
 
-import re
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.granite.modeling_granite import GraniteForCausalLM
 
 from src.config.errors import UserError
-from src.tasks.text import attention
+from src.tasks.text import attention, causal_lm
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.language_model import LanguageModel, small_model
-from src.tasks.text.text_classification import TextClassification
-from tests.launching import Launch, mistakes
+from src.tasks.text.language_model import LanguageModel
+from src.tasks.text.trial import failure, require_decoder, small_model
 from tests.text.test_language_model import SMALL, LargestTensor, build
-from tests.text.tiny import LLAMA, questions
+from tests.text.tiny import LLAMA
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -79,6 +80,19 @@ def collated(*rows: list[int], length: int = 24, **settings: Any) -> dict[str, A
     return task.collate([[chunk(size) for size in row] for row in rows])
 
 
+def varlen(model: LanguageModel) -> LanguageModel:
+    return LanguageModel(copy.deepcopy(model.lm), "varlen")
+
+
+def halved(forward: Any) -> Any:
+    def half(*arguments: Any, **options: Any) -> Any:
+        output = forward(*arguments, **options)
+        output.logits = output.logits / 2
+        return output
+
+    return half
+
+
 def gradients(model: LanguageModel, batch: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
     loss = model("loss", **batch["inputs"])
     return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
@@ -91,7 +105,7 @@ def test_loss_and_gradients_are_those_of_masked_attention(use: Callable[..., Non
     batch = collated([5, 9, 7], [16, 8], [1])  # with padding, none, and much
     masked = build(kind, vocab_size=300, **KINDS[kind])
     expected, wanted = gradients(masked, batch)
-    model = LanguageModel(masked.lm, masked, "varlen")
+    model = varlen(masked)
     loss, found = gradients(model, batch)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for gradient, other in zip(found, wanted, strict=True):
@@ -100,17 +114,16 @@ def test_loss_and_gradients_are_those_of_masked_attention(use: Callable[..., Non
     torch.testing.assert_close(scores.sum(), expected, rtol=1e-5, atol=0)
 
 
-def test_without_a_mask_nothing_grows_with_the_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_mask_nothing_grows_with_the_square_of_the_length() -> None:
     """By torch's own operator, on tensors without data. Masked attention would make one of 32,768 x 32,768."""
     length = 2**15
-    batch = collated([length - 9, 9], [20_000, 10_000], length=length)
+    inputs = collated([length - 9, 9], [20_000, 10_000], length=length)["inputs"]
     config = AutoConfig.for_model("llama", **SMALL, max_position_embeddings=length)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        inputs = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in batch["inputs"].items()}
-    model = LanguageModel(lm, build("llama"), "varlen")
-    with LargestTensor() as largest:
-        model("loss", **inputs).backward()
+    with FakeTensorMode() as fake:
+        model = LanguageModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), "varlen")
+        inputs = {name: fake.from_tensor(v) if isinstance(v, Tensor) else v for name, v in inputs.items()}
+        with LargestTensor() as largest:
+            model("loss", **inputs).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert largest.size <= 2 * length * 64  # the hidden layer of the MLP, and the logits
 
@@ -135,6 +148,10 @@ def test_few_shapes_of_lengths_occur(rows: list[list[int]]) -> None:
 
 
 # ------------------------------------------------------------------------------------- what it can't do it doesn't do
+def refusal(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> str:
+    return str(failure(AutoConfig.for_model(kind, **fields), "varlen", True, "cpu", dtype))
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "says"),
     [
@@ -142,47 +159,64 @@ def test_few_shapes_of_lengths_occur(rows: list[list[int]]) -> None:
         ("gpt_oss", {}, "varlen attention has no s_aux"),  # sinks
         ("gpt2", {}, "varlen attention has no dropout"),
         ("llama", {"attention_dropout": 0.1}, "varlen attention has no dropout"),
-        ("bloom", {}, "its class computes attention in a way of its own"),
+        ("bloom", {}, "logits that differ by"),  # its class has attention of its own
     ],
 )
 def test_a_model_that_asks_for_more_than_the_kernel_has_is_refused(
     use: Callable[..., None], kind: str, fields: dict[str, Any], says: str
 ) -> None:
     use(kernel)
-    model = small_model(AutoConfig.for_model(kind, **fields))
-    assert model.refuses("varlen", "cpu", torch.float32) == f"{type(model.hf).__name__} can't use it, {says}"
+    assert says in refusal(kind, **fields)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_is_accepted_if_its_documents_stay_apart(
     use: Callable[..., None], kind: str, dtype: torch.dtype
 ) -> None:
     """Tried with a small model whose windows are the large one's: one without windows passes too."""
-    model = small_model(AutoConfig.for_model(kind))
     use(kernel)
-    assert model.refuses("varlen", "cpu", dtype) is None
-    use(mixing)
-    assert "documents see each other, or too little" in str(model.refuses("varlen", "cpu", dtype))
-    if kind in ("mistral", "gemma3_text"):
-        use(unwindowed)
-        assert "states that differ" in str(model.refuses("varlen", "cpu", dtype))
+    assert refusal(kind, dtype) == "None"
+    for wrong in [mixing, unwindowed][: 2 if kind in ("mistral", "gemma3_text") else 1]:
+        use(wrong)
+        assert "logits that differ by" in refusal(kind, dtype)
 
 
-@pytest.fixture
-def accepting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device on which every model can do all of them."""
-    monkeypatch.setattr(LanguageModel, "refuses", lambda *_: None)
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("llama", None),
+        ("granite", None),  # logits that are scaled
+        ("opt", "opt lets packed documents see each other: set --task.packing=false"),
+        ("mamba", "mamba lets packed documents see each other: set --task.packing=false"),
+        ("bert", "bert is no decoder that can be trained here: Bert gives logits that differ by"),
+    ],
+)
+def test_a_kind_of_model_that_would_be_trained_on_the_wrong_thing_is_refused(kind: str, says: str | None) -> None:
+    config = AutoConfig.for_model(kind)
+    if says is None:
+        return require_decoder(config, packing=True)
+    with pytest.raises(UserError, match=says):
+        require_decoder(config, packing=True)
+    if "packing" in says:
+        require_decoder(config, packing=False)
+    return None
+
+
+def test_logits_that_are_not_those_of_the_last_layer_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without the comparison: the loss is another one, silently."""
+    monkeypatch.setattr(GraniteForCausalLM, "forward", halved(GraniteForCausalLM.forward))
+    with pytest.raises(UserError, match="granite is no decoder that can be trained here: Granite gives logits"):
+        require_decoder(AutoConfig.for_model("granite"), packing=True)
+
+
+HALF, FULL = torch.bfloat16, torch.float32
 
 
 def task(**settings: Any) -> CausalLM:
     return CausalLM(dataset="x", architecture={"model_type": "llama", **LLAMA}, sequence_length=32, **settings)
 
 
-HALF, FULL = torch.bfloat16, torch.float32
-
-
-@pytest.mark.usefixtures("accepting")
 @pytest.mark.parametrize(
     ("settings", "device", "dtype", "chosen"),
     [
@@ -191,30 +225,23 @@ HALF, FULL = torch.bfloat16, torch.float32
         ({}, "cuda", FULL, "sdpa"),
         ({}, "cpu", HALF, "sdpa"),
         ({"packing": False}, "cuda", HALF, "sdpa"),
-        ({"attention": "varlen", "packing": False}, "cuda", HALF, "varlen"),
-        ({"attention": "flex"}, "cuda", FULL, "flex"),
         ({"attention": "sdpa"}, "cuda", HALF, "sdpa"),
     ],
 )
 def test_the_attention_is_chosen_by_device_dtype_and_packing(
-    settings: dict[str, Any], device: str, dtype: torch.dtype, chosen: str
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str, dtype: torch.dtype, chosen: str
 ) -> None:
+    """Tried after cuDNN's attention is switched off: under a mask its gradients may be NaN."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    seen: list[bool] = []
+    monkeypatch.setattr(causal_lm, "failure", lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
     prepared = task(**settings)
-    assert prepared.prepare_for(device, dtype) == [f"{chosen} attention" + (" by FA2" if chosen == "varlen" else "")]
-    implementation = attention.IMPLEMENTATIONS.get(chosen, "sdpa")
-    assert prepared.build_model().hf.config._attn_implementation == implementation
+    assert prepared.prepare_for(device, dtype) == [f"{chosen} attention"]
+    assert not any(seen)
+    assert prepared.build_model().hf.config._attn_implementation == chosen
     compared = prepared.reference()  # by --check, in fp32 too
     compared.prepare_for(device, dtype)
     assert compared.build_model().hf.config._attn_implementation == "sdpa"
-
-
-def test_attention_is_tried_after_cudnns_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients may be NaN under the mask that the trial compares with. Tried the other way round: it is on."""
-    seen: list[bool] = []
-    monkeypatch.setattr(CausalLM, "_refusal", lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    task().prepare_for("cuda", HALF)
-    assert not any(seen)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "olmo", "phi", "gpt2", "opt", "mixtral"])
@@ -222,96 +249,27 @@ def test_the_small_model_that_is_tried_has_heads_of_the_models_own_size(model_ty
     """Kernels refuse some. Tried with a width of 64 for all: 16."""
     sizes: dict[str, Any] = {"hidden_size": 120, "num_attention_heads": 10, "vocab_size": 64}
     own = CONFIG_MAPPING[model_type](**sizes)
-    small = small_model(own).hf.config
-    width = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
-    assert width == 12
+    small = small_model(own).config
+    assert (getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads) == 12
 
 
 def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel itself, on a device that it doesn't know: this one."""
-
-    def refusal(task: CausalLM, name: str, device: str, dtype: torch.dtype) -> str | None:
-        return task._small_model.refuses(name, "cpu", dtype)
-
-    monkeypatch.setattr(CausalLM, "_refusal", refusal)
-    says = "LlamaForCausalLM can't use it, Could not run 'aten::_flash_attention_forward'"
+    monkeypatch.setattr(causal_lm, "failure", lambda config, *_: failure(config, "varlen", True, "cpu", HALF))
     (summary,) = task().prepare_for("cuda", HALF)
-    assert summary.startswith(f"sdpa attention (not varlen: {says}")
-    with pytest.raises(UserError, match=f"^task.attention=varlen: {re.escape(says)}.*; or set task.attention=auto$"):
-        task(attention="varlen").prepare_for("cuda", HALF)
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "dtype", "says"),
-    [
-        ("varlen", "cpu", HALF, "needs a GPU"),
-        ("flex", "cpu", HALF, "needs a GPU"),
-        ("flash_attention_2", "cpu", HALF, "needs a GPU"),
-        ("varlen", "cuda", FULL, "needs half precision, --mixed_precision bf16 before train.py"),
-        ("flash_attention_2", "cuda", FULL, "needs half precision, --mixed_precision bf16 before train.py"),
-    ],
-)
-def test_what_is_asked_for_by_name_is_used_or_refused(name: Any, device: str, dtype: torch.dtype, says: str) -> None:
-    with pytest.raises(UserError) as error:
-        task(attention=name).prepare_for(device, dtype)
-    assert str(error.value) == f"task.attention={name}: {says}; or set task.attention=auto"
-
-
-def test_flash_attention_without_its_package() -> None:
-    arguments = ("--task.name=causal_lm", "--task.architecture.model_type=llama", "--task.dataset=x")
-    assert mistakes(*arguments, "--task.attention=flash_attention_2") == [
-        "task.attention=flash_attention_2: needs the package flash-attn; or set task.attention=auto"
-    ]
-
-
-def test_one_line_for_two_processes_and_masks_where_nothing_is_asked_for(launch: Launch, tmp_path: Path) -> None:
-    model = [f"--task.architecture.{name}={value}" for name, value in {"model_type": "llama", **LLAMA}.items()]
-    lm = ("--task.name=causal_lm", f"--task.dataset={questions(tmp_path / 'questions.jsonl')}", *model)
-    arguments = (*lm, "--task.sequence_length=64", "--global_batch_size=4", "--max_steps=1")
-    refused = launch("ddp", *arguments, "--task.attention=varlen", processes=2)
-    assert refused.messages == ["train.py: task.attention=varlen: needs a GPU; or set task.attention=auto"]
-    trained = launch("cpu", *arguments).succeeded()
-    assert trained.summary["tuned"][0] == "sdpa attention"
-    assert "sdpa attention" in trained.stdout
+    assert summary.startswith("sdpa attention (not varlen: Llama fails on a few tokens, Could not run 'aten::_flash")
 
 
 # ------------------------------------------------------------------------------------------------------ with the rest
-def test_flash_attention_is_told_of_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It recognises them by itself in batches of one row only."""
-    monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"flash_attention_2": "recorded"})
-    received: dict[str, Any] = {}
-
-    def record(module: nn.Module, query: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
-        received.update(options)
-        return query.transpose(1, 2), None
-
-    AttentionInterface.register("recorded", record)
-    masked, inputs = build("llama", vocab_size=300), collated([5, 9, 7], [16, 8])["inputs"]
-    model = LanguageModel(masked.lm, masked, "flash_attention_2")
-    model("score", **inputs)
-    assert received["cu_seq_lens_q"] is received["cu_seq_lens_k"] is inputs["cu_seq_lens"]
-    assert received["max_length_q"] == received["max_length_k"] == inputs["max_length"]
-    with pytest.raises(AssertionError):
-        model("score", **{name: value for name, value in inputs.items() if name != "cu_seq_lens"})
-
-
 def test_a_model_without_masks_generates_as_one_with_them(use: Callable[..., None], tmp_path: Path) -> None:
     """Then, it is as it was. What it exports names no attention, which `from_pretrained` would look for."""
     use(kernel)
     masked = build("mistral", **SMALL, sliding_window=4)
     prompt, options = torch.tensor([[5, 3, 8, 1, 9, 2, 7]]), {"max_new_tokens": 12, "do_sample": False}
     expected = masked("generate", prompt, attention_mask=torch.ones_like(prompt), **options)
-    model = LanguageModel(masked.lm, masked, "varlen")
+    model = varlen(masked)
     use(None)
     assert torch.equal(model("generate", prompt, attention_mask=torch.ones_like(prompt), **options), expected)
     assert model.hf.config._attn_implementation == "varlen"
     model.hf.save_pretrained(tmp_path)
     assert "varlen" not in (tmp_path / "config.json").read_text()
-
-
-@pytest.mark.parametrize("kind", [CausalLM, TextClassification])
-def test_no_attention_is_computed_by_cudnn(kind: type[CausalLM | TextClassification]) -> None:
-    """Under a mask its gradients may be NaN."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    kind(dataset="x").prepare_for("cpu", FULL)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
 from transformers import AttentionInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from tests.launching import PROJECT
 from tests.test_canaries import launched
@@ -48,13 +46,6 @@ def test_evaluate_imports_transformers_pipelines() -> None:
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", probe], cwd=PROJECT).returncode == 0
 
 
-def test_flash_attention_recognises_packed_documents_in_a_single_row_only() -> None:
-    """src/tasks/text/language_model.py: why it is told of them."""
-    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
-    assert _is_packed_sequence(positions[:1], batch_size=1)
-    assert not _is_packed_sequence(positions, batch_size=2)
-
-
 def causal_mask(attention: str) -> Any:
     """What transformers makes for two rows of two documents each."""
     config = LlamaConfig()
@@ -69,14 +60,6 @@ def test_transformers_makes_no_mask_for_attention_that_names_none(attention: str
     AttentionInterface.register("without a mask", lambda *_: None)
     mask = causal_mask(attention)
     assert (None if mask is None else tuple(mask.shape)) == size
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # transformers asks torch in a way that will be removed
-def test_the_blocks_of_flex_attention_keep_packed_documents_apart() -> None:
-    """src/tasks/text/attention.py: why transformers may make them. On a GPU it is tried before training."""
-    blocks = causal_mask("flex_attention")
-    assert torch.equal(create_mask(blocks.mask_mod, 2, 1, 5, 5, device="cpu"), causal_mask("sdpa"))
 
 
 def test_cudnn_attention_is_switched_off_in_all_threads() -> None:

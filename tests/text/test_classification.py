@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.labels import label_names, length_grouped, sorted_labels
 from src.tasks.text.text_classification import TextClassification
-from src.tracking.summary import in_one_line
 
 Classifier = Callable[..., TextClassification]
 
@@ -46,7 +45,7 @@ def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_datas
     assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
     features = Features({"label": ClassLabel(names=["neg", "pos", ""]), "text": Value("string")})
     rows = Dataset.from_dict({"label": [1, 0, -1, 2], "text": ["a", "b", "c", "d"]}, features=features)
-    assert label_names([rows], "label") == [["pos", "neg", "-1", ""]]
+    assert label_names(rows, "label") == ["pos", "neg", "-1", ""]
 
 
 def test_a_head_that_knows_the_labels_keeps_their_order(classifier: Classifier, tmp_path: Path) -> None:
@@ -63,12 +62,6 @@ def test_a_head_that_knows_the_labels_keeps_their_order(classifier: Classifier, 
     model: Any = again.build_model()
     assert model.config.id2label == {0: "positive", 1: "negative"}
     assert model.classifier.weight.equal(trained.classifier.weight)
-
-
-def test_a_text_may_be_in_a_column_called_label(classifier: Classifier) -> None:
-    task = classifier("label,kind\nabc,x\nd,y\n", "label,kind\ne,y\n", text_column="label", label_column="kind")
-    train, _ = task.build_datasets()
-    assert (train["length"][:], train["label"][:]) == ([4, 2], [0, 1])
 
 
 def test_dropout_is_set_everywhere_but_for_whole_layers() -> None:
@@ -93,14 +86,6 @@ def test_long_texts_are_cut_off_and_counted(classifier: Classifier) -> None:
     counted = {"tokens": 12, "truncated": 1, "skipped_rows": 0}
     assert task.describe("train", train) == counted | {"labels": 2, "label 0": 1, "label 1": 1}
     assert task.describe("eval", evaluation)["truncated"] == 0
-
-
-def test_the_labels_are_counted_the_most_frequent_first(classifier: Classifier) -> None:
-    rows = [f"a,{name}\n" for name in [*"xyyzzz", *map(str, range(30))]]
-    task = classifier("text,label\n" + "".join(rows), "text,label\nc,x\n")
-    said = in_one_line(task.describe("train", task.build_datasets()[0])).split(", ")
-    assert said[3:7] == ["labels 33", "label z 3", "label y 2", "label x 1"]
-    assert len(said) == 4 + 20
 
 
 def test_padding_is_masked(classifier: Classifier) -> None:

@@ -81,10 +81,7 @@ BEGINNING = "{{ messages[0].role }}:" + THINKING  # with the assistant's turn; i
 REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
 MARKS_TEXT = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
 MARKED_REWRITING = REWRITING.replace("{{ m.content }}", MARKS_TEXT + "{% else %}{{ m.content }}{% endif %}")
-MARKED_ENDING = MARKED_REWRITING.replace("!", "<|end|>{% if loop.last %}{{ eos_token }}{% endif %}")
-ANSWERS = [[CHAT[1], CHAT[2] | {"content": answer}, *CHAT[3:]] for answer in ("<b>Yo</b>", "<", "")]
 PAIRS = {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
-ADDS_ENDS = processors.TemplateProcessing(single=f"{END} $A {END}", pair="$A $B", special_tokens=[(END, 256)])
 TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space as empty
 
 
@@ -96,22 +93,14 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         (PAIR, {**PAIRS, "train_on_prompts": True}, f"2+2=4{END}äö!{END}", [5, 5]),
         (PAIR, {"q": ["12345", "1"], "a": ["abcdef", "b"], "length": 8}, f"abcb{END}", [3, 1]),  # the rest is cut off
         (PAIR, {"q": ["def f():"], "a": ["\n  return 1\n"], "post_processor": TRIMS}, f"\n  return 1\n{END}", [12]),
-        (PAIR, {"q": ["2+2="], "a": ["4"], "post_processor": ADDS_ENDS}, f"4{END}", [1]),
         (CHATS, {"m": [CHAT]}, f"Yo{END}Ciao{END}", [6]),
         # Templates may write the last turn or the end otherwise.
         (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n", [34]),
         (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n", [27]),
-        # An answer may begin as the thought that is asked for. Tried without: its first characters are not learnt, and
-        # end marks are counted as bytes.
-        (CHATS, {"m": ANSWERS[:1], "template": PROMPTED}, "<b>Yo</b><end>\nt</think>Ciao<end>\n", [34]),
-        (CHATS, {"m": ANSWERS[1:2], "template": PROMPTED}, "<<end>\nt</think>Ciao<end>\n", [26]),
-        (CHATS, {"m": ANSWERS[2:], "template": PROMPTED}, "<end>\nt</think>Ciao<end>\n", [25]),
         (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [20]),
         (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>", [7]),
         # Marks decide where there are any. Tried without: the assistant's name is learnt; others are refused.
         (CHATS, {"m": [CHAT], "template": MARKED}, "Yo<|im_end|>\n<think>\n\n</think>\n\nCiao<|im_end|>\n", [47]),
-        (CHATS, {"m": [CHAT], "template": MARKED_REWRITING}, "Yo!Ciao!", [8]),
-        (CHATS, {"m": [CHAT], "template": MARKED_ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [20]),
         (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!", [0, 3]),
         (
             CHATS, {"m": [CHAT[2:4], CHAT[2:]], "template": BEGINNING},
@@ -140,16 +129,6 @@ def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted
     assert chunks(PAIR, length=8, q=["12345", "1"], a=["abcdef", "b"])["truncated"] == [True, False]
 
 
-@pytest.mark.parametrize("train_on_prompts", [False, True])
-def test_the_bytes_of_a_chat_are_those_of_the_text_that_is_learnt(train_on_prompts: bool) -> None:
-    """Without special tokens, but with what else a template writes around the turns."""
-    question, answer = "How are you?", "Très bien — et toi?"
-    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    (found,) = chunks(CHATS, m=[chat], train_on_prompts=train_on_prompts)["bytes"]
-    said = f"<user>{question}<assistant>{answer}" if train_on_prompts else answer
-    assert found == len(said.encode())
-
-
 def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
     """ShareGPT's names, other names of roles (tried without: nothing is learnt), and content in parts."""
     usual = CHAT[:3]
@@ -166,35 +145,6 @@ def test_an_answer_of_weight_0_is_not_learnt() -> None:
     whole, part = (chunks(CHATS, m=[messages]) for messages in (CHAT, chat))
     assert learnt(whole) == f"Yo{END}{learnt(part)}"
     assert whole[0]["bytes"] - part[0]["bytes"] == len("Yo")
-
-
-def calling(**weights: int) -> list[dict[str, Any]]:
-    """A chat with a tool; the weights of the call and of what is said about its answer."""
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
-    return [
-        {"role": "user", "content": "Bern?"},
-        {"role": "assistant", "tool_calls": [call], "weight": weights.get("call")},
-        {"role": "tool", "content": "rain"},
-        {"role": "assistant", "content": "Rain é!", "weight": weights.get("answer")},
-    ]
-
-
-MARKED_CHATS: list[list[dict[str, Any]]] = [
-    CHAT, CHAT[:3], CHAT[2:], [CHAT[2] | {"weight": 0}, *CHAT[3:]], [*CHAT[:4], CHAT[4] | {"weight": 0}],
-    [*CHAT[:2], CHAT[2] | {"weight": 0, "content": ""}, *CHAT[3:]], calling(), calling(call=0), calling(answer=0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("chat", MARKED_CHATS)
-def test_marks_in_a_template_say_the_same_as_its_prompt(chat: list[dict[str, Any]]) -> None:
-    """And the same as transformers takes them to say, where no message is of weight 0."""
-    marked, prompted = (chunks(CHATS, m=[chat], template=template) for template in (MARKED, QWEN))
-    assert marked[:] == prompted[:]
-    if not any(message.get("weight") == 0 for message in chat):
-        (tokenizer := byte_tokenizer()).chat_template = MARKED
-        theirs: Any = tokenizer.apply_chat_template(chat, return_assistant_tokens_mask=True)
-        labels = zip(theirs["input_ids"], theirs["assistant_masks"], strict=True)
-        assert marked[0]["labels"] == [token if is_marked else -100 for token, is_marked in labels][1:]
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
@@ -320,7 +270,6 @@ def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
     assert (len(train), len(evaluation)) == (15, 5)
     assert sorted([*train["text"], *evaluation["text"]]) == sorted(rows["text"])
     assert task.split(rows)[1]["text"] == evaluation["text"]
-    assert task.model_copy(update={"split_seed": 1}).split(rows)[1]["text"] != evaluation["text"]
     last = task.model_copy(update={"eval_from": "last"}).split(rows)[1]
     assert last["text"] == [f"row {i}" for i in range(15, 20)]
 
@@ -355,41 +304,21 @@ def splits(folder: Path, **settings: str) -> tuple[list[str], list[str]]:
     return train["text"][:], evaluation["text"][:]
 
 
-def test_parquet_and_folders_with_splits_in_the_names(tmp_path: Path) -> None:
-    for name in ("my-train-0", "my-train-1", "my_dev", "my.test", "train_test_split_test"):
+def test_names_of_files_say_their_split(tmp_path: Path) -> None:
+    """Hidden ones are not read. Tried without: the backup is trained on too."""
+    for name in ("my-train-0", "training", "my_dev", "testData", "train_test_split_test", ".train_backup"):
         Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "data" / f"{name}.parquet")
-    assert splits(tmp_path / "data") == (["my-train-0", "my-train-1"], ["my_dev"])
-    assert splits(tmp_path / "data", eval_split="test")[1] == ["my.test", "train_test_split_test"]
-    for name in ("training", "testData"):  # tried without: both are trained on
-        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "more" / f"{name}.parquet")
-    assert splits(tmp_path / "more") == (["training"], ["testData"])
-
-
-@pytest.mark.parametrize("name", ["train", "rows"])
-def test_hidden_files_are_not_read(tmp_path: Path, name: str) -> None:
-    """Tried without: the backup is trained on too; or it is said to be of no split, or not to be UTF-8."""
-    for file in (f"{name}.csv", f".{name}_backup.csv", f".snapshots/{name}.csv", f"__MACOSX/._{name}.csv"):
-        (tmp_path / "data" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "data" / file).write_text("text\nhello\n")
-    (tmp_path / "data" / f"._{name}.csv").write_bytes(bytes([0, 5, 22, 7, 255]))
-    (tmp_path / "data" / ".notes.jsonl").write_text("{}")
-    task = CausalLM(dataset=str(tmp_path / "data"))
-    assert list(task.source_errors()) == []
-    rows, evaluation = task.load_rows()
-    assert rows["text"][:] == ["hello"]
-    assert evaluation is None
+    assert splits(tmp_path / "data") == (["my-train-0", "training"], ["my_dev"])
+    assert splits(tmp_path / "data", eval_split="test")[1] == ["testData", "train_test_split_test"]
 
 
 def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:
-    """And the others may have other columns, as in GLUE."""
-    files = {"train.tsv": "text\tlabel\na\t1\n", "dev.tsv": "id\ttext\tlabel\n0\tb\t1\n", "test.tsv": ""}
+    """And the others may have other columns, as in GLUE, or none that is named."""
+    files = {"train.tsv": "it's \"fine\t1\nNA\t0\n", "dev.tsv": "b\t1\n", "test.tsv": "", "README.txt": "no data"}
     (tmp_path / "data").mkdir()
-    for name, content in (files | {"README.txt": "not data"}).items():
+    for name, content in files.items():
         (tmp_path / "data" / name).write_text(content)
-    assert splits(tmp_path / "data") == (["a"], ["b"])
-
-
-def test_columns_can_be_named(tmp_path: Path) -> None:
-    (tmp_path / "rows.tsv").write_text("it's \"fine\t1\nNA\t0\n")
-    rows, _ = CausalLM(dataset=str(tmp_path / "rows.tsv"), column_names=["words", "label"]).load_rows()
-    assert rows[:] == {"words": ["it's \"fine", "NA"], "label": ["1", "0"]}
+    rows, evaluation = CausalLM(dataset=str(tmp_path / "data"), column_names=["words", "label"]).load_rows()
+    assert rows[:] == {"words": ["it's \"fine", "NA"], "label": [1, 0]}
+    assert evaluation is not None
+    assert evaluation[:] == {"words": ["b"], "label": [1]}

@@ -81,21 +81,6 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_packed_documents_do_not_see_each_other_and_nothing_is_lost(kind: str) -> None:
-    model = build(kind)
-    assert model.keeps_documents_apart
-    inputs = batch()
-    together, apart = model("loss", **inputs), 0.0
-    tokens, positions = inputs["input_ids"].split(8, dim=1), inputs["position_ids"].split(8, dim=1)
-    for i in range(3):
-        inside = inputs["index"] // 8 == i
-        apart += model(
-            "loss", tokens[i], positions[i], inputs["index"][inside] - 8 * i, inputs["targets"][inside]
-        ).item()
-    assert together.item() == pytest.approx(apart, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("chunk", [64 * 5, 2**24])  # five tokens at once; all
 def test_the_loss_and_its_gradients_are_those_of_the_models_own_logits(
     monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int

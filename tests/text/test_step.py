@@ -59,7 +59,9 @@ def main() -> None:
     run = train.build(run_settings(sys.argv[1:]))
     assert run
     attention.varlen_attn = lambda query, *_, **__: query  # the kernel is a GPU's
-    run.model.set_attention("varlen")  # type: ignore[operator]
+    model: Any = run.model
+    model.hf.set_attn_implementation("varlen")
+    model._takes_lengths = True
     stop = StopSignal(run.accelerator, run.config)
     steps = train.CountedSteps(train.training_steps(run, 0), stop)
     found = []

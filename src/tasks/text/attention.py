@@ -1,56 +1,18 @@
 """How a language model computes attention where several documents share a row.
 
-transformers' own way (`sdpa`) is a mask of shape (batch, 1, length, length), which each layer reads and keeps. The
-other ways need none: `varlen`, torch's kernel, and `flash_attention_2` take the documents' lengths, `flex` blocks.
+transformers' own way is a mask of shape (batch, 1, length, length), which each layer reads and keeps. torch's kernel
+for documents of any length needs none.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
-IMPLEMENTATIONS = {"varlen": "varlen", "flash_attention_2": "flash_attention_2", "flex": "flex_attention"}
-"""Values of task.attention, and transformers' names for them."""
-BY_LENGTHS = ("varlen", "flash_attention_2")
-"""Those that take `document_lengths`."""
-WITHOUT_EFFECT = {"cu_seq_lens_k", "max_length_k", "position_ids"}
-"""What attention functions are handed that doesn't change the attention within a document."""
-
-KERNELS = ("FA4", "FA3")
-"""FlashAttention's newer kernels, fastest first, where their packages are installed (flash-attn-4; flash-attn-3). On
-Hopper they take half the time of FlashAttention 2, which is torch's own."""
-
-
-def activate_kernel(is_suitable: Callable[[], bool]) -> str:
-    """Have torch's kernel, `varlen`, be the fastest that is installed and that `is_suitable`, asked once it is active,
-    accepts. Return its name."""
-    for name in KERNELS:
-        with suppress(ImportError, RuntimeError):
-            activate_flash_attention_impl(name)
-            if is_suitable():
-                return name
-            restore_flash_attention_impl()
-    return "FA2"
-
-
-def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Have the model's text part compute attention in this way. Raise a ValueError if its class has one of its own."""
-    AttentionInterface.register("varlen", varlen_attention)  # without an AttentionMaskInterface no mask is made
-    model.set_attn_implementation(IMPLEMENTATIONS[name])
-    if model.config.get_text_config()._attn_implementation != IMPLEMENTATIONS[name]:
-        raise ValueError("its class computes attention in a way of its own")
-
-
-def implementations(model: PreTrainedModel) -> dict[str, str]:
-    """Return how each part of the model computes attention, as `set_attn_implementation` takes it."""
-    parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
-    own = {"": model.config._attn_implementation}
-    return own | {name: part._attn_implementation for name, part in parts.items() if part is not None}
+WITHOUT_EFFECT = {"cu_seq_lens_k", "max_length_k", "position_ids", "is_causal"}
+"""What attention functions are handed that doesn't change the attention of a decoder within a document."""
 
 
 def document_lengths(ends: list[int]) -> dict[str, Any]:
@@ -76,11 +38,10 @@ def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    is_causal: bool | None = None,
     cu_seq_lens_q: Any = None,
     max_length_q: int = 0,
     **options: Any,
@@ -99,20 +60,18 @@ def varlen_attention(
     Raises:
         ValueError: the model asks for more than the kernel can do.
     """
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    asked = {
-        "dropout": dropout > 0,
-        "mask": attention_mask is not None,
-        "way to see later tokens": not is_causal,
-        "cache": cu_seq_lens_q is None,
-        "keys or values of another size": not query.shape[2:] == key.shape[2:] == value.shape[2:],
-    }
-    asked |= {n: option is not None and option is not False for n, option in options.items() if n not in WITHOUT_EFFECT}
-    if any(asked.values()):
-        raise ValueError(f"varlen attention has no {' and no '.join(name for name in asked if asked[name])}")
+    asked = {"dropout": dropout or None, **options}
+    unknown = [
+        n for n, option in asked.items() if n not in WITHOUT_EFFECT and option is not None and option is not False
+    ]
+    if unknown:
+        raise ValueError(f"varlen attention has no {' and no '.join(unknown)}")
     q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     is_grouped = query.shape[1] != key.shape[1]  # if it isn't but says so, the backward pass may take another kernel
     output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, enable_gqa=is_grouped)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+AttentionInterface.register("varlen", varlen_attention)  # without an AttentionMaskInterface no mask is made

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -18,19 +17,17 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, cause
 from src.config.settings import ResumeSafe
 from src.tasks.base import Table
-from src.tasks.text.attention import BY_LENGTHS, activate_kernel, document_lengths
+from src.tasks.text.attention import document_lengths
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, RowFormat, find_row_format, split_text
 from src.tasks.text.flops import causal_pairs
-from src.tasks.text.language_model import LanguageModel, small_model
+from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lean import Tensors
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, max_length, save, save_merged
 from src.tasks.text.samples import continuation
 from src.tasks.text.source import table_checksum
-
-BUCKETS = 16
-"""Rows of positions in the table of the loss."""
+from src.tasks.text.trial import failure, require_decoder
 
 
 class CausalLM(Decoder):
@@ -55,9 +52,9 @@ class CausalLM(Decoder):
     """Tokens that the model sees at once. Longer text makes several sequences, longer prompts and chats are cut off."""
     packing: bool = True
     """Put several short documents into one sequence. They don't see each other."""
-    attention: ResumeSafe[Literal["auto", "varlen", "flash_attention_2", "flex", "sdpa"]] = "auto"
-    """How packed documents are kept apart: sdpa by a mask, the others without one, on a GPU. auto: varlen in half
-    precision on a GPU, if the model can, else sdpa."""
+    attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
+    """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
+    precision on a GPU, if the model can, else by a mask."""
     sample_prompts: ResumeSafe[list[str]] = []
     """Prompts to continue at each evaluation, for the record."""
     sample_tokens: ResumeSafe[PositiveInt] = 64
@@ -74,8 +71,6 @@ class CausalLM(Decoder):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
             yield "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one"
-        if self.attention == "flash_attention_2" and find_spec("flash_attn") is None:
-            yield "task.attention=flash_attention_2: needs the package flash-attn; or set task.attention=auto"
         try:
             self._read_chat_template()
         except (OSError, UnicodeDecodeError) as error:
@@ -83,51 +78,22 @@ class CausalLM(Decoder):
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
-        name: str = self.attention
-        if name == "auto":
-            name = "varlen" if device == "cuda" and dtype != torch.float32 and self.packing else "sdpa"
-        refusal = self._refusal(name, device, dtype) if name != "sdpa" else None
-        if refusal and self.attention != "auto":
-            raise UserError(f"task.attention={name}: {refusal}; or set task.attention=auto")
-        self._attention, reason = name, ""
-        if refusal:
-            self._attention, reason = "sdpa", f" (not varlen: {refusal})"
-        elif name == "varlen":
-            reason = f" by {activate_kernel(lambda: not self._refusal(name, device, dtype))}"
+        self._attention, reason = "sdpa", ""
+        if self.attention == "auto" and self.packing and device == "cuda" and dtype != torch.float32:
+            refusal = failure(self._config, "varlen", self.packing, device, dtype)
+            self._attention = "sdpa" if refusal else "varlen"
+            reason = f" (not varlen: {refusal})" if refusal else ""
         return [*chosen_before, f"{self._attention} attention{reason}"]
-
-    def _refusal(self, attention: str, device: str, dtype: torch.dtype) -> str | None:
-        if device != "cuda":
-            return "needs a GPU"
-        if attention in BY_LENGTHS and dtype == torch.float32:
-            return "needs half precision, --mixed_precision bf16 before train.py"
-        return self._small_model.refuses(attention, device, dtype)
 
     def reference(self) -> "CausalLM":
         return self.model_copy(update={"attention": "sdpa"})
 
     def finish(self, model: Any) -> LanguageModel:
-        return LanguageModel(self.with_adapters(model), self._small_model, self._attention)
+        require_decoder(self._config, self.packing)
+        return LanguageModel(self.with_adapters(model), self._attention)
 
     def core(self, model: LanguageModel) -> Any:
         return model.lm
-
-    @property
-    def _window(self) -> int | None:
-        return getattr(self._config.get_text_config(), "sliding_window", None)
-
-    @cached_property
-    def _small_model(self) -> LanguageModel:
-        model = small_model(self._config)
-        if not model.is_causal:
-            raise UserError(f"{self._config.model_type} sees the tokens that it has to predict: it is no decoder")
-        if self.packing and not model.keeps_documents_apart:
-            raise UserError(f"{self._config.model_type} lets packed documents see each other: set --task.packing=false")
-        return model
-
-    @property
-    def _bucket_width(self) -> int:
-        return -(-self.sequence_length // BUCKETS)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
@@ -171,13 +137,14 @@ class CausalLM(Decoder):
     def collate(self, samples: list[list[dict[str, Any]]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         width = self.sequence_length if self.packing else max(map(sum, lengths))
+        window = getattr(self._config.get_text_config(), "sliding_window", None)
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
         return {
             "inputs": inputs | document_lengths(ends),
             "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
             "tokens": sum(map(sum, lengths)),
             "attention_pairs": sum(causal_pairs(n) for row in lengths for n in row),
-            "window_pairs": sum(causal_pairs(n, self._window) for row in lengths for n in row),
+            "window_pairs": sum(causal_pairs(n, window) for row in lengths for n in row),
         }
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
@@ -197,35 +164,25 @@ class CausalLM(Decoder):
         return model("loss", **batch["inputs"])
 
     def evaluate(self, model: Any, batch: Batch) -> tuple[Tensor, Tensors]:
-        inputs, index = batch["inputs"], batch["inputs"]["index"]
+        inputs = batch["inputs"]
         nats, correct = model("score", **inputs)
         values = torch.stack([nats, torch.ones_like(nats), correct], 1)
-        rows, positions = index // inputs["input_ids"].shape[1], inputs["position_ids"].flatten()[index]
-        cells = rows * BUCKETS + positions // self._bucket_width
-        sums = values.new_zeros(len(batch["bytes"]) * BUCKETS, 3).index_add(0, cells, values)
-        return nats.sum(), {"bytes": batch["bytes"], "by_position": sums.view(-1, BUCKETS, 3)}
+        rows = inputs["index"] // inputs["input_ids"].shape[1]
+        sums = values.new_zeros(len(batch["bytes"]), 3).index_add(0, rows, values)
+        return nats.sum(), {"bytes": batch["bytes"], "sums": sums}
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
-        nats, targets, correct = outputs["by_position"].double().sum((0, 1)).tolist()
+        nats, targets, correct = outputs["sums"].double().sum(0).tolist()
         return {
             "perplexity": math.exp(min(nats / targets, 700.0)),
             "bits_per_byte": nats / math.log(2) / max(outputs["bytes"].sum().item(), 1),
             "accuracy": correct / targets,
         }
 
-    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
-        width = self._bucket_width
-        rows = []
-        for i, (nats, count, _) in enumerate(outputs["by_position"].double().sum(0).tolist()):
-            if count:
-                position = f"{i * width}-{(i + 1) * width - 1}"
-                rows.append({"position": position, "targets": int(count), "loss": nats / count})
-        return {"loss_by_position": rows}
-
     def predictions(self, outputs: Tensors, dataset: Sequences) -> dict[str, list[Any]]:
         sequences = dataset.__getitems__(list(range(len(dataset))))
         texts = [self._tokenizer.decode(np.concatenate([c["input_ids"] for c in chunks])) for chunks in sequences]
-        nats, targets, correct = outputs["by_position"].sum(1).T
+        nats, targets, correct = outputs["sums"].T
         columns = {"targets": targets.long(), "loss": nats / targets, "accuracy": correct / targets}
         return {"text": texts} | {name: column.tolist() for name, column in columns.items()}
 
@@ -245,7 +202,7 @@ class CausalLM(Decoder):
     def load_export(self, folder: Path) -> LanguageModel:
         lm = load_exported(folder)
         check_fit(self.sequence_length, lm.config, self._tokenizer)
-        return LanguageModel(lm, self._small_model, self._attention)
+        return LanguageModel(lm, self._attention)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         if not self.lora.r:

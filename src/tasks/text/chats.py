@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -34,10 +35,9 @@ def _normalize_message(message: Any, where: str) -> dict[str, Any]:
         message = {"role": message["from"], "content": message.get("value")}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{where} with neither role and content nor from and value")
-    if message.get("weight", 1) not in (0, 1):
-        raise ValueError(f"{where} of weight {message['weight']}, which must be 0 (masked out) or 1")
     role = message["role"]
-    calls = [_normalize_call(call, where) for call in message.get("tool_calls", ())]
+    with explained(f"{where} with a tool call without a name, or arguments that are no JSON: ", Exception, ValueError):
+        calls = [_normalize_call(call) for call in message.get("tool_calls", ())]
     content = message.get("content", "" if calls else None)
     parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
@@ -46,15 +46,13 @@ def _normalize_message(message: Any, where: str) -> dict[str, Any]:
     return message | {"tool_calls": calls} if calls else message
 
 
-def _normalize_call(call: Any, where: str) -> dict[str, Any]:
+def _normalize_call(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call with its arguments as a mapping: some data hold them as JSON, which templates would quote."""
-    wrong = (AttributeError, KeyError, ValueError)
-    with explained(f"{where} with a tool call that has no function name, or no JSON as arguments: ", wrong, ValueError):
-        function = call.get("function", call)
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        return {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
+    function = call.get("function", call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -89,12 +87,12 @@ def render_chat(
     if train_on_prompts:
         return text, None
     template = tokenizer.get_chat_template(tools=tools)
+    learnt = [i for i, message in enumerate(chat) if message["role"] == "assistant" and message.get("weight") != 0]
     if "endgeneration" in template and all(message.get("weight") != 0 for message in chat):
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
         return text, marked[0]
-    turns = [i for i, message in enumerate(chat) if message["role"] == "assistant" and message.get("weight") != 0]
-    return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in turns]
+    return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
@@ -111,12 +109,8 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> tupl
     """
     # templates refuse an empty chat; its beginning is what doesn't change with the answer
     before = render(chat[:i], prompts_answer=True) if i else render([ANSWER, *chat[1:]])
-    start = _common_prefix(before, text)
+    start = len(commonprefix([before, text]))  # noqa: RUF071  # of characters, not of parts of a path
     is_found = not i or start == len(before) or text.startswith(render(chat[:i]).removesuffix(eos))
-    if i and start < len(before):  # it asks for a thought: an answer without one may begin in the same way
-        probe = [*chat[:i], ANSWER]
-        others = render(probe), render([*probe, chat[i - 1]])
-        start = min(start, *(_common_prefix(before, other) for other in others))
     turn = render(chat[: i + 1])[start:]
     if i + 1 < len(chat) and not text.startswith(turn, start):
         turn = turn.removesuffix(eos)
@@ -133,8 +127,3 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> tupl
 
 def _quote(chat: Chat) -> str:
     return f"the chat that begins with {chat[0]['content'][:40]!r}"
-
-
-def _common_prefix(a: str, b: str) -> int:
-    pairs = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

@@ -13,60 +13,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        scale: float,
-        softcap: float | None,
-        rows: int,
+        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, scale: float, softcap: float | None, rows: int
     ) -> Tensor:
         device = states.device.type
-        caster = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
-        dtype = torch.get_autocast_dtype(caster) if torch.is_autocast_enabled(caster) else states.dtype
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
         def rounded(tensor: Tensor) -> Tensor:  # on a CPU products of half precision have sums of half precision
             return tensor.to(dtype) if device == "cuda" else tensor.to(dtype).float()
 
-        wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        states_grad = torch.empty_like(states) if wants_states else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        ctx.scale = scale
+        states_grad = torch.empty_like(states)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         loss = states.new_zeros((), dtype=torch.float32)
-        with torch.autocast(caster, enabled=False):
+        with torch.autocast(device, enabled=False):
             weight = rounded(weight)
+            exact: dict[str, Any] = {} if weight.dtype == torch.float32 else {"out_dtype": torch.float32}
             for start in range(0, len(states), rows):
                 part = slice(start, start + rows)
                 inputs = rounded(states[part])
                 chunk_loss, gradient = _chunk_function(device)(
-                    inputs, weight, bias, targets[part], scale, softcap, dtype
+                    inputs, weight, targets[part], scale, softcap, dtype, exact
                 )
                 loss += chunk_loss
                 gradient = rounded(gradient)
-                if states_grad is not None:
-                    states_grad[part] = _product(gradient, weight)
+                states_grad[part] = torch.mm(gradient, weight, **exact)
                 if weight_grad is not None:
-                    _add_product_(weight_grad, gradient.t(), inputs)
-                if bias_grad is not None:
-                    bias_grad += gradient.sum(0, dtype=torch.float32)
+                    torch.addmm(weight_grad, gradient.t(), inputs, out=weight_grad, **exact)
                 del gradient  # before there is another one
-        ctx.save_for_backward(states_grad, weight_grad, bias_grad)
+        ctx.scale = scale
+        ctx.save_for_backward(states_grad, weight_grad)
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         factor = factor * ctx.scale
-        states, weight, bias = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
-        return states, weight, bias, None, None, None, None  # autograd casts them to the dtypes of what was passed in
+        states, weight = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
+        return states, weight, None, None, None, None  # autograd casts them to the dtypes of what was passed in
 
 
 linear_cross_entropy: Callable[..., Tensor] = _LinearCrossEntropy.apply
@@ -78,7 +65,6 @@ weight's gradient over all chunks too.
 Args:
     states: what the layer sees, shape (targets, width).
     weight: shape (vocabulary, width).
-    bias: shape (vocabulary,), or None.
     targets: shape (targets,), int64.
     scale: of the layer's outputs.
     softcap: the logits are softcap * tanh(scaled outputs / softcap); None: the scaled outputs.
@@ -97,40 +83,24 @@ def _chunk_function(device: str) -> Callable[..., tuple[Tensor, Tensor]]:
 def _loss_and_gradient(
     states: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     targets: Tensor,
     scale: float,
     softcap: float | None,
     dtype: torch.dtype,
+    exact: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of a chunk, shape (), fp32, and its gradient in the scaled outputs, (targets, vocabulary)."""
-    logits = _product(states, weight.t())  # changed in place, as there is no room for two of this size
-    if bias is not None:
-        logits += bias
+    logits = torch.mm(states, weight.t(), **exact)  # changed in place, as there is no room for many of this size
     if scale != 1:
         logits *= scale
     if softcap is not None:
-        logits.div_(softcap).tanh_()
-        slope = logits.square().neg_().add_(1)
-        logits *= softcap
-    column = targets[:, None]
-    highest, at_target = logits.amax(1, keepdim=True), logits.gather(1, column)
-    gradient = logits.sub_(highest).exp_()
-    total = gradient.sum(1, keepdim=True)
-    loss = (total.log() + highest - at_target).sum()
-    at_target = gradient.div_(total).gather(1, column) - 1
-    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    log_probabilities = logits.log_softmax(1)
+    slope = None if softcap is None else logits.div_(softcap).square_().neg_().add_(1)
+    del logits
+    loss = F.nll_loss(log_probabilities, targets, reduction="sum")
+    gradient = log_probabilities.exp_()
+    gradient[torch.arange(len(targets), device=targets.device), targets] -= 1
+    if slope is not None:
         gradient *= slope
-        at_target *= slope.gather(1, column)
-    return loss, gradient.to(dtype).scatter_(1, column, at_target.to(dtype))
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.dtype == torch.float32:
-        torch.addmm(total, a, b, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return loss, gradient.to(dtype)

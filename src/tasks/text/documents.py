@@ -55,8 +55,8 @@ def find_row_format(asked: RowFormat, names: list[str]) -> RowFormat:
             found = RowFormat(messages=chats[0])
         elif {"prompt", "completion"} <= {*names}:
             found = RowFormat(prompt="prompt", completion="completion")
-        elif "text" in names or len(names) == 1:
-            found = RowFormat(text="text" if "text" in names else names[0])
+        elif "text" in names:
+            found = RowFormat(text="text")
         else:
             hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
             raise UserError(f"which of the dataset's columns {', '.join(names)} to train on? Set {hint}")

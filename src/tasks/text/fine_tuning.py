@@ -59,18 +59,8 @@ class FineTuning(TextSource, Task):
         yield from self.source_errors()
         if not self.lora.r and self.lora != Lora():
             yield "task.lora.r is not set: without it the other settings of task.lora do nothing"
-        if self.lora.base_dtype == "nf4":
-            says = "FSDP cannot shard weights of 4 bits yet (https://github.com/huggingface/accelerate/issues/3874)"
-            yield f"task.lora.base_dtype=nf4: {says}; use bf16"
-        if not self.model:
-            return
-        path = Path(self.model)
-        if (path / "adapter_config.json").is_file():
-            yield f"task.model={path}: has adapters only; use the merged model (task.lora.merge=true exports it)"
-        elif path.is_dir() and not (path / "config.json").is_file():
-            yield f"task.model={path}: the folder has no config.json, so it is not a transformers model"
-        elif not path.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
-            yield f"task.model={path}: no such folder"
+        if self.model and not Path(self.model).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
+            yield f"task.model={self.model}: no such folder"
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         """Have no attention computed by cuDNN: under a mask its gradients may be NaN, if length % 128 is 64 (pytorch

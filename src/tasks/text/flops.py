@@ -34,20 +34,20 @@ def causal_pairs(length: int, window: int | None = None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def count_flops(model: PreTrainedModel, unused: list[str]) -> Flops | None:
+def count_flops(model: PreTrainedModel) -> Flops | None:
     """Return the operations of a decoder; None if they are not known: it has layers other than attention and matrices,
     such as state spaces, or its config doesn't say how many experts a token passes.
 
     A matrix takes two operations per weight in the forward pass, two for the gradient of its input, and two for its own
-    unless it is frozen. Of experts, only the chosen ones count. `unused` are parts that text does not pass through.
+    unless it is frozen. Of experts, only the chosen ones count, and nothing that text does not pass through.
     """
     config = model.config.get_text_config()
     window, chosen = (getattr(config, name, None) for name in ("sliding_window", "num_experts_per_tok"))
     kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * config.num_hidden_layers
-    modules = {*model.modules()} - {m for part in unused for m in model.base_model.get_submodule(part).modules()}
+    head = {*model.get_output_embeddings().modules()}
+    modules = head | {*model.get_decoder().modules()}
     if not {*kinds} <= {FULL, SLIDING} or any(isinstance(module, nn.Conv1d) for module in modules):
         return None
-    head = {*model.get_output_embeddings().modules()}
     per_token = per_target = 0.0
     for module in modules:
         for name, weight in () if isinstance(module, nn.Embedding) else module.named_parameters(recurse=False):

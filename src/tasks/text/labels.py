@@ -14,18 +14,13 @@ MEGA_BATCH = 50
 """Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
 
 
-def label_names(parts: list[Dataset], column: str) -> list[list[str]]:
-    """Return the labels of each part's rows as text, without white space around it; names if the dataset has names for
-    its numbers. If all are whole numbers, 1.0 is written as 1: pandas turns 1 into 1.0 if another row has none."""
-    found = []
-    for rows in parts:
-        feature = rows.features[column]
-        names = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
-        # a number without a name, such as -1 for unknown, stays a number
-        found.append([names.get(label, str(label).strip()) for label in rows[column][:]])
-    if all(re.fullmatch(r"-?[0-9]+(\.0+)?", name) for name in set().union(*found)):
-        return [[name.partition(".")[0] for name in names] for names in found]
-    return found
+def label_names(rows: Dataset, column: str) -> list[str]:
+    """Return the labels of the rows as text, without white space around it; names if the dataset has names for its
+    numbers."""
+    feature = rows.features[column]
+    names = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
+    # a number without a name, such as -1 for unknown, stays a number
+    return [names.get(label, str(label).strip()) for label in rows[column][:]]
 
 
 def sorted_labels(labels: list[str]) -> list[str]:

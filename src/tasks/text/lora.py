@@ -24,7 +24,7 @@ class Lora(Settings):
     """Dropout rate of the adapters' input."""
     target_modules: list[str] = []
     """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
-    base_dtype: ResumeSafe[Literal["bf16", "fp32", "nf4"] | None] = None
+    base_dtype: ResumeSafe[Literal["bf16", "fp32"] | None] = None
     """Type in which the frozen weights are kept; null: bf16 if a GPU computes in it, else fp32. Adapters, and a
     classifier's head, are fp32."""
     merge: SafeReopens[bool] = False

@@ -33,7 +33,7 @@ def write_sharded(tensors: Tensors, folder: Path, accelerator: Accelerator) -> N
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(shapes, filename_pattern=pattern, max_shard_size=LARGEST_FILE)
     for file, names in split.filename_to_tensors.items():
-        by_size = sorted(names, key=lambda name: -tensors[name].element_size())  # aligned, as safetensors does
+        by_size = sorted(names, key=lambda name: (-tensors[name].element_size(), name))  # as safetensors does
         header = _header({name: tensors[name] for name in by_size})
         if accelerator.is_main_process:
             (folder / file).write_bytes(header)
@@ -55,7 +55,7 @@ def _header(tensors: Tensors) -> bytes:
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

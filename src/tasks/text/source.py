@@ -3,16 +3,14 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import datasets
-from datasets import Dataset, DatasetDict, List, load_dataset
+from datasets import Dataset, List, load_dataset
 from datasets.fingerprint import Hasher
-from huggingface_hub import snapshot_download
-from pydantic import Field, NonNegativeInt, PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from src.config.errors import UserError, explained
 from src.config.settings import Settings
@@ -45,10 +43,8 @@ class TextSource(Settings):
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of train_split that is kept for evaluation if there is no split for it."""
     eval_from: Literal["random", "last", "all"] = "random"
-    """Which share: rows drawn with split_seed, or the last ones. A single document is always cut near its end. all: not
-    a share, but all that is trained on, as src.tools.evaluate has it for other data."""
-    split_seed: NonNegativeInt = 0
-    """Seed of that draw; not the run's seed, so that runs with other seeds evaluate on the same rows."""
+    """Which share: rows drawn at random, the same in each run, or the last ones. A single document is always cut near
+    its end. all: not a share, but all that is trained on, as src.tools.evaluate has it for other data."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do with rows whose text or label is missing or of another type: name them and stop, or leave them out."""
     _skipped_rows: dict[str, int] = PrivateAttr(default_factory=lambda: {"train": 0, "eval": 0})
@@ -60,8 +56,6 @@ class TextSource(Settings):
         is_hub_name = path.suffix.lower() not in LOADERS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset)
         if not self.dataset:
             yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
-        elif is_local and self.dataset_config:
-            yield f"task.dataset_config={self.dataset_config}: {path} is not on the Hub, and has none"
         elif is_local and (error := path_error(path)):
             yield f"task.dataset={path}: {error}"
         elif not is_local and not is_hub_name:
@@ -73,22 +67,19 @@ class TextSource(Settings):
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
         datasets.disable_progress_bars()  # they would stay when they are done
         path = Path(self.dataset)
-        splits: Any = files_by_split(path) if path.exists() else self._load_from_hub()
-        for setting, split in (("train_split", self.train_split), ("eval_split", self.eval_split)):
+        if path.exists():
+            splits: Any = files_by_split(path)
+        else:
+            with loading("dataset", self.dataset):
+                splits = load_dataset(self.dataset, self.dataset_config)
+        others = (name for name in EVALUATION if name in splits and name != self.train_split)
+        used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
+        for setting, split in used.items():
             if split and split not in splits:
                 raise UserError(f"task.{setting}={split}: {self.dataset} has {', '.join(splits)}")
-        others = (name for name in EVALUATION if name in splits and name != self.train_split)
-        used = [splits[split] for split in (self.train_split, self.eval_split or next(others, None)) if split]
-        train, *evaluation = [read_files(files, self.column_names) for files in used] if path.exists() else used
+        parts = [splits[split] for split in used.values() if split]
+        train, *evaluation = [read_files(files, self.column_names) for files in parts] if path.exists() else parts
         return train, evaluation[0] if evaluation else None
-
-    def _load_from_hub(self) -> DatasetDict:
-        with loading("dataset", self.dataset, "dataset"):
-            try:
-                return load_dataset(self.dataset, self.dataset_config)
-            except ConnectionError:  # it knows what it downloaded by itself, but not what `hf download` did
-                folder = snapshot_download(self.dataset, repo_type="dataset", local_files_only=True)
-                return load_dataset(folder, self.dataset_config)
 
     def usable_parts(
         self, train: Dataset, evaluation: Dataset | None, columns: dict[str, ColumnKind]
@@ -108,18 +99,14 @@ class TextSource(Settings):
         bad: dict[int, str] = {}
         for name, kind in columns.items():
             # the JSON reader lets other encodings pass
-            with explained(f"{dataset}: cannot be read, column {name} is not UTF-8, ", UnicodeDecodeError):
-                bad = {row: f"{name} {why}" for row, why in _bad_rows(rows, name, kind)} | bad
-        if len(bad) == len(rows) and (not bad or self.bad_rows == "skip"):
-            raise UserError(f"{dataset}: no usable row in {where}{f': in row 1 {bad[0]}' if bad else ''}")
-        if bad and self.bad_rows == "refuse":
+            with explained(f"{dataset}: column {name} is not UTF-8, ", UnicodeDecodeError):
+                bad |= {row: f"{name} {why}" for row, why in _bad_rows(rows, name, kind)}
+        if bad and (self.bad_rows == "refuse" or len(bad) == len(rows)):
             first = min(bad)
-            named = ", ".join(str(row + 1) for row in sorted(bad)[:5]) + (", …" if len(bad) > 5 else "")
-            raise UserError(
-                f"{dataset}: {len(bad)} of {len(rows)} rows in {where} have no usable {' or '.join(columns)} "
-                f"(row {named}; the first is 1): in row {first + 1} {bad[first]}; fix them, or leave them out with "
-                f"--task.bad_rows=skip"
+            says = (
+                f"{len(bad)} of {len(rows)} rows in {where} cannot be used, the first is row {first + 1}: {bad[first]}"
             )
+            raise UserError(f"{dataset}: {says}; fix them, or leave them out with --task.bad_rows=skip")
         self._skipped_rows[part] = len(bad)
         return rows.select([row for row in range(len(rows)) if row not in bad]) if bad else rows
 
@@ -132,7 +119,7 @@ class TextSource(Settings):
         if not 0 < size < len(rows):
             says = f"{len(rows)} rows are too few to keep {self.eval_fraction:g} of them for evaluation"
             raise UserError(f"task.dataset={self.dataset}: {says} (task.eval_fraction)")
-        parts = rows.train_test_split(size, shuffle=self.eval_from == "random", seed=self.split_seed)
+        parts = rows.train_test_split(size, shuffle=self.eval_from == "random", seed=0)
         return parts["train"], parts["test"]
 
 
@@ -182,8 +169,6 @@ def _check_text(value: Any) -> None:
 
 
 def _check_label(value: Any) -> None:
-    if isinstance(value, float | Decimal) and value == value:
-        if value % 1:
-            raise ValueError(f"is {value}, neither a name nor a whole number")
-    elif not isinstance(value, int):  # bool is one
-        _check_text(None if value != value else value)  # pandas marks what is missing with NaN
+    is_number = isinstance(value, int | float) and value == value  # bool is one; pandas marks what is missing with NaN
+    if not is_number:
+        _check_text(value)

@@ -47,8 +47,6 @@ class TextClassification(FineTuning):
     """Tokens that the model sees at most. Longer texts are cut off."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the training target that all labels share equally; the evaluation's loss has none."""
-    pad_token: str | None = None
-    """A token to pad with where the tokenizer has none of its own."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
     auto_class: ClassVar[Any] = AutoModelForSequenceClassification
     adapters_for: ClassVar[Literal["SEQ_CLS"]] = "SEQ_CLS"
@@ -61,14 +59,12 @@ class TextClassification(FineTuning):
         yield from super().validation_errors()
         if not self.model:
             yield "task.model is not set: name a model on the Hub or a local folder"
-        if self.text_pair_column == self.text_column:
-            yield f"task.text_pair_column={self.text_pair_column}: is task.text_column already"
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
         columns: dict[str, ColumnKind] = {**dict.fromkeys(texts, "text"), self.label_column: "label"}
         train, evaluation = self.usable_parts(*self.load_rows(), columns)
-        train_ids, eval_ids = self._label_ids(*label_names([train, evaluation], self.label_column))
+        train_ids, eval_ids = self._label_ids(*(label_names(rows, self.label_column) for rows in (train, evaluation)))
         tokenizer, length = self._tokenizer, self.sequence_length
         train, eval_texts = train.select_columns(texts), evaluation.select_columns(texts)
         train = tokenize_texts(train, train_ids, tokenizer, length, "training data")
@@ -151,13 +147,9 @@ class TextClassification(FineTuning):
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = self.load_tokenizer()
-        if self.pad_token and self.pad_token not in tokenizer.get_vocab():
-            raise UserError(f"task.pad_token={self.pad_token}: the tokenizer has no such token")
-        if self.pad_token:
-            tokenizer.pad_token = self.pad_token
-        if tokenizer.pad_token_id is None:
-            hint = f"such as --task.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else "one of its tokens"
-            raise UserError(f"task.model={self.model}: its tokenizer has no pad token; set task.pad_token, {hint}")
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        if tokenizer.pad_token is None:
+            raise UserError(f"task.model={self.model}: its tokenizer has no token to pad with, nor one for the end")
         return tokenizer
 
     def count_tokens(self, batch: Batch) -> tuple[int, int]:
