@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,15 +41,10 @@ def test_schedules_are_torchs_or_the_textbooks() -> None:
     for warmup in (5, 0.1):  # in steps, or as a share
         rates = ours(50, schedule="constant", warmup_steps=warmup)
         assert rates[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
-
-
-def test_one_cycle_rises_from_a_25th_and_falls_to_the_final_rate() -> None:
     rates = ours(1000, schedule="one_cycle", warmup_steps=0.3)
     assert rates[0] == pytest.approx(0.02, rel=0.01)
     assert max(rates) == rates[299] == 0.5
     assert rates[-1] < 1e-5
-    assert rates[:300] == sorted(rates[:300])
-    assert rates[299:] == sorted(rates[299:], reverse=True)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adadelta", "muon"])
@@ -81,45 +76,34 @@ def test_muon_takes_the_hidden_matrices_only() -> None:
     muon, rest = build_optimizers(Optim(name="muon"), MnistCnn())
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(128, 9216)]
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
-    hidden, row, end = nn.Linear(8, 8, bias=False), nn.Linear(8, 1, bias=False), nn.Linear(8, 8, bias=False)
-    for parts, takes in (((hidden, end), [True, False]), ((row, end), [False])):
+    hidden, row, end = (nn.Linear(8, width, bias=False) for width in (8, 1, 8))
+    frozen = copy.deepcopy(end).requires_grad_(False)
+    for parts, takes in (((hidden, end), [True, False]), ((row, end), [False]), ((hidden, frozen), [True])):
         found = build_optimizers(Optim(name="muon"), nn.Sequential(*parts))
         assert [isinstance(optimizer, torch.optim.Muon) for optimizer in found] == takes
-        assert sum(len(group["params"]) for optimizer in found for group in optimizer.param_groups) == len(parts)
-    end.requires_grad_(False)
-    (muon,) = build_optimizers(Optim(name="muon"), nn.Sequential(hidden, end))
-    assert isinstance(muon, torch.optim.Muon)
 
 
 def test_clipping_is_torchs() -> None:
-    gradients = [torch.randn(3, 4), torch.randn(5)]
-    ours, theirs = (nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)]) for _ in range(2))
-    for a, b, gradient in zip(ours, theirs, gradients, strict=True):
-        a.grad, b.grad = gradient * 7, gradient.clone()
-    gradients_ours = local_gradients(ours.parameters())
-    norm = grad_square_sum(gradients_ours).sqrt() / 7
-    scale_and_clip_(gradients_ours, 1 / 7, norm, max_norm=0.5)
-    torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
+    ours, theirs = ([nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(5))] for _ in range(2))
+    for a, b in zip(ours, theirs, strict=True):
+        b.grad = torch.randn_like(b)
+        a.grad = b.grad * 7
+    gradients = local_gradients(ours)
+    norm = grad_square_sum(gradients).sqrt() / 7
+    scale_and_clip_(gradients, 1 / 7, norm, max_norm=0.5)
+    torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(theirs, 0.5))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.fixture
-def nan_in_new_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # which fills what torch.empty returns
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("nan_in_new_memory")
-@pytest.mark.parametrize("bad_first", [False, True])
+@pytest.mark.parametrize("bad", [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0)])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adadelta", "muon"])
-def test_a_step_whose_gradients_are_not_finite_leaves_no_trace(name: str, bad_first: bool) -> None:
+def test_a_step_whose_gradients_are_not_finite_leaves_no_trace(name: str, bad: tuple[float, ...]) -> None:
     """Tried without found_inf, and without the question: the weights become NaN. Tried without waiting for fused SGD's
     first step: it reads momentum that nobody has written."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     twin = copy.deepcopy(model)
-    bad = (math.nan, 1.0, 2.0) if bad_first else (1.0, math.nan, 2.0)
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
     for steps, of in (((1.0, 2.0), twin), (bad, model)):
         optimizers = build_optimizers(Optim.model_validate({"name": name}), of)
         for value in steps:
@@ -127,6 +111,7 @@ def test_a_step_whose_gradients_are_not_finite_leaves_no_trace(name: str, bad_fi
                 parameter.grad = torch.full_like(parameter, value)
             step_if_finite(optimizers, torch.tensor(value, dtype=torch.float64))
             assert all(parameter.grad is None for parameter in of.parameters())
+    torch.use_deterministic_algorithms(False)
     for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(found, expected)
 
