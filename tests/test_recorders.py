@@ -8,6 +8,8 @@ import pytest
 from src.tracking import guard
 from src.tracking.guard import Guarded, Record, Recorder
 
+ALL = ["start", "log", "log", "finish"]
+
 
 class Faulty(Recorder):
     """One of its methods raises, or hangs; `abandon` notes that it was called."""
@@ -49,11 +51,10 @@ def crash() -> None:
     [
         ("start", hang, "it has not started within 0 seconds", ["start", "abandon"]),
         ("log", hang, "it has not answered for 0 seconds", ["start", "log", "abandon"]),
-        ("finish", hang, "it has not answered for 0 seconds", ["start", "log", "log", "finish", "abandon"]),
+        ("finish", hang, "it has not answered for 0 seconds", [*ALL, "abandon"]),
         ("start", crash, "a bug of theirs", ["start", "abandon"]),
-        ("log", crash, "a bug of theirs", ["start", "log", "abandon"]),
-        ("finish", crash, "a bug of theirs", ["start", "log", "log", "finish", "abandon"]),
-        ("", crash, None, ["start", "log", "log", "finish"]),
+        ("finish", crash, "a bug of theirs", [*ALL, "abandon"]),
+        ("", crash, None, ALL),
     ],
 )
 def test_one_that_hangs_or_raises_is_dropped(
