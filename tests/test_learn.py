@@ -76,7 +76,8 @@ def test_the_file_prints_what_its_page_says(launch: Launch, lesson: str, nudge: 
     check_output(lesson, launch("ddp", processes=processes, script=script, before=nudge))
 
 
-@pytest.mark.parametrize("lesson", [slow(lesson) if lesson[0] != "1" else lesson for lesson in LESSONS])
+@pytest.mark.slow
+@pytest.mark.parametrize("lesson", LESSONS)
 def test_so_it_does_by_the_command_on_the_page(lesson: str, tmp_path: Path) -> None:
     words = blocks(lesson, "What it prints", "sh")[0].split()
     check_output(lesson, run_command([str(BIN / words[0]), *words[1:]], tmp_path))
@@ -84,7 +85,11 @@ def test_so_it_does_by_the_command_on_the_page(lesson: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("lesson", "number"),
-    [(lesson, number) for lesson in LESSONS for number, _ in enumerate(blocks(lesson, "Break it", "diff"))],
+    [
+        slow(lesson, number) if number else (lesson, number)
+        for lesson in LESSONS
+        for number, _ in enumerate(blocks(lesson, "Break it", "diff"))
+    ],
 )
 def test_it_breaks_as_its_page_says(launch: Launch, tmp_path: Path, lesson: str, number: int) -> None:
     """What it prints last is on standard error, after the rank: `[rank0]: …`. Tried with a `+` that changes nothing."""

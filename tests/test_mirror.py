@@ -152,36 +152,29 @@ def s3() -> Iterator[dict[str, str]]:
 
 
 def test_machines_go_on_exactly_from_s3(launch: Launch, whole: Whole, tmp_path: Path, s3: dict[str, str]) -> None:
-    """Also where the second one is now the first, with its share of the tensors."""
+    """With dropout, and where the second one is now the first."""
     mirror, everywhere = "--checkpoint.mirror=s3://bucket/runs", dict[str, Any](s3)
-    assert on_machines(launch, "fsdp", tmp_path, *FREE, mirror, **everywhere, **STOP).exit_code != 0
-    run = on_machines(launch, "fsdp", tmp_path, *FREE, mirror, turned=1, **everywhere).succeeded()
+    assert on_machines(launch, "ddp", tmp_path, mirror, **everywhere, **STOP).exit_code != 0
+    run = on_machines(launch, "ddp", tmp_path, mirror, turned=1, **everywhere).succeeded()
     assert next(lines(run, "fetched from s3://bucket/runs/mnist/step_"))
-    assert_same_run(run, whole("fsdp", *TINY, *FREE, processes=2))
+    assert_same_run(run, whole("ddp", *TINY, processes=2))
+    assert {path.name for path in tmp_path.glob("machine*/run/checkpoints/*")} == {"step_00000012"}  # as it was fetched
 
 
 def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Also without the second. Each fetches all of it, once."""
     expected = whole("fsdp", *TINY, *FREE, processes=2)
     assert on_machines(launch, "fsdp", tmp_path, *FREE, **STOP).exit_code != 0
+    assert not list(tmp_path.glob("machine*/run/checkpoints/step_*/manifest.json"))  # only the mirror has it whole
     assert mirrored(tmp_path / "mirror") == [8, 12]
     size = sum(shard.stat().st_size for shard in tmp_path.glob("mirror/mnist/step_00000012/shard-*"))
     fewer = Path(shutil.copytree(tmp_path, f"{tmp_path}-fewer"))
     assert_same_run(on_machines(launch, "fsdp", tmp_path, *FREE).succeeded(), expected)
     assert fetched(tmp_path) == 2 * size  # by each
+    assert mirrored(tmp_path / "mirror") == [12, 14]
     alone = on_machines(launch, "fsdp", fewer, *FREE, machines=1).succeeded()
     assert fetched(fewer) == size
     assert alone.losses == pytest.approx(expected.losses, rel=1e-5)
-
-
-def test_so_they_do_under_ddp(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """With dropout."""
-    assert on_machines(launch, "ddp", tmp_path, **STOP).exit_code != 0
-    assert not list(tmp_path.glob("machine*/run/checkpoints/step_*/manifest.json"))  # only the mirror has it whole
-    run = on_machines(launch, "ddp", tmp_path, turned=1).succeeded()
-    assert_same_run(run, whole("ddp", *TINY, processes=2))
-    assert mirrored(tmp_path / "mirror") == [12, 14]
-    assert {path.name for path in tmp_path.glob("machine*/run/checkpoints/*")} == {"step_00000012"}  # as it was fetched
 
 
 def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(

@@ -51,8 +51,7 @@ def test_the_bundled_digits_are_scikit_learns_and_look_like_mnists() -> None:
     assert torch.cat([evaluation.labels, train.labels]).tolist() == labels[order].tolist()
     center = torch.cat([evaluation.images, train.images])[:, 4:24, 4:24].double().mean((1, 2))
     assert np.corrcoef(center, images[order].mean(1))[0, 1] > 0.999  # enlarged
-    assert (len(train), train.images.shape[1:], train.images.max()) == (1438, (28, 28), 255)
-    assert train.images[:, :4].max() == train.images[:, :, -4:].max() == 0
+    assert (train.images.shape, train.images.max()) == ((1438, 28, 28), 255)
     batch = train.__getitems__([3, 1])  # at once
     assert torch.equal(batch["images"], train.images[[3, 1]])
     assert torch.equal(batch["labels"], train.labels[[3, 1]])
@@ -72,13 +71,11 @@ def moved(digits: Digits, rotation: float, shift: int, seed: list[int]) -> Tenso
 def test_each_image_is_shifted_by_whole_pixels_and_turned_by_degrees_as_the_seed_says() -> None:
     """Up to so many, whatever images it is asked for together with."""
     rows, columns = moved(dots(14, 14), 0, 2, [0]).nonzero()[:, 1:].T
-    assert len(rows) == 500
     assert set(rows.tolist()) == set(columns.tolist()) == {12, 13, 14, 15, 16}
     images = moved(dots(4, 14), 20, 0, [0]).double()
     centers = (images * (torch.arange(28) - 13.5)).sum((1, 2)) / images.sum((1, 2))  # of the white, along the row
     reach = 9.5 * np.sin(np.radians(20)) + 0.5
-    assert 0.9 * reach < centers.abs().max() < 1.1 * reach
-    assert centers.min() < 0 < centers.max()
+    assert 0.9 * reach < min(centers.max(), -centers.min()) < 1.1 * reach
     train, _ = bundled_digits()
     images = moved(train, 10, 2, [0, 1])
     parts = [train.moved(10, 2, [0, 1]).__getitems__(part.tolist())["images"] for part in torch.arange(1438).split(7)]

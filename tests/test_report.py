@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 
 from src.config.errors import UserError
 from src.tracking.report import report_line, write_report
-from tests.launching import Launch, needs, run_command, slow
+from tests.launching import Launch, needs, slow
 
 PIXEL = (
     "data:image/png;base64,"
@@ -153,10 +153,10 @@ def test_a_check_ends_with_a_report_which_that_of_a_run_shows_too(launch: Launch
     assert "What --check found" in readable(page(run))
 
 
-def test_the_command_writes_it_where_it_is_told(tmp_path: Path) -> None:
+def test_the_command_writes_it_where_it_is_told(launch: Launch, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", [training(1)])
-    command = [sys.executable, "-m", "src.tracking.report", str(folder), f"--output={tmp_path}/other.html"]
-    assert run_command(command, tmp_path).stdout == f"{tmp_path}/other.html\n"
+    words = (str(folder), f"--output={tmp_path}/other.html")
+    assert launch("cpu", *words, script="src/tracking/report.py").succeeded().stdout == f"{words[1][9:]}\n"
     assert (tmp_path / "other.html").exists()
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, without_times
-from tests.launching import BIN, Launch, Started, Whole
+from tests.launching import BIN, Launch, Started, Whole, slow
 
 LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"
 """What is said of a service that was killed: by asyncio or by the system, whichever notices first."""
 
 
-@pytest.mark.parametrize(("signal", "why"), [("kill", LOST), ("suspend", "it has not answered for 3 seconds")])
+@pytest.mark.parametrize(("signal", "why"), [("kill", LOST), slow("suspend", "it has not answered for 3 seconds")])
 def test_a_run_whose_wandb_service_dies_or_hangs_goes_on(launch: Launch, whole: Whole, signal: str, why: str) -> None:
     """Its summary says so, and it ends. Tried without `abandon`: the process does not end."""
     before = f"""
