@@ -57,7 +57,7 @@ def test_pictures_of_any_size_and_colours(tool: Tool, run: Run, tmp_path: Path) 
     assert [name for name, _, _ in lines] == [str(file) for file in files]
     predictions = [int(json.loads(row)["prediction"]) for _, _, row in lines]
     for kind in range(3):
-        assert np.mean(np.equal(predictions[kind::3], digits.labels[:20])) >= 0.85
+        assert np.mean(np.equal(predictions[kind::3], digits.labels[:20].tolist())) >= 0.85
 
 
 def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:

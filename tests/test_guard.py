@@ -84,7 +84,7 @@ def fsdp(**changes: object) -> dict[str, Any]:
          "dropout*"),
         # tried without: it trains by the second one alone
         (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: found duplicate key \"fsdp_config\" *"),
-        (HSDP | {"parallelism_config": {"parallelism_config_tp_size": 2}}, "",
+        (HSDP | {"num_machines": 1, "parallelism_config": {"parallelism_config_tp_size": 2}}, "",
          "parallelism_config: only dp_replicate_size and dp_shard_size are supported here"),
     ],
     ids=["misspelt", "version 1", "blocks", "checkpointing", "twice", "tensor parallelism"],
