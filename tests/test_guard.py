@@ -12,7 +12,6 @@ import yaml
 from src.config.errors import UserError
 from src.distributed.accelerator import choose_precision
 from src.distributed.launcher import find_launcher
-from src.tasks.mnist import IDX_FILES
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command
 
 FSDP, HSDP = (
@@ -124,10 +123,12 @@ def test_a_yaml_without_an_end_is_one_line(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_data_that_cannot_be_read_is_one_message_too(launch: Launch, tmp_path: Path) -> None:
-    for name in IDX_FILES:
-        (tmp_path / name).write_bytes(b"\0\0\x08\x03\0")
+    raw = tmp_path / "MNIST/raw"
+    raw.mkdir(parents=True)
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (raw / f"{name}-ubyte").write_bytes(b"\0\0\x08\x03\0")
     says = refused(launch("fsdp", "--task.source=mnist", f"--task.data_dir={tmp_path}"))
-    assert says.startswith(f"{tmp_path}/train-images-idx3-ubyte: truncated or not an IDX file of images (5 bytes)")
+    assert says.startswith(f"MNIST could be neither read from {raw} nor downloaded")
 
 
 @pytest.mark.parametrize(

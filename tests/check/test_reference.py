@@ -11,12 +11,14 @@ SETTINGS = ("--config=configs/mnist.yaml", "--max_steps=50", "--log_every=1", "-
 
 def shortened_mnist(folder: Path) -> Path:
     """Write MNIST with 500 test images, as both evaluations would take longer than the training."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
     for file in (MNIST / "MNIST" / "raw").glob("*-ubyte"):
         header, size = (16, 28 * 28) if "images" in file.name else (8, 1)
         content = file.read_bytes()
         if "t10k" in file.name:
             content = content[:4] + (500).to_bytes(4, "big") + content[8 : header + 500 * size]
-        (folder / file.name).write_bytes(content)
+        (raw / file.name).write_bytes(content)
     return folder
 
 
