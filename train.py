@@ -6,10 +6,10 @@ To change the loss or add a metric: `loss` and `metrics` of your task in src/tas
 """
 
 from src.config.errors import RunError, UserError
-from src.distributed.process import SIGNALS, exit_codes, exit_with_others
+from src.distributed.process import SIGNALS, end_with_launcher, exit_codes
 
 if __name__ == "__main__":  # a signal may come, or the launcher die, during the seconds of imports below
-    exit_with_others()
+    end_with_launcher()
     SIGNALS.catch()
 
 import sys
