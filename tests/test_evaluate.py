@@ -88,9 +88,9 @@ def test_all_mistakes_at_once(tool: Tool, run: Run) -> None:
     assert refused.stderr.splitlines() == [
         "evaluate: --bla: not understood; settings are written --name=value",
         "evaluate: --seed=3: does not say which data to evaluate on, as other settings of the task do",
-        "evaluate: --task.sorce=digits: unknown setting, did you mean task.source?",
         "evaluate: --task.name=sst2: must be 'mnist'",
         "evaluate: --task.source=digts: must be 'mnist' or 'digits'",
+        "evaluate: --task.sorce=digits: unknown setting, did you mean task.source?",
     ]
 
 
