@@ -2,7 +2,6 @@
 which process saves which tensor."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from src.checkpoint.format import evaluation_of, file_facts, read_state
+from src.checkpoint.format import file_facts, read_state
 from src.checkpoint.rotation import best_first
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import UserError
 from src.config.groups import Checkpoint
 from src.training.state import FORMAT_VERSION
-from tests.faults.runs import EACH_STEP, checkpoints, cut_back, refusal
+from tests.faults.runs import EACH_STEP, cut_back, refusal
 from tests.launching import Whole
 
 STEPS = (22, 23, 24)
@@ -66,22 +65,7 @@ def test_another_format_is_one_line(run: Path, change: Callable[[dict[str, Any]]
     assert line.endswith(f"this code reads version {FORMAT_VERSION}: use the code that saved it, or begin a new run")
     assert contents(run) == before
     with pytest.raises(UserError, match="has format version .*, and this code reads version"):
-        evaluation_of(checkpoint)
-
-
-def test_an_evaluation_that_came_after_its_checkpoint_is_in_the_next(run: Path) -> None:
-    """As of a run that was stopped right before it. Tried with the checkpoint's own alone: it has none."""
-    evaluated = run / "checkpoints" / "step_00000023"
-    state = read_state(run / "checkpoints" / "step_00000024")
-    assert (state.format_version, state.progress.step, list(state.progress.evaluations)) == (FORMAT_VERSION, 24, [23])
-    results = evaluation_of(evaluated)
-    assert set(results) == {"eval/loss", "eval/examples", "eval/accuracy"}
-    rewrite(evaluated, lambda state: state["progress"].update(evaluations={}))
-    assert evaluation_of(evaluated) == results
-    assert evaluation_of(run / "checkpoints" / "step_00000024") == {}
-    shutil.rmtree(run / "checkpoints" / "step_00000024")
-    assert evaluation_of(evaluated) == {}
-    assert checkpoints(run) == [22, 23]
+        read_state(checkpoint)
 
 
 def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:

@@ -114,10 +114,11 @@ class WandbRecorder(Recorder):
             wandb.teardown()  # it holds the id
             run = wandb.init(mode="offline", dir=config.folder, **arguments)
         self._wandb_run = run
-        self.where, self.closing = str(run.url), f"  W&B        {run.url}"
-        if run.offline:
+        if run.offline:  # where it has no address, and warns
             self.where = f"offline ({why})"
             self.closing = f"  upload     wandb sync {shlex.quote(str(Path(run.settings.sync_dir)))}"
+        else:
+            self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
         for source in (Path(config.resume), Path(str(getattr(config.task, "model", None)))):

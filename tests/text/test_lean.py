@@ -316,6 +316,8 @@ def measure() -> None:
         return build(*arguments)
 
     def load_checkpoint(run: Any) -> None:
+        if run.resume.checkpoint is None:
+            return
         resume(run)
         run.accelerator.wait_for_everyone()
         os._exit(0)
