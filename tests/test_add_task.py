@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import IterableDataset, TensorDataset
 
 from src.config.errors import UserError
-from src.tasks.mnist import Mnist, MnistCnn
-from src.tasks.returned import Examined, returned
+from src.tasks.mnist import Mnist
+from src.tasks.returned import require_right, require_sum
 from tests.launching import PROJECT, Launch, Rounding, Whole, needs
 
 TASK = '''
@@ -178,19 +178,14 @@ MUST_RETURN = {
 }
 
 
-def returning(monkeypatch: pytest.MonkeyPatch, method: str, value: object) -> object:
-    monkeypatch.setattr(Mnist, method, lambda *_: value)
-    return returned(Mnist(), method)
-
-
 @pytest.mark.parametrize("method", list(MUST_RETURN))
-def test_a_method_that_returns_something_else_is_named(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_a_method_that_returns_something_else_is_named(method: str) -> None:
     for value in WRONG[method]:
         with pytest.raises(UserError) as error:
-            returning(monkeypatch, method, value)
+            require_right(Mnist(), method, value)
         assert str(error.value) == f"Mnist.{method} must return {MUST_RETURN[method]}"
     for value in RIGHT[method]:
-        assert returning(monkeypatch, method, value) is value
+        require_right(Mnist(), method, value)
 
 
 def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +193,8 @@ def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch)
     logits, labels = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
 
     def examined(loss: torch.Tensor, targets: int) -> None:
-        monkeypatch.setattr(Mnist, "loss", lambda *_: loss)
         monkeypatch.setattr(Mnist, "count_targets", lambda *_: targets)
-        assert Examined(Mnist()).loss(MnistCnn(), None) is loss
+        require_sum(Mnist(), loss, None)
 
     mean = cross_entropy(logits, labels)
     for loss, number in ((mean, 4), (mse_loss(logits, logits.detach() + 1), 12)):

@@ -15,7 +15,7 @@ from src.config.config import Config
 from src.distributed.accelerator import HALF_PRECISION, Launch, local_main_process_first
 from src.distributed.machines import require_same_data
 from src.tasks.base import Examples, Task
-from src.tasks.returned import returned
+from src.tasks.returned import require_right
 from src.training.cpu import tune_for_cpu
 from src.training.optim import Schedule
 from src.training.progress import Progress
@@ -131,7 +131,9 @@ def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exampl
     # the first process downloads and tokenizes, and the others find it done; one on each machine, as caches are on
     # their disks
     with local_main_process_first(accelerator):
-        train_set, eval_set = returned(task, "build_datasets")
+        datasets = task.build_datasets()
+        require_right(task, "build_datasets", datasets)  # room: examine
+        train_set, eval_set = datasets
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(train_set), task.fingerprint(eval_set)]
