@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
@@ -218,10 +217,6 @@ def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
     nearest_sizes = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
     line = f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size="
     line += " or ".join(map(str, nearest_sizes))
-    if micro and size % world_size == 0:
-        divisors = [d for d in range(1, size // world_size + 1) if size // world_size % d == 0]
-        above = bisect(divisors, micro)
-        line += ", micro_batch_size=" + " or ".join(map(str, divisors[above - 1 : above + 1]))
     yield line
 
 

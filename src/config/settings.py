@@ -119,7 +119,7 @@ def validate(
         names = [name for name in given if f"{where}.".startswith(f"{name}.")]
         # a whole group may be unknown
         for name in names or [name for name in given if name.startswith(f"{where}.")]:
-            mistakes.append(f"{written[name]}: {complaint(problem, name, list(known))}")
+            mistakes.append(f"{written.get(name, name)}: {complaint(problem, name, list(known))}")
             bad.add(name)
     good = {name: value for name, value in given.items() if name not in bad}
     # one mistake can hide another: --task=mnist that of --task.dropout=9
