@@ -2,21 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
-from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import IterableDataset, TensorDataset
 
-from src.config.errors import UserError
-from src.tasks.mnist import Mnist
-from src.tasks.returned import require_right, require_sum
 from tests.launching import PROJECT, Launch, Rounding, Whole, needs
+from tests.test_returned import MUST_RETURN
 
 TASK = '''
 """Learn the mean of a ragged number of values: most examples count for several, some for none."""
@@ -146,66 +138,7 @@ def test_its_settings_are_checked_and_documented_like_any(launch: Launch, projec
     assert run.messages == ["train.py: --task.widht=3: unknown setting, did you mean task.width?"]
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(4)
-
-    def __len__(self) -> int:
-        return 4
-
-
-LOSS = torch.tensor(3.0)
-ROWS = torch.zeros(4)
-DATASET = TensorDataset(ROWS)
-SUM = "the loss summed over its targets, not their mean, as a tensor of shape ()"
-WRONG: dict[str, list[Any]] = {
-    "build_datasets": [DATASET, (DATASET, Stream()), (iter(DATASET), DATASET), (DATASET,) * 3, None],
-    "loss": [3.0, ROWS, (LOSS,), (LOSS, 4), None],
-    "evaluate": [LOSS, (LOSS, 4, {}), (LOSS, ROWS), (LOSS, {"a": LOSS}), (LOSS, {"a": [1]}), (3.0, {})],
-    "metrics": [{"accuracy": "good"}, {"accuracy": LOSS}, {"accuracy": None}, {"accuracy": np.float32(1)}, 0.5, None],
-}
-RIGHT: dict[str, list[Any]] = {
-    "build_datasets": [(DATASET, DATASET), [[1], [2, 3]]],
-    "loss": [LOSS],
-    "evaluate": [(LOSS, {}), [LOSS, {"a": ROWS, "b": torch.zeros(4, 2)}]],
-    "metrics": [{}, {"accuracy": 1}, {"accuracy": 0.5, "other": np.float64(0.5)}],
-}
-MUST_RETURN = {
-    "build_datasets": "two map-style datasets, to train and to evaluate on, each with a length and an index",
-    "loss": SUM,
-    "evaluate": f"two values: {SUM}, and tensors of shape (examples, ...) by name",
-    "metrics": "numbers by name, which float() makes of a tensor",
-}
-
-
-@pytest.mark.parametrize("method", list(MUST_RETURN))
-def test_a_method_that_returns_something_else_is_named(method: str) -> None:
-    for value in WRONG[method]:
-        with pytest.raises(UserError) as error:
-            require_right(Mnist(), method, value)
-        assert str(error.value) == f"Mnist.{method} must return {MUST_RETURN[method]}"
-    for value in RIGHT[method]:
-        require_right(Mnist(), method, value)
-
-
-def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing that may be a sum: a mean of one target, times their number, or beside something else."""
-    logits, labels = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
-
-    def examined(loss: torch.Tensor, targets: int) -> None:
-        monkeypatch.setattr(Mnist, "count_targets", lambda *_: targets)
-        require_sum(Mnist(), loss, None)
-
-    mean = cross_entropy(logits, labels)
-    for loss, number in ((mean, 4), (mse_loss(logits, logits.detach() + 1), 12)):
-        with pytest.raises(UserError, match=r"^Mnist.loss must return the loss summed"):
-            examined(loss, number)
-    sums = cross_entropy(logits, labels, reduction="sum"), mean * 4, mean + logits.square().sum(), logits.exp().sum()
-    for loss, number in ((mean, 1), *((loss, 4) for loss in sums)):
-        examined(loss, number)
-
-
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # room: examine
     ("yaml", "method", "returns", "arguments"),
     [
         ("ddp", "loss", "nn.functional.cross_entropy(model(batch[0]), batch[1])", ()),
@@ -213,7 +146,7 @@ def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch)
         pytest.param("cpu", "loss", "0.5", ("--check",), marks=needs("src/check")),
     ],
 )
-def test_it_takes_a_run_one_line_to_say_so(
+def test_it_takes_a_run_one_line_to_say_so(  # room: examine
     launch: Launch, project: Path, yaml: str, method: str, returns: str, arguments: tuple[str, ...]
 ) -> None:
     """In its first step, its first evaluation, and its examination."""
