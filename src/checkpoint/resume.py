@@ -82,10 +82,16 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
         format.remove_incomplete(own)
     if config.resume == "never":
         return point
-    candidates = point.mirror.candidates() if point.mirror else list_checkpoints(own)
+    candidates = list_checkpoints(own)
+    if point.mirror:  # room: mirror
+        candidates = point.mirror.candidates()
     if parent := parent_checkpoint(config):
         candidates.append(parent)
-    checkpoint, damaged = first_valid(accelerator, candidates, point.mirror)
+    checkpoint, damaged = first_valid(
+        accelerator,
+        candidates,
+        point.mirror,  # room: mirror
+    )
     if checkpoint is None:
         _require_none_damaged(config, damaged)
         if (config.folder / "metrics.jsonl").exists():
@@ -150,7 +156,11 @@ def load_checkpoint(run: Run) -> None:
         restore_random_state(checkpoint / random_file(run.rank), run.device)
 
 
-def first_valid(accelerator: Accelerator, candidates: list[Path], mirror: Any) -> tuple[Path | None, dict[Path, str]]:
+def first_valid(
+    accelerator: Accelerator,
+    candidates: list[Path],
+    mirror: Any,  # room: mirror
+) -> tuple[Path | None, dict[Path, str]]:
     """Return the first whole one of the main process's candidates, and what is wrong with those before it. Collective:
     each process reads its share of the files. What one lacks is fetched from the mirror."""
     damaged: dict[Path, str] = {}

@@ -126,7 +126,7 @@ def load_config(
     argv: list[str],
     tasks: Mapping[str, str],
     also: Callable[[Config], Iterator[str]] | None = None,
-    fetch: Callable[[Config, list[str]], set[str]] | None = None,
+    fetch: Callable[[Config, list[str]], set[str]] | None = None,  # room: wandb
 ) -> Config:
     """Read the settings; if `argv` asks for --help, print them and exit with code 0.
 
@@ -168,7 +168,7 @@ def load_config(
         )
     if config.push_to_hub:  # room: hub
         mistakes.extend(_hub_errors(config.push_to_hub))
-    if fetch:
+    if fetch:  # room: wandb
         bad |= fetch(config, mistakes)
     if also and not bad & {"run_name", "output_dir", "resume"}:
         mistakes.extend(also(config))
