@@ -59,10 +59,10 @@ def refused(run: Run, is_real: bool = False) -> str:
         ("ddp", [], {"before": ONE_GPU}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
         ("ddp", [], {"before": APART}, "2 processes were started, but each sees 1: refusing to train separate models"),
         ("fsdp", [], {"before": WITHOUT_FSDP}, "the yaml asks for FSDP, but Accelerate chose *"),
-        ("fsdp", [], {"before": f"{BLOCKS}[]"}, "FSDP wrapped nothing but the root: name the repeating blocks of "
-         "MnistCnn in its _no_split_modules*"),
-        ("fsdp", [], {"before": f"{BLOCKS}['Conv2D']"}, "_no_split_modules names Conv2D, which MnistCnn does not have, "
-         "did you mean Conv2d?*"),
+        ("fsdp", [], {"before": f"{BLOCKS}[]"}, "FSDP wrapped nothing but the root of the model: name its repeating "
+         "blocks in _no_split_modules*"),
+        ("fsdp", [], {"before": f"{BLOCKS}['Conv2D']"}, "_no_split_modules * Could not find the transformer layer "
+         "class Conv2D in the model.*"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -89,12 +89,12 @@ def fsdp(**changes: object) -> dict[str, Any]:
          "fsdp_offload_params?"),
         (fsdp(fsdp_version=1), "", "FSDP version 1 is not supported here: set fsdp_version: 2 in the "
          "yaml's fsdp_config"),
-        (fsdp(fsdp_transformer_layer_cls_to_wrap="Linea"), "", "fsdp_transformer_layer_cls_to_wrap names Linea, which "
-         "MnistCnn does not have, did you mean Linear?"),
+        (fsdp(fsdp_transformer_layer_cls_to_wrap="Linea"), "", "* fsdp_transformer_layer_cls_to_wrap in the yaml: "
+         "Could not find the transformer layer class Linea in the model."),
         (fsdp(fsdp_activation_checkpointing=True), "", "fsdp_activation_checkpointing computes wrong gradients with "
          "dropout*"),
         # tried without: it trains by the second one alone
-        (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: found duplicate key \"fsdp_config\" *"),
+        (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: *found duplicate key \"fsdp_config\" *"),
         (hsdp(dp_shard_size=1, tp_size=2), "", "parallelism_config: only dp_replicate_size and dp_shard_size are "
          "supported here"),
         (hsdp(dp_shards=2), "", "{file}: parallelism_config has no key parallelism_config_dp_shards, did you mean "
