@@ -18,8 +18,7 @@ def test_the_mnist_peer_is_the_same_model_and_prints_what_its_turns_end_with(
     """Trained on random images: two epochs of eleven steps."""
     shapes = [sorted(tuple(p.shape) for p in m.parameters()) for m in (mnist_peer.build_model(), MnistCnn())]
     assert shapes[0] == shapes[1]
-    (tmp_path / "MNIST").mkdir()
-    write_images(tmp_path / "MNIST/raw", 11 * mnist_peer.BATCH)
+    write_images(tmp_path, 11 * mnist_peer.BATCH)
     mnist_peer.main(str(tmp_path), epochs=2)
     steps, right, *again = capsys.readouterr().out.splitlines()
     assert mnist.TEN_STEPS.match(steps)
@@ -32,7 +31,7 @@ def test_the_mnist_peer_is_the_same_model_and_prints_what_its_turns_end_with(
 
 def test_the_mnist_peer_can_be_the_users_own_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_images(tmp_path / "raw", 1)
+    write_images(tmp_path, 1)
     side = mnist.theirs(tmp_path, tmp_path / "theirs", 14, Path("main.py"))
     assert side.command == [sys.executable, f"{tmp_path}/main.py", "--no-accel", "--epochs=14"]
     assert (side.folder.parent / "data/MNIST/raw/train-images-idx3-ubyte").exists(), "where it looks for its images"
