@@ -26,7 +26,6 @@ class StopSignal:
         if accelerator.num_processes > 1:
             timeout = timedelta(minutes=config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        self._polled: Callable[[], list[float]] = lambda: [0.0]
 
     @property
     def reason(self) -> str | None:
@@ -53,9 +52,7 @@ class StopSignal:
         return wait
 
     def poll(self) -> bool:
-        """Return whether any process had been asked to stop at the call before: the same answer on all, which must call
-        this equally often. Collective."""
-        # the answer of one call ago, so that no process waits for one that is a batch behind
-        (requests,) = self._polled()
-        self._polled = self.begin_sum([float(self.requested)])
+        """Return whether any process was asked to stop: the same answer on all, which must call this equally often.
+        Collective."""
+        (requests,) = self.begin_sum([float(self.requested)])()
         return requests > 0
