@@ -29,6 +29,7 @@ from src.checkpoint.folder import run_settings
 from src.config.config import Config
 from src.distributed.process import exit_codes
 from src.tasks.base import Examples, Task
+from src.tasks.returned import Examined
 from src.training.alone import evaluate_alone
 from src.training.batches import fetch
 from src.training.gradients import float64_zeros
@@ -51,11 +52,14 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
 
     Returns:
         The sum of the loss and the number of its targets, float64, shape ().
+
+    Raises:
+        UserError: Task.loss returned something else than a sum.
     """
     device = next(model.parameters()).device
     loss_sum, num_targets = float64_zeros((), device), float64_zeros((), device)
     for batch in batches:
-        loss = task.loss(model, send_to_device(batch, device))
+        loss = Examined(task).loss(model, send_to_device(batch, device))
         loss.backward()
         loss_sum += loss.detach()
         num_targets += task.count_targets(batch)
