@@ -26,7 +26,7 @@ from src.checkpoint.hub import push_to_hub, write_card
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
-from src.distributed.accelerator import build_accelerator, find_shard, leave, prepare
+from src.distributed.accelerator import build_accelerator, leave, prepare
 from src.distributed.launcher import resume_command
 from src.distributed.machines import join
 from src.distributed.stop import StopSignal
@@ -111,7 +111,7 @@ def build(config: Config) -> Run | None:
         config,
         launch.device,
         launch.precision,
-        find_shard(accelerator),  # room: cpu text
+        accelerator.is_fsdp2,  # room: cpu text
     )
     transform(model, config, accelerator)  # room: compile
     model = prepare(accelerator, model)

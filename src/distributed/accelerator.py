@@ -192,12 +192,6 @@ def num_replicas(accelerator: Accelerator) -> int:
     return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
 
 
-def find_shard(accelerator: Accelerator) -> tuple[int, int] | None:  # room: cpu text
-    """Return which shard of the model is this process's, and their number; None if it is not sharded."""
-    number = accelerator.num_processes // num_replicas(accelerator)
-    return (accelerator.process_index % number, number) if accelerator.is_fsdp2 else None
-
-
 @contextlib.contextmanager
 def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
     """Do as accelerator.local_main_process_first, but have the others wait as long as it takes: collectives give up
