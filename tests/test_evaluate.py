@@ -25,47 +25,33 @@ def run(whole: Whole) -> Run:
     return whole("fsdp", *EACH_STEP)
 
 
-@pytest.mark.parametrize("part", ["", "model", "checkpoints/step_00000030", "checkpoints"])
+@pytest.mark.parametrize("part", ["", "model", "checkpoints/step_00000030"])
 def test_the_metrics_are_the_trainings_own(tool: Tool, run: Run, tmp_path: Path, part: str) -> None:
     """Of the export and of a checkpoint of FSDP on two processes. Tried without loading the weights: chance."""
-    source = run.folder / part
-    if part == "checkpoints":  # a run that has nothing else
-        source = tmp_path / "run"
-        source.mkdir()
-        (source / part).symlink_to(run.folder / part)
     output = tmp_path / "new" / "predictions.parquet"
-    metrics = json.loads(tool(source, f"--output={output}").succeeded().stdout)
+    metrics = json.loads(tool(run.folder / part, f"--output={output}").succeeded().stdout)
     assert metrics == pytest.approx({name: run.summary[name] for name in metrics}, rel=1e-6)
     assert set(metrics) == {"eval/loss", "eval/examples", "eval/accuracy"}
     table = pq.read_table(output).to_pydict()
     assert table["index"] == list(range(359))
-    assert table["label"] == [str(label) for label in bundled_digits()[1].labels.tolist()]
+    assert [int(label) for label in table["label"]] == bundled_digits()[1].labels.tolist()
     assert np.mean(np.equal(table["label"], table["prediction"])) == metrics["eval/accuracy"]
     probabilities = np.array([table[f"probability_{digit}"] for digit in range(10)])
     assert probabilities.sum(0) == pytest.approx(1)
     assert [str(digit) for digit in probabilities.argmax(0)] == table["prediction"]
 
 
-def test_nothing_is_overwritten(tool: Tool, run: Run, tmp_path: Path) -> None:
-    """Nor is it computed in vain."""
-    output = tmp_path / "predictions.parquet"
-    output.write_text("mine")
-    refused = tool(run.folder, f"--output={output}")
-    assert refused.exit_code == 2
-    assert refused.stderr == f"evaluate: {output}: exists already; name another file by --output=\n"
-    assert output.read_text() == "mine"
-
-
-def test_all_mistakes_at_once(tool: Tool, run: Run) -> None:
-    refused = tool(run.folder, "--task.source=digts", "--task.sorce=digits", "--seed=3", "--task.name=sst2", "--bla")
+def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:
+    refused = tool(run.folder, "--task.source=digts", "--task.sorce=digits", "--seed=3", "--bla")
     assert refused.exit_code == 2
     assert refused.stderr.splitlines() == [
         "evaluate: --bla: not understood; settings are written --name=value",
         "evaluate: --seed=3: does not say which data to evaluate on, as other settings of the task do",
-        "evaluate: --task.name=sst2: must be 'mnist'",
         "evaluate: --task.source=digts: must be 'mnist' or 'digits'",
         "evaluate: --task.sorce=digits: unknown setting, did you mean task.source?",
     ]
+    (output := tmp_path / "predictions.parquet").touch()
+    assert tool(run.folder, f"--output={output}").stderr.startswith(f"evaluate: {output}: exists already; ")
 
 
 def test_what_is_no_model_is_one_line(tool: Tool, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command
 FSDP, HSDP = (
     yaml.safe_load((PROJECT / "accelerate_configs" / f"{name}.yaml").read_text()) for name in ("fsdp", "hsdp")
 )
-CUDA_GRAPHS = "cuda_graphs=true is for one NVIDIA GPU, without accumulation, fp16 or muon"
 ONE_GPU = "import torch.accelerator as a; a.is_available = lambda: True; a.device_count = lambda: 1"
 WITHOUT_FSDP = """
 import os, accelerate, src.distributed.accelerator
@@ -30,7 +29,7 @@ APART = """
 import accelerate, src.distributed.accelerator
 src.distributed.accelerator.Accelerator = lambda cpu, **_: accelerate.Accelerator()
 """
-BLOCKS = "from src.tasks.mnist import MnistCnn; MnistCnn._no_split_modules = "
+BLOCKS = "from src.tasks.mnist import MnistCnn; MnistCnn._no_split_modules = []"
 
 
 def refused(run: Run, is_real: bool = False) -> str:
@@ -47,22 +46,17 @@ def refused(run: Run, is_real: bool = False) -> str:
 @pytest.mark.parametrize(
     ("config", "arguments", "more", "says"),
     [
-        ("cpu", ["--sed=1"], {}, "--sed=1: unknown setting, did you mean seed?"),
         ("ddp", ["--sed=1"], {"processes": 4}, "--sed=1: unknown setting, did you mean seed?"),
-        ("ddp", ["--ddp_comm_hook=int8"], {}, "--ddp_comm_hook=int8: must be 'bf16' or 'fp16'"),
         ("fsdp", ["--ddp_comm_hook=bf16"], {}, "ddp_comm_hook=bf16 is DDP's, FSDP has none: take it out"),
-        ("cpu", ["--cuda_graphs=true"], {}, CUDA_GRAPHS),
-        ("ddp", ["--cuda_graphs=true"], {}, CUDA_GRAPHS),
+        ("ddp", ["--cuda_graphs=true"], {}, "cuda_graphs=true is for one NVIDIA GPU, *"),
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
         ("cpu", [], {"processes": 2}, "2 processes were asked for, but */accelerate_configs/cpu.yaml starts 1: use "
          "a yaml for several*"),
         ("ddp", [], {"before": ONE_GPU}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
         ("ddp", [], {"before": APART}, "2 processes were started, but each sees 1: refusing to train separate models"),
         ("fsdp", [], {"before": WITHOUT_FSDP}, "the yaml asks for FSDP, but Accelerate chose *"),
-        ("fsdp", [], {"before": f"{BLOCKS}[]"}, "FSDP wrapped nothing but the root of the model: name its repeating "
+        ("fsdp", [], {"before": BLOCKS}, "FSDP wrapped nothing but the root of the model: name its repeating "
          "blocks in _no_split_modules*"),
-        ("fsdp", [], {"before": f"{BLOCKS}['Conv2D']"}, "_no_split_modules * Could not find the transformer layer "
-         "class Conv2D in the model.*"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -70,11 +64,6 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     found = refused(launch(config, "--max_steps=1", *arguments, **more))
     assert fnmatchcase(found, says), found
-
-
-def hsdp(**sizes: int) -> dict[str, Any]:
-    sizes = {f"parallelism_config_{name}": size for name, size in sizes.items()}
-    return HSDP | {"num_machines": 1, "parallelism_config": HSDP["parallelism_config"] | sizes}
 
 
 def fsdp(**changes: object) -> dict[str, Any]:
@@ -95,12 +84,10 @@ def fsdp(**changes: object) -> dict[str, Any]:
          "dropout*"),
         # tried without: it trains by the second one alone
         (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: *found duplicate key \"fsdp_config\" *"),
-        (hsdp(dp_shard_size=1, tp_size=2), "", "parallelism_config: only dp_replicate_size and dp_shard_size are "
-         "supported here"),
-        (hsdp(dp_shards=2), "", "{file}: parallelism_config has no key parallelism_config_dp_shards, did you mean "
-         "parallelism_config_dp_shard_size?"),
+        (HSDP | {"parallelism_config": {"parallelism_config_tp_size": 2}}, "",
+         "parallelism_config: only dp_replicate_size and dp_shard_size are supported here"),
     ],
-    ids=["misspelt", "version 1", "blocks", "checkpointing", "twice", "tensor parallelism", "misspelt size"],
+    ids=["misspelt", "version 1", "blocks", "checkpointing", "twice", "tensor parallelism"],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_what_cannot_be_is_refused(
     launch: Launch, tmp_path: Path, settings: dict[str, Any], text: str, says: str
@@ -122,23 +109,12 @@ def test_a_yaml_without_an_end_is_one_line(tmp_path: Path, monkeypatch: pytest.M
         find_launcher()
 
 
-def test_data_that_cannot_be_read_is_one_message_too(launch: Launch, tmp_path: Path) -> None:
-    raw = tmp_path / "MNIST/raw"
-    raw.mkdir(parents=True)
-    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-        (raw / f"{name}-ubyte").write_bytes(b"\0\0\x08\x03\0")
-    says = refused(launch("fsdp", "--task.source=mnist", f"--task.data_dir={tmp_path}"))
-    assert says.startswith(f"MNIST could be neither read from {raw} nor downloaded")
-
-
 @pytest.mark.parametrize(
     ("config", "name", "value"),
     [
         ("cpu", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
         ("ddp", "ACCELERATE_USE_FSDP", "true"),
         ("fsdp", "FSDP_IGNORED_MODULES", "fc1"),
-        ("cpu", "ACCELERATE_TORCH_DEVICE", "cpu"),
-        ("ddp", "ACCELERATE_USE_CPU", "true"),
     ],
 )
 def test_a_variable_that_overrides_the_settings(launch: Launch, config: str, name: str, value: str) -> None:
@@ -160,13 +136,6 @@ def test_torchrun_works_without_an_accelerate_yaml(tmp_path: Path) -> None:
     run = run_command(command, tmp_path / "run").succeeded()
     assert (run.summary["strategy"], run.summary["num_processes"]) == ("ddp", 2)
     assert "not started by an accelerate yaml" in run.stdout
-
-
-@pytest.mark.parametrize("file", sorted((PROJECT / "accelerate_configs").glob("*.yaml")), ids=lambda file: file.stem)
-def test_each_yaml_opens_with_when_to_use_it_and_its_command(file: Path) -> None:
-    lines = file.read_text().splitlines()
-    assert lines[0].startswith("# ")
-    assert any(line.startswith(f"#   accelerate launch --config_file accelerate_configs/{file.name}") for line in lines)
 
 
 def test_the_others_wait_as_long_as_the_first_process_takes(launch: Launch, tmp_path: Path) -> None:

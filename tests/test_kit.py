@@ -1,14 +1,10 @@
 """What comes with the project for GitHub, git, Docker and coding assistants names what is there."""
 
-import json
-import math
 import re
-from importlib import import_module
 from typing import Any
 
 import yaml
 
-from src.checkpoint.folder import run_settings
 from tests.launching import PROJECT
 
 TARGETS = {
@@ -38,39 +34,6 @@ def test_make_targets_that_the_pages_name_exist() -> None:
         assert set(called) <= TARGETS, page
 
 
-def test_brackets_in_the_pages_commands_are_quoted() -> None:
-    """Tried with --trackers=[trackio,tensorboard]: zsh takes it for names of files, and finds none."""
-    for page in (*PROJECT.glob("*.md"), *PROJECT.glob("docs/**/*.md")):
-        assert find(r"^.* --[\w.]+=[\[{].*$", str(page)) == []
-
-
-def test_the_shown_checkpoints_are_those_of_the_command_above_them() -> None:
-    """Tried with the output of another run."""
-    config, mirror, paths = find(
-        r"^python train\.py --config (\S+) --checkpoint\.mirror=(/\S+)\n```\n\n((?:    .*\n)+)",
-        "docs/stopping-and-resuming.md",
-    )[0]
-    settings = run_settings([f"--config={PROJECT / config}"])
-    train, _ = settings.task.build_datasets()
-    steps, _ = settings.steps(math.ceil(len(train) / settings.global_batch_size))
-    last = f"step_{min(steps, settings.save_every):08}"
-    assert re.findall(r"\S+/step_\d+", paths) == [
-        f"runs/{settings.run_name}/checkpoints/{last}",
-        f"{mirror}/{settings.run_name}/{last}",
-    ]
-
-
-def test_the_readme_says_where_what_a_task_calls_comes_from() -> None:
-    """Tried without the sentence about load_metric."""
-    section = read("README.md").partition("## Adding a task\n")[2].partition("\n## ")[0]
-    code, comments = section.split("```")[1], re.compile(r"#.*")
-    called = {name for comment in comments.findall(code) for name in re.findall(r"(?<![.\w])(\w+)\(", comment)}
-    imported = re.findall(r"`from (src[\w.]*) import (\w+)`", section)
-    assert called == {name for _, name in imported} == {"load_metric"}
-    for module, name in imported:
-        assert hasattr(import_module(module), name)
-
-
 def test_files_and_tests_that_the_guides_name_exist() -> None:
     """Tried with src/optimizers.py, with a link to docs/setting.md and with `-k setting_up`."""
     tests = " ".join(path.name for path in PROJECT.glob("tests/**/test_*.py"))
@@ -97,18 +60,8 @@ def test_workflow_and_hooks_call_targets_that_exist_on_the_oldest_python() -> No
 
 
 def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
-    """Tried without requirements-dev.txt in the first COPY, without `data` in .dockerignore, and with another stage."""
+    """Tried without requirements-dev.txt in the first COPY, and without `data` in .dockerignore."""
     needed = find(r"^\.venv/installed: (.*)$", "Makefile")[0].split()
     assert {"Makefile", *needed} <= set(find(r"^COPY (.*)$", "Dockerfile")[0].split())
     ignored = {line.removeprefix("**/") for line in read(".dockerignore").split()}
     assert {line.strip("/") for line in read(".gitignore").split()} <= ignored
-    python, oldest = find(r"^ARG BASE=python:([\d.]+)-slim$", "Dockerfile")[0], field("requires-python")[2:]
-    assert [int(part) for part in python.split(".")] >= [int(part) for part in oldest.split(".")]
-    assert find(r" AS (\w+)$", "Dockerfile") == [json.loads(read(".devcontainer/devcontainer.json"))["build"]["target"]]
-
-
-def test_the_citation_is_of_this_version() -> None:
-    """Tried with version 0.2.0. (A copy may have none.)"""
-    for file in PROJECT.glob("CITATION.cff"):
-        citation = yaml.safe_load(file.read_text())
-        assert (citation["version"], citation["license"]) == (field("version"), field("license"))

@@ -9,7 +9,6 @@ from tests.launching import PROJECT
 FLOORS = {
     "config": 1, "tasks": 2, "distributed": 3, "training": 4, "checkpoint": 5, "tracking": 6, "tools": 6, "check": 7,
 }  # fmt: skip
-SMALLEST = {"config", "tasks", "distributed", "training", "checkpoint", "tracking"}
 """Those that are there in every copy: the others are rooms."""
 
 
@@ -40,12 +39,6 @@ def wrong_imports(src: Path) -> list[str]:
             if other and other != folder and FLOORS[other] >= FLOORS[folder]:
                 lines.append(f"{file.relative_to(src)} imports from {other}, which is not below {folder}")
     return lines
-
-
-def test_src_is_eight_folders() -> None:
-    found = {path.name for path in (PROJECT / "src").iterdir() if path.name != "__pycache__"}
-    assert found - {"__init__.py"} <= FLOORS.keys()
-    assert found > SMALLEST
 
 
 def test_no_import_leads_up_or_hides_in_a_function() -> None:

@@ -46,10 +46,6 @@ def test_the_cnn_is_that_of_pytorch_examples_and_errs_by_no_more_in_bf16() -> No
     assert (ours - exact).norm() < 1.2 * (plain - exact).norm()
 
 
-def test_dropout_scales_both_rates() -> None:
-    assert [(m.dropout1.p, m.dropout2.p) for m in map(MnistCnn, (1, 0.5, 0))] == [(0.25, 0.5), (0.125, 0.25), (0, 0)]
-
-
 def test_the_bundled_digits_are_scikit_learns_and_look_like_mnists() -> None:
     train, evaluation = bundled_digits()
     images, labels = load_digits(return_X_y=True)
@@ -57,13 +53,8 @@ def test_the_bundled_digits_are_scikit_learns_and_look_like_mnists() -> None:
     assert torch.cat([evaluation.labels, train.labels]).tolist() == labels[order].tolist()
     center = torch.cat([evaluation.images, train.images])[:, 4:24, 4:24].double().mean((1, 2))
     assert np.corrcoef(center, images[order].mean(1))[0, 1] > 0.999  # enlarged
-    assert (len(train), len(evaluation)) == (1438, 359)
-    assert train.images.shape[1:] == (28, 28)
-    assert train.images.max() == 255
-    assert train.images[:, :4].max() == train.images[:, :, -4:].max() == 0
-    assert set(train.labels.tolist()) == set(evaluation.labels.tolist()) == set(range(10))
+    assert (train.images.shape, train.images.max()) == ((1438, 28, 28), 255)
     batch = train.__getitems__([3, 1])  # at once
-    assert batch["images"].dtype == torch.uint8
     assert torch.equal(batch["images"], train.images[[3, 1]])
     assert torch.equal(batch["labels"], train.labels[[3, 1]])
 
@@ -79,60 +70,49 @@ def moved(digits: Digits, rotation: float, shift: int, seed: list[int]) -> Tenso
     return digits.moved(rotation, shift, seed).__getitems__(list(range(len(digits))))["images"]
 
 
-def test_each_image_is_shifted_by_up_to_so_many_whole_pixels() -> None:
+def test_each_image_is_shifted_by_whole_pixels_and_turned_by_degrees_as_the_seed_says() -> None:
+    """Up to so many, whatever images it is asked for together with."""
     rows, columns = moved(dots(14, 14), 0, 2, [0]).nonzero()[:, 1:].T
-    assert len(rows) == 500
     assert set(rows.tolist()) == set(columns.tolist()) == {12, 13, 14, 15, 16}
-
-
-def test_each_image_is_turned_by_up_to_so_many_degrees() -> None:
     images = moved(dots(4, 14), 20, 0, [0]).double()
     centers = (images * (torch.arange(28) - 13.5)).sum((1, 2)) / images.sum((1, 2))  # of the white, along the row
     reach = 9.5 * np.sin(np.radians(20)) + 0.5
-    assert 0.9 * reach < centers.abs().max() < 1.1 * reach
-    assert centers.min() < 0 < centers.max()
-
-
-def test_where_an_image_moves_depends_on_the_seed_alone() -> None:
+    assert 0.9 * reach < min(centers.max(), -centers.min()) < 1.1 * reach
     train, _ = bundled_digits()
     images = moved(train, 10, 2, [0, 1])
-    assert torch.equal(images, moved(train, 10, 2, [0, 1]))
+    parts = [train.moved(10, 2, [0, 1]).__getitems__(part.tolist())["images"] for part in torch.arange(1438).split(7)]
+    assert torch.equal(torch.cat(parts), images)
     assert not torch.equal(images, moved(train, 10, 2, [0, 2]))
     assert torch.equal(moved(train, 0, 0, [0]), train.images)
-    for size in (1, 7, 64):  # whatever images it is asked for together with
-        parts = torch.arange(0, 200).split(size)
-        batches = [train.moved(10, 2, [0, 1]).__getitems__(part.tolist())["images"] for part in parts]
-        assert torch.equal(torch.cat(batches), images[:200])
 
 
-def test_the_four_files_are_read_as_torchvision_keeps_them(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "MNIST/raw")
+@needs_mnist
+def test_the_real_mnist_is_torchvisions() -> None:
+    for ours, is_train in zip(mnist(str(MNIST)), (True, False), strict=True):
+        theirs = datasets.MNIST(MNIST, train=is_train)
+        assert torch.equal(ours.images, theirs.data)
+        assert torch.equal(ours.labels, theirs.targets)
+
+
+def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:
+    """Truncated, empty, text or swapped, and labels that do not belong to the images."""
+    folder = tmp_path / "MNIST/raw"
+    write_mnist(folder)
     train, evaluation = mnist(str(tmp_path))
     assert train.images.shape == evaluation.images.shape == (5, 28, 28)
     assert train.labels.tolist() == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "swapped"])
-def test_a_wrong_file_is_one_line_with_what_to_do(tmp_path: Path, number: int, damage: str) -> None:
-    write_mnist(tmp_path / "MNIST/raw")
-    path, other = (tmp_path / "MNIST/raw" / IDX_FILES[i] for i in (number, number ^ 1))  # images and their labels
-    damaged = {"truncated": path.read_bytes()[:-1], "empty": b"", "text": b"<html>", "swapped": other.read_bytes()}
-    path.write_bytes(damaged[damage])
-    with pytest.raises(UserError, match=f"^MNIST could be neither read from {tmp_path}/MNIST/raw .*--task.data_dir"):
-        mnist(str(tmp_path))
-
-
-def test_labels_that_do_not_belong_to_the_images(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "MNIST/raw")
-    (tmp_path / "MNIST/raw/t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x02\1\2")
-    with pytest.raises(UserError, match="as many labels as images"):
-        mnist(str(tmp_path))
+    contents = [(folder / name).read_bytes() for name in IDX_FILES]
+    for number, name in enumerate(IDX_FILES):
+        too_few = b"\0\0\x08\x01\0\0\0\x02\1\2"
+        for damaged in (contents[number][:-1], b"", b"<html>", contents[number ^ 1], too_few):
+            (folder / name).write_bytes(damaged)
+            with pytest.raises(UserError, match=f"^MNIST could be neither read from {folder} .*--task.data_dir"):
+                mnist(str(tmp_path))
+        (folder / name).write_bytes(contents[number])
 
 
 def test_a_failed_download_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
-    with pytest.raises(ValueError, match="nor downloaded") as error:
+    says = "nor downloaded.*--task.data_dir, or use the bundled digits: --task.source=digits"
+    with pytest.raises(ValueError, match=says):
         mnist(str(tmp_path))
-    assert "\n" not in str(error.value)
-    assert "--task.source=digits" in str(error.value)

