@@ -1,6 +1,6 @@
 """What makes a CPU faster: where it is chosen, and that the model stays the same function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 

@@ -86,14 +86,6 @@ def test_each_image_is_shifted_by_whole_pixels_and_turned_by_degrees_as_the_seed
     assert torch.equal(moved(train, 0, 0, [0]), train.images)
 
 
-@needs_mnist
-def test_the_real_mnist_is_torchvisions() -> None:
-    for ours, is_train in zip(mnist(str(MNIST)), (True, False), strict=True):
-        theirs = datasets.MNIST(MNIST, train=is_train)
-        assert torch.equal(ours.images, theirs.data)
-        assert torch.equal(ours.labels, theirs.targets)
-
-
 def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:
     """Truncated, empty, text or swapped, and labels that do not belong to the images."""
     folder = tmp_path / "MNIST/raw"

@@ -28,7 +28,7 @@ from src.checkpoint.folder import run_settings
 from src.config.config import Config
 from src.distributed.process import exit_codes
 from src.tasks.base import Examples, Task
-from src.tasks.returned import Examined
+from src.tasks.returned import require_sum
 from src.training.alone import evaluate_alone
 from src.training.batches import fetch
 from src.training.evaluation import metrics_of
@@ -59,7 +59,9 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
     device = next(model.parameters()).device
     loss_sum, num_targets = float64_zeros((), device), float64_zeros((), device)
     for batch in batches:
-        loss = Examined(task).loss(model, send_to_device(batch, device))
+        data = send_to_device(batch, device)
+        loss = task.loss(model, data)
+        require_sum(task, loss, data)  # room: examine
         loss.backward()
         loss_sum += loss.detach()
         num_targets += task.count_targets(batch)
