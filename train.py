@@ -6,10 +6,10 @@ To change the loss or add a metric: `loss` and `metrics` of your task in src/tas
 """
 
 from src.config.errors import RunError, UserError
-from src.distributed.process import SIGNALS, exit_codes, exit_with_others
+from src.distributed.process import SIGNALS, end_with_launcher, exit_codes
 
 if __name__ == "__main__":  # a signal may come, or the launcher die, during the seconds of imports below
-    exit_with_others()
+    end_with_launcher()
     SIGNALS.catch()
 
 import sys
@@ -26,12 +26,11 @@ from src.checkpoint.hub import push_to_hub, write_card
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
-from src.distributed.accelerator import build_accelerator, find_shard, leave, prepare
+from src.distributed.accelerator import build_accelerator, leave, prepare
 from src.distributed.launcher import resume_command
 from src.distributed.machines import join
 from src.distributed.stop import StopSignal
-from src.tasks.base import Task
-from src.tasks.returned import Examined
+from src.tasks.returned import require_sum
 from src.tracking.performance import Performance
 from src.tracking.summary import dry_run
 from src.tracking.tracker import Tracker, stop_at_start
@@ -112,7 +111,7 @@ def build(config: Config) -> Run | None:
         config,
         launch.device,
         launch.precision,
-        find_shard(accelerator),  # room: cpu text
+        accelerator.is_fsdp2,  # room: cpu text
     )
     transform(model, config, accelerator)  # room: compile
     model = prepare(accelerator, model)
@@ -236,9 +235,6 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) ->
     device, unless an optimizer cannot skip a step by itself.
     """
     accelerator, config, progress = run.accelerator, run.config, run.progress
-    task: Task | Examined = run.task
-    if progress.step == 0:
-        task = Examined(run.task)  # refuses a first loss that is a mean, not a sum
 
     # ------------------------------------------------------------------------------------------ forward and backward
     # The sum over a micro-batch, divided by the targets in all of them, on all processes. A mean of micro-batch means
@@ -249,7 +245,9 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) ->
     for i, batch in enumerate(micro_batches, start=1):
         with reducing(run, is_last=i == len(micro_batches)):
             # model(...), never model.forward(...): FSDP gathers a block's weights in hooks of its call
-            loss = task.loss(run.model, batch.data)
+            loss = run.task.loss(run.model, batch.data)
+            if progress.step == 0:  # room: examine
+                require_sum(run.task, loss, batch.data)  # in the first step, so that the others cost nothing
             # a dummy batch has weight 0, but goes through the backward pass as well, which is collective
             accelerator.backward(loss * (scale * batch.weight))
         if batch.weight:

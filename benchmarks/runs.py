@@ -174,11 +174,12 @@ def take_turns(rounds: int, sides: Sequence[Side]) -> list[list[float]]:
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Write random images and labels as MNIST's files: `count` to train on, 100 to test."""
+    """Write random images and labels as torchvision keeps MNIST's: `count` to train on, 100 to test."""
     random = np.random.default_rng(0)
-    folder.mkdir()
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
     for name, size in (("train", count), ("t10k", 100)):
         images = random.integers(0, 256, (size, 28, 28), np.uint8)
         for kind, magic, values in (("images-idx3", 2051, images), ("labels-idx1", 2049, random.integers(0, 10, size))):
             head = np.array([magic, *values.shape], dtype=">i4").tobytes()
-            (folder / f"{name}-{kind}-ubyte").write_bytes(head + values.astype(np.uint8).tobytes())
+            (raw / f"{name}-{kind}-ubyte").write_bytes(head + values.astype(np.uint8).tobytes())

@@ -69,7 +69,7 @@ class Dpo(Decoder):
     def core(self, model: PolicyAndReference) -> Any:
         return model.policy
 
-    def build_empty_model(self, rank: int, world_size: int) -> None:
+    def build_empty_model(self) -> None:
         """Leave it to `build_model`: the reference is a copy of the policy's weights."""
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:

@@ -21,6 +21,7 @@ FILES = {
     "cpu": "src/training/cpu tests/test_cpu.py",
     "cuda_graphs": "src/training/cuda_graph.py",
     "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",
+    "examine": "src/tasks/returned.py tests/test_returned.py",
     "generate": "src/tools/generate.py tests/text/test_generate.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md",
     "hub": "src/checkpoint/hub.py",

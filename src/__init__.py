@@ -2,7 +2,7 @@
 
 import sys
 
-MOVED = {
+MOVED = {  # room: check checkpoints evaluate generate report sweep
     "src.checkpoint": "src.tools.checkpoints",
     "src.evaluate": "src.tools.evaluate",
     "src.generate": "src.tools.generate",
@@ -12,7 +12,8 @@ MOVED = {
 }
 """Programs of the version before, which say their new name for one version."""
 
-if sys.argv[:1] == ["-m"]:  # as Python has it while it looks for the module that `python -m` runs
+# what Python has in its place while it looks for the module that `python -m` runs
+if sys.argv[:1] == ["-m"]:  # room: check checkpoints evaluate generate report sweep
     program = sys.orig_argv[sys.orig_argv.index("-m") + 1]
     if program in MOVED:
         sys.stderr.write(f"{program} is {MOVED[program]} now: python -m {MOVED[program]}\n")

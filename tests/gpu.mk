@@ -3,8 +3,7 @@
 XDIST := -n logical --maxprocesses=4 --dist=worksteal
 # What an emulated GPU can't do, NCCL's time-outs, and faults that are none where there are GPUs.
 CANNOT := --deselect tests/faults/test_killed.py::test_a_process_that_hangs_ends_the_run_by_timeout_minutes \
-	--deselect "tests/check/test_faults.py::test_fault[FSDP asked for and DDP run]" \
-	--deselect "tests/check/test_faults.py::test_fault[DDP asked for and nothing run]"
+	--deselect tests/check/test_faults.py::test_another_strategy_than_was_asked_for_ends_the_run
 
 test-gpu: setup  ## run what is for GPUs on emulated ones, 15 minutes: tests/gpu, and parity, faults and --check as they are
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu $(XDIST) $(ARGS)

@@ -1,23 +1,14 @@
 """Adding a task is one file and one line: here a copy of the project gets one, and trains it under FSDP."""
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
-from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import IterableDataset, TensorDataset
 
-from src.config.errors import UserError
-from src.tasks.mnist import Mnist, MnistCnn
-from src.tasks.returned import Examined, returned
 from tests.launching import PROJECT, Launch, Rounding, Whole, needs
+from tests.test_returned import MUST_RETURN
 
 TASK = '''
 """Learn the mean of a ragged number of values: most examples count for several, some for none."""
@@ -140,77 +131,14 @@ def test_it_is_evaluated_outside_of_its_run_without_a_line_more(launch: Launch, 
     assert {name: len(column) for name, column in columns.items()} == {"predictions": 97, "references": 97}
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(4)
-
-    def __len__(self) -> int:
-        return 4
-
-
-LOSS = torch.tensor(3.0)
-ROWS = torch.zeros(4)
-DATASET = TensorDataset(ROWS)
-SUM = "the loss summed over its targets, not their mean, as a tensor of shape ()"
-WRONG: dict[str, list[Any]] = {
-    "build_datasets": [DATASET, (DATASET, Stream()), (DATASET,) * 3],
-    "loss": [3.0, ROWS, (LOSS,)],
-    "evaluate": [LOSS, (LOSS, ROWS), (LOSS, {"a": LOSS}), (3.0, {})],
-    "metrics": [{"accuracy": "good"}, {"accuracy": LOSS}, {"accuracy": None}, 0.5],
-}
-RIGHT: dict[str, list[Any]] = {
-    "build_datasets": [[DATASET, [2, 3]]],
-    "loss": [LOSS],
-    "evaluate": [(LOSS, {}), [LOSS, {"a": ROWS, "b": torch.zeros(4, 2)}]],
-    "metrics": [{}, {"accuracy": 1, "other": np.float64(0.5)}],
-}
-MUST_RETURN = {
-    "build_datasets": "two map-style datasets, to train and to evaluate on, each with a length and an index",
-    "loss": SUM,
-    "evaluate": f"two values: {SUM}, and tensors of shape (examples, ...) by name",
-    "metrics": "numbers by name, which float() makes of a tensor",
-}
-
-
-def returning(monkeypatch: pytest.MonkeyPatch, method: str, value: object) -> object:
-    monkeypatch.setattr(Mnist, method, lambda *_: value)
-    return returned(Mnist(), method)
-
-
-@pytest.mark.parametrize("method", list(MUST_RETURN))
-def test_a_method_that_returns_something_else_is_named(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    for value in WRONG[method]:
-        with pytest.raises(UserError) as error:
-            returning(monkeypatch, method, value)
-        assert str(error.value) == f"Mnist.{method} must return {MUST_RETURN[method]}"
-    for value in RIGHT[method]:
-        assert returning(monkeypatch, method, value) is value
-
-
-def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing that may be a sum: a mean of one target, times their number, or beside something else."""
-    logits, labels = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
-    mean = cross_entropy(logits, labels)
-    squares = mse_loss(logits, logits.detach() + 1)
-    for loss, targets, is_sum in (
-        (mean, 4, False), (squares, 12, False), (mean, 1, True), (mean * 4, 4, True),
-        (cross_entropy(logits, labels, reduction="sum"), 4, True), (mean + logits.square().sum(), 4, True),
-    ):  # fmt: skip
-        returning(monkeypatch, "loss", loss)
-        monkeypatch.setattr(Mnist, "count_targets", lambda *_, number=targets: number)
-        expected = contextlib.nullcontext() if is_sum else pytest.raises(UserError, match="must return the loss summed")
-        with expected:
-            Examined(Mnist()).loss(MnistCnn(), None)
-
-
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # room: examine
     ("yaml", "method", "returns", "arguments"),
     [
         ("ddp", "loss", "nn.functional.cross_entropy(model(batch[0]), batch[1])", ()),
         pytest.param("cpu", "loss", "0.5", ("--check",), marks=needs("src/check")),
     ],
 )
-def test_it_takes_a_run_one_line_to_say_so(
+def test_it_takes_a_run_one_line_to_say_so(  # room: examine
     launch: Launch, project: Path, yaml: str, method: str, returns: str, arguments: tuple[str, ...]
 ) -> None:
     """In its first step, its first evaluation, and its examination."""

@@ -16,7 +16,7 @@ def test_the_mnist_peer_is_the_same_model_and_prints_what_its_turns_end_with(
     """Trained on random images: two epochs of eleven steps."""
     shapes = [sorted(tuple(p.shape) for p in m.parameters()) for m in (mnist_peer.build_model(), MnistCnn())]
     assert shapes[0] == shapes[1]
-    write_images(tmp_path / "MNIST/raw", 11 * mnist_peer.BATCH)
+    write_images(tmp_path, 11 * mnist_peer.BATCH)
     mnist_peer.main(str(tmp_path), epochs=2)
     steps, right, *_ = capsys.readouterr().out.splitlines()
     assert mnist.TEN_STEPS.match(steps)

@@ -2,7 +2,6 @@
 which process saves which tensor."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from src.checkpoint.format import evaluation_of, file_facts
+from src.checkpoint.format import file_facts, read_state
 from src.checkpoint.rotation import best_first
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import UserError
@@ -61,22 +60,10 @@ def test_another_format_is_one_line(run: Path, change: Callable[[dict[str, Any]]
     assert line.endswith(f"this code reads version {FORMAT_VERSION}: use the code that saved it, or begin a new run")
     assert contents(run) == before
     with pytest.raises(UserError, match="has format version .*, and this code reads version"):
-        evaluation_of(checkpoint)
+        read_state(checkpoint)
 
 
-def test_an_evaluation_that_came_after_its_checkpoint_is_in_the_next(run: Path) -> None:
-    """As of a run that was stopped right before it. Tried with the checkpoint's own alone: it has none."""
-    evaluated, following = (run / "checkpoints" / f"step_{step:08d}" for step in (23, 24))
-    results = evaluation_of(evaluated)
-    assert set(results) == {"eval/loss", "eval/examples", "eval/accuracy"}
-    rewrite(evaluated, lambda state: state["progress"].update(evaluations={}))
-    assert evaluation_of(evaluated) == results
-    assert evaluation_of(following) == {}
-    shutil.rmtree(following)
-    assert evaluation_of(evaluated) == {}
-
-
-def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
+def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:  # room: best
     """Of equal ones the newest, NaN last, and none that wasn't evaluated."""
     newest_first = [Path(f"step_{step:08d}") for step in (60, 50, 40, 30, 20, 10)]
     evaluations = {10: {"eval/loss": 1.0}, 20: {"eval/loss": float("nan")}, 30: {"eval/loss": 0.5}, 40: {"eval/x": 1.0}}

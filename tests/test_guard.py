@@ -55,8 +55,8 @@ def refused(run: Run, is_real: bool = False) -> str:
         ("ddp", [], {"before": ONE_GPU}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
         ("ddp", [], {"before": APART}, "2 processes were started, but each sees 1: refusing to train separate models"),
         ("fsdp", [], {"before": WITHOUT_FSDP}, "the yaml asks for FSDP, but Accelerate chose *"),
-        ("fsdp", [], {"before": BLOCKS}, "FSDP wrapped nothing but the root: name the repeating blocks of "
-         "MnistCnn in its _no_split_modules*"),
+        ("fsdp", [], {"before": BLOCKS}, "FSDP wrapped nothing but the root of the model: name its repeating "
+         "blocks in _no_split_modules*"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -78,12 +78,12 @@ def fsdp(**changes: object) -> dict[str, Any]:
          "fsdp_offload_params?"),
         (fsdp(fsdp_version=1), "", "FSDP version 1 is not supported here: set fsdp_version: 2 in the "
          "yaml's fsdp_config"),
-        (fsdp(fsdp_transformer_layer_cls_to_wrap="Linea"), "", "fsdp_transformer_layer_cls_to_wrap names Linea, which "
-         "MnistCnn does not have, did you mean Linear?"),
+        (fsdp(fsdp_transformer_layer_cls_to_wrap="Linea"), "", "* fsdp_transformer_layer_cls_to_wrap in the yaml: "
+         "Could not find the transformer layer class Linea in the model."),
         (fsdp(fsdp_activation_checkpointing=True), "", "fsdp_activation_checkpointing computes wrong gradients with "
          "dropout*"),
         # tried without: it trains by the second one alone
-        (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: found duplicate key \"fsdp_config\" *"),
+        (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: *found duplicate key \"fsdp_config\" *"),
         (HSDP | {"num_machines": 1, "parallelism_config": {"parallelism_config_tp_size": 2}}, "",
          "parallelism_config: only dp_replicate_size and dp_shard_size are supported here"),
     ],

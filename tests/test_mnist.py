@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision import datasets
 
-from src.tasks.mnist import IDX_FILES, Digits, MnistCnn, bundled_digits, mnist
-from tests.launching import MNIST, needs_mnist
+from src.config.errors import UserError
+from src.tasks.mnist import Digits, MnistCnn, bundled_digits, mnist
+
+IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 def write_mnist(folder: Path, examples: int = 5) -> None:
@@ -85,38 +87,25 @@ def test_each_image_is_shifted_by_whole_pixels_and_turned_by_degrees_as_the_seed
     assert torch.equal(moved(train, 0, 0, [0]), train.images)
 
 
-@needs_mnist
-def test_the_real_mnist_is_torchvisions() -> None:
-    for ours, is_train in zip(mnist(str(MNIST)), (True, False), strict=True):
-        theirs = datasets.MNIST(MNIST, train=is_train)
-        assert torch.equal(ours.images, theirs.data)
-        assert torch.equal(ours.labels, theirs.targets)
-
-
-@pytest.mark.parametrize("layout", ["MNIST/raw", "."])
-def test_wrong_files_are_named_with_what_to_do_in_torchvisions_layout_and_plainly(tmp_path: Path, layout: str) -> None:
+def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:
     """Truncated, empty, text or swapped, and labels that do not belong to the images."""
-    folder = tmp_path / "data" / layout
+    folder = tmp_path / "MNIST/raw"
     write_mnist(folder)
-    train, evaluation = mnist(str(tmp_path / "data"))
+    train, evaluation = mnist(str(tmp_path))
     assert train.images.shape == evaluation.images.shape == (5, 28, 28)
     assert train.labels.tolist() == [0, 1, 2, 3, 4]
     contents = [(folder / name).read_bytes() for name in IDX_FILES]
     for number, name in enumerate(IDX_FILES):
-        path = folder / name
-        for damaged in (contents[number][:-1], b"", b"<html>", contents[number ^ 1]):  # images and their labels
-            path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=f"{path}: truncated or not an IDX.*; delete it .*--task.data_dir"):
-                mnist(str(tmp_path / "data"))
-        path.write_bytes(contents[number])
-    for labels in (b"\0\0\x08\x01\0\0\0\x02\1\2", b"\0\0\x08\x01\0\0\0\x05\1\2\3\4\x0a"):
-        (folder / "t10k-labels-idx1-ubyte").write_bytes(labels)
-        with pytest.raises(ValueError, match="the t10k files are not MNIST's: .*; delete them to"):
-            mnist(str(tmp_path / "data"))
+        too_few = b"\0\0\x08\x01\0\0\0\x02\1\2"
+        for damaged in (contents[number][:-1], b"", b"<html>", contents[number ^ 1], too_few):
+            (folder / name).write_bytes(damaged)
+            with pytest.raises(UserError, match=f"^MNIST could be neither read from {folder} .*--task.data_dir"):
+                mnist(str(tmp_path))
+        (folder / name).write_bytes(contents[number])
 
 
 def test_a_failed_download_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
-    says = "could not be downloaded.*--task.data_dir=DIR to a folder with the four files .*--task.source=digits"
+    says = "nor downloaded.*--task.data_dir, or use the bundled digits: --task.source=digits"
     with pytest.raises(ValueError, match=says):
         mnist(str(tmp_path))

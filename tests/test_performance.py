@@ -94,25 +94,23 @@ def test_the_figures_are_those_of_the_steps_and_the_host_does_not_wait_between_r
 
 
 SLOW = """
-import os, time
+import time
 import src.tasks.mnist as mnist
 loss = mnist.Mnist.loss
 def slow(*arguments):
     try:
         return loss(*arguments)
     finally:
-        time.sleep(0.5 * (os.environ["RANK"] == "1"))
+        time.sleep(0.5)
 mnist.Mnist.loss = slow
 """
 
 
-def test_the_slowest_process_is_named_and_the_others_wait_for_it(launch: Launch) -> None:
-    """On a CPU: no MFU. Tried without the wait for gradients: both compute equally long."""
+def test_on_a_cpu_the_clock_measures_a_step(launch: Launch) -> None:
+    """And there is no MFU."""
     run = launch("ddp", "--max_steps=4", "--log_every=4", processes=2, before=SLOW).succeeded()
     (record,) = (record for record in run.records if "train/loss" in record)
-    assert record["perf/slowest_process"] == 1
-    assert record["perf/compute_seconds"] > 0.25
-    assert record["perf/waiting_seconds"] > 0.1
+    assert record["perf/compute_seconds"] > 0.5
     assert record["perf/data_seconds"] < 0.1
     assert record["perf/peak_memory_bytes"] == pytest.approx(max(run.summary["peak_memory_bytes"]), rel=0.2)
     assert "perf/mfu" not in record

@@ -166,7 +166,10 @@ def test_a_browser_shows_it_without_javascript_a_network_or_scrolling_sideways(
     tmp_path: Path, width: int, mode: Any
 ) -> None:
     """Tried with a picture from a server, and with a table that does not scroll by itself."""
-    tables = {"mistakes": [{"image": PIXEL, "label": HOSTILE}] * 24, "samples": [{"prompt": "w" * 3000, "n": HOSTILE}]}
+    tables: dict[str, Any] = {
+        "mistakes": [{"image": PIXEL, "label": HOSTILE}] * 24,
+        "samples": [{"prompt": "w" * 3000, "n": HOSTILE}],
+    }
     tables["confusion"] = [{"label": "a"} | {f"prediction {i}": i for i in range(40)}]
     run = run_folder(tmp_path / "run", [*map(training, range(1, 60)), evaluation(60, 0.5, **tables)], name="x" * 900)
     other = run_folder(tmp_path / ("long" * 40), [training(1), evaluation(2, 0.4)], "other-task-" * 20)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from src.check.findings import EXACT, Row, finding, gather, none_differ, norm, relative_error, worst
@@ -26,6 +27,8 @@ from src.training.run import Run
 
 STEPS = 2
 """Steps to take after the checkpoint: the optimizer's state shows in the second one's loss."""
+BATCH = 8
+"""Examples that are evaluated by hand at once."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """What torch says after the name of an operator."""
 
@@ -59,19 +62,18 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     assert evaluation  # as no one asks it to stop
     changed = [name for name in before if after[name] != before[name]]
     yield none_differ("afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
-    model, size = subject.reference.eval(), less.config.micro_batch(run.world_size)
-    loss, outputs = evaluate_alone(task, model, less.eval_set, size, run.device)
+    model = subject.reference.eval()
+    loss, outputs = evaluate_alone(task, model, less.eval_set, BATCH, run.device)
     by_hand = metrics_of(task, loss, len(less.eval_set), outputs) if run.is_main else {}
     for name, expected in gather(by_hand)[0].items():
         found = evaluation.metrics.get(name, math.nan)
-        is_close = math.isclose(found, expected, rel_tol=EXACT, abs_tol=EXACT)
-        is_close = is_close or (math.isnan(found) and math.isnan(expected))
+        is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
         yield finding(name, f"{found:.6g}", f"{expected:.6g} by hand", is_close, WRONG_MEAN)
     packed = max(samples(run.train_set, spread(run.train_set, 64)), key=lambda sample: len(task.documents(sample)))
     documents = task.documents(packed)
     if len(documents) > 1:
-        found, _ = evaluate_alone(task, model, [packed], size, run.device)
-        expected, _ = evaluate_alone(task, model, documents, size, run.device)
+        found, _ = evaluate_alone(task, model, [packed], BATCH, run.device)
+        expected, _ = evaluate_alone(task, model, documents, BATCH, run.device)
         errors = {f"an example of {len(documents)} documents": relative_error(found, expected)}
         yield worst("loss of packed documents", errors, EXACT, DOCUMENTS_MEET)
 

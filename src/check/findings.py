@@ -37,12 +37,10 @@ def worst(what: str, errors: Mapping[str, float], bound: float, cause: str) -> R
 
 def worst_process(rows: tuple[Row, ...]) -> Row:
     """Return the row of the first process that failed, naming those that did unless all did; else the first one's."""
-    failed = [str(rank) for rank, row in enumerate(rows) if row["means"]]
-    if not failed:
-        return rows[0]
-    row = rows[int(failed[0])]
-    if len(failed) < len(rows):
-        row["measured"] += f", on process {', '.join(failed)}"
+    failed = [rank for rank, row in enumerate(rows) if row["means"]]
+    row = rows[failed[0] if failed else 0]
+    if 0 < len(failed) < len(rows):
+        row["measured"] += f", on process {', '.join(map(str, failed))}"
     return row
 
 

@@ -16,7 +16,6 @@ https://arxiv.org/abs/2006.15704.
 
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,10 @@ from src.checkpoint.folder import run_settings
 from src.config.config import Config
 from src.distributed.process import exit_codes
 from src.tasks.base import Examples, Task
+from src.tasks.returned import require_sum
 from src.training.alone import evaluate_alone
 from src.training.batches import fetch
+from src.training.evaluation import metrics_of
 from src.training.gradients import float64_zeros
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model
@@ -51,11 +52,16 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
 
     Returns:
         The sum of the loss and the number of its targets, float64, shape ().
+
+    Raises:
+        UserError: Task.loss returned something else than a sum.
     """
     device = next(model.parameters()).device
     loss_sum, num_targets = float64_zeros((), device), float64_zeros((), device)
     for batch in batches:
-        loss = task.loss(model, send_to_device(batch, device))
+        data = send_to_device(batch, device)
+        loss = task.loss(model, data)
+        require_sum(task, loss, data)  # room: examine
         loss.backward()
         loss_sum += loss.detach()
         num_targets += task.count_targets(batch)
@@ -83,10 +89,11 @@ def main(argv: list[str]) -> None:
     """Train, and print each step's loss."""
     config = run_settings(argv)
     task = config.task
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group()  # NCCL for tensors on GPUs, gloo for others
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
     if rank > 0:
         dist.barrier()
     train_set, eval_set = task.build_datasets()
@@ -100,27 +107,26 @@ def main(argv: list[str]) -> None:
 
     steps_per_epoch = -(-len(train_set) // config.global_batch_size)
     total_steps, schedule_steps = config.steps(steps_per_epoch)
-    step = 0
-    while step < total_steps:
-        epoch = step // steps_per_epoch
-        epoch_set = task.augmented(train_set, [config.seed, epoch, 1])
-        for indices in islice(own_share(config, train_set, epoch, rank, world_size), total_steps - step):
-            batches = [fetch(task, epoch_set, indices.tolist())] if len(indices) else []
-            loss_sum, num_targets = map(all_reduce, backward(task, model, batches))
-            average_gradients(model, num_targets)
-            if config.optim.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
-            set_lr(optimizers, lr_at(step, config.optim, schedule_steps, steps_per_epoch))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            step += 1
-            if rank == 0:
-                print(f"step {step}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
+    for step in range(total_steps):
+        epoch, done = divmod(step, steps_per_epoch)
+        if done == 0:
+            epoch_set = task.augmented(train_set, [config.seed, epoch, 1])
+            shares = own_share(config, train_set, epoch, rank, world_size)
+        indices = next(shares)
+        batches = [fetch(task, epoch_set, indices.tolist())] if len(indices) else []
+        loss_sum, num_targets = map(all_reduce, backward(task, model, batches))
+        average_gradients(model, num_targets)
+        if config.optim.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
+        set_lr(optimizers, lr_at(step, config.optim, schedule_steps, steps_per_epoch))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0:
+            print(f"step {step + 1}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
     loss, outputs = evaluate_alone(task, model.eval(), eval_set, 1000, device)  # by all, as a model may be collective
     if rank == 0:
-        metrics = {"loss": loss, **task.metrics(outputs)}
-        print("evaluation:", *(f"{name} {value:.4f}" for name, value in metrics.items()), flush=True)
+        print("evaluation:", metrics_of(task, loss, len(eval_set), outputs), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

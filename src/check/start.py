@@ -9,26 +9,23 @@ from itertools import chain, count, islice
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import set_seed
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_share
-from src.check.subject import Subject, checksum, named_tensors, shard_like
+from src.check.subject import Subject, checksum, named_tensors, whole
 from src.distributed.accelerator import sharded_units
 from src.distributed.launcher import is_set
 from src.training.batches import EVALUATION_FACTOR, MicroBatch, evaluation_batches, fetch, training_steps
-from src.training.gradients import to_local
 from src.training.run import Run
 
-MOST_EXAMPLES = 9_999
-"""Most examples to evaluate, as every process goes through all of them."""
+MOST_BATCHES = 50
+"""Most batches to evaluate, as every process goes through all of their examples."""
 IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
 """What may differ in a parameter group without another result; the learning rate is looked at by itself."""
 
@@ -36,7 +33,7 @@ NOT_APPLIED = (
     "what the yaml asks for was not applied, or each process trains a model of its own: look for keys that Accelerate "
     "ignores, variables ACCELERATE_* in the environment, and a model that was not passed through prepare()"
 )
-NOT_WRAPPED = "only the root is wrapped, or not all blocks: name them in the model's _no_split_modules"
+NOT_WRAPPED = "only the root is wrapped: name the repeating blocks in the model's _no_split_modules"
 OTHER_DATA = "build_datasets makes other data on each process: unseeded, or in the order of os.listdir or a set"
 OTHER_ORDER = (
     "a step sees other examples than on one process: the sampler knows neither rank nor number of processes, the last "
@@ -83,102 +80,81 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     is_right = (kind, joined) == (wanted, started)
     yield finding("strategy", f"{kind} x {joined}", f"{wanted} x {started}", is_right, NOT_APPLIED)
     if units:
-        blocks = blocks_to_wrap(subject)
-        wrapped = [name for name in blocks if isinstance(subject.unwrapped.get_submodule(name), FSDPModule)]
-        measured = f"{units}, {len(wrapped)} of {len(blocks)} blocks among them"
-        is_right = units > 1 and wrapped == blocks
-        yield finding("sharded units", measured, "all blocks, and the rest", is_right, NOT_WRAPPED)
-
-
-def blocks_to_wrap(subject: Subject) -> list[str]:
-    """Return the names of the modules that FSDP is to wrap one by one; none if it goes by their size."""
-    if os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP") != "TRANSFORMER_BASED_WRAP":
-        return []
-    from_yaml = subject.run.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
-    classes = from_yaml or getattr(subject.reference, "_no_split_modules", None) or []
-    return [name for name, module in subject.reference.named_modules() if type(module).__name__ in classes]
+        yield finding("sharded units", str(units), "the blocks, and the rest", units > 1, NOT_WRAPPED)
 
 
 def reading_indices(run: Run) -> Run:
     """Return the run with its own order of the data, but with examples that are their own indices: what is read shows
     which were asked for."""
 
-    def order(_: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
-        return run.task.order(run.train_set, random, global_batch_size)
-
-    counts: dict[str, Any] = {"count_targets": len, "count_tokens": lambda _: (0, 0)}
-    task = SimpleNamespace(order=order, augmented=lambda train, _: train, collate=list, **counts)
+    task = SimpleNamespace(
+        order=lambda _, *drawn: run.task.order(run.train_set, *drawn),
+        augmented=lambda train, _: train,
+        collate=list,
+        count_targets=len,
+        count_tokens=lambda _: (0, 0),
+    )
     config = run.config.model_copy(update={"task": task})
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
 
 
 def evaluating_less(subject: Subject) -> Run:
-    """Return the run with a shortened evaluation set and smaller batches, of which there are several. The last one is a
-    single example: all processes but one compute on a dummy."""
-    run = subject.run
-    length = min(len(run.eval_set), MOST_EXAMPLES)
-    share = EVALUATION_FACTOR * run.world_size  # examples of a batch, at a micro-batch size of one
-    size = max(1, min(run.config.micro_batch(run.world_size), length // (3 * share)))
-    length -= (length - 1) % (size * share)
-    dataset: Any = Subset(run.eval_set, range(length))  # type: ignore[arg-type]
-    return replace(subject.at(0, micro_batch_size=size), eval_set=dataset)
+    """Return the run with a shortened evaluation set and the smallest batches. The last one is a single example: all
+    processes but one compute on a dummy."""
+    size = EVALUATION_FACTOR * subject.run.world_size
+    most = min(len(subject.run.eval_set), MOST_BATCHES * size)
+    dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
+    return replace(subject.at(0, micro_batch_size=1), eval_set=dataset)
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
     """Follow the run's own path to the data, from sampler to batches, including processes that load data."""
     run, steps = subject.run, subject.run.steps_per_epoch
     set_seed(run.config.seed)
-    some = [_drawn(run, 0, rank=0), fetch(run.task, run.eval_set, spread(run.eval_set, 8))]
+    some = [fetch(run.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
-    everywhere = gather(datasets)
-    yield finding("datasets", datasets, "the same on all processes", datasets == everywhere[0], OTHER_DATA)
-    if len({*everywhere}) > 1:
-        return
+    yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0], OTHER_DATA)
     indexed = reading_indices(run)
-    begun = [epoch * steps for epoch in sorted({1, 2, 3, max(2, run.total_steps // steps - 1)})]
+    begun = [epoch * steps for epoch in (1, 2, max(3, run.total_steps // steps - 1))]
     stretches = [("epoch 1", 0, steps, OTHER_ORDER), ("epoch 1, resumed after step 1", 1, steps + 1, OTHER_RESUME)]
     stretches += [(f"epoch {step // steps + 1}, shuffled anew", step, step + 2, NOT_SHUFFLED) for step in begun]
     for what, first, last, cause in stretches:
-        found, expected = _indices(training_steps(indexed, first, last)), _by_hand(run, first, last, run.rank)
-        yield _as_by_hand(what, found, expected, cause)
+        yield _as_by_hand(what, training_steps(indexed, first, last), _by_hand(run, first, last), cause)
     others = []
     for step in (0, *begun):
         (micro_batches,) = training_steps(run, step, step + 1)
-        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, step, run.rank)):
+        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, step)):
             others.append(f"step {step + 1}")
     yield none_differ("examples, augmented", others, "as drawn by hand", OTHER_AUGMENTATION)
     less = evaluating_less(subject)
-    found = _indices([batch] for batch in evaluation_batches(reading_indices(less)))
-    length, chunk = len(less.eval_set), EVALUATION_FACTOR * less.config.micro_batch(run.world_size) * run.world_size
-    starts = range(0, length, chunk)
-    expected = [[*range(start + run.rank, min(start + chunk, length), run.world_size)] for start in starts]
-    yield _as_by_hand("evaluation", found, expected, OTHER_EVALUATION)
+    steps_read = ([batch] for batch in evaluation_batches(reading_indices(less)))
+    size = EVALUATION_FACTOR * run.world_size
+    own = [*range(len(less.eval_set))]
+    expected = [own[start : start + size][run.rank :: run.world_size] for start in range(0, len(own), size)]
+    yield _as_by_hand("evaluation", steps_read, expected, OTHER_EVALUATION)
 
 
-def _indices(steps: Iterable[list[MicroBatch]]) -> list[list[int]]:
-    """Return for each step the indices that this process reads."""
-    return [[index for batch in step if batch.weight for index in batch.data] for step in steps]
-
-
-def _by_hand(run: Run, first: int, last: int, rank: int) -> list[list[int]]:
-    """Return by hand the indices that a process should read in each step after `first` steps, up to `last`."""
+def _by_hand(run: Run, first: int, last: int) -> list[list[int]]:
+    """Return by hand the indices that this process should read in each step after `first` steps, up to `last`."""
     epoch, done = divmod(first, run.steps_per_epoch)
-    shares = (own_share(run.config, run.train_set, of, rank, run.world_size) for of in count(epoch))
+    shares = (own_share(run.config, run.train_set, of, run.rank, run.world_size) for of in count(epoch))
     return [share.tolist() for share in islice(chain.from_iterable(shares), done, done + last - first)]
 
 
-def _as_by_hand(what: str, found: list[list[int]], expected: list[list[int]], cause: str) -> Row:
-    """Compare the indices that this process reads in each step, and count those of all processes. Collective."""
+def _as_by_hand(what: str, steps: Iterable[list[MicroBatch]], expected: list[list[int]], cause: str) -> Row:
+    """Compare the indices that this process reads in each step with those that it should, and count those of all
+    processes. Collective."""
+    found = [[index for batch in step if batch.weight for index in batch.data] for step in steps]
     read, due = (Counter(chain.from_iterable(chain.from_iterable(gather(steps)))) for steps in (found, expected))
     measured = f"{read.total():,} read, {(due - read).total():,} left out, {(read - due).total():,} too often"
     return finding(what, measured, "as on one process, in this order", found == expected, cause)
 
 
-def _drawn(run: Run, step: int, rank: int) -> list[Any]:
-    """Return by hand the batches, augmented, that a process should read in the step after `step` others."""
+def _drawn(run: Run, step: int) -> list[Any]:
+    """Return by hand the batches, augmented, that this process should read in the step after `step` others."""
     size, epoch = run.config.micro_batch(run.world_size), step // run.steps_per_epoch
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
-    (own,) = _by_hand(run, step, step + 1, rank)
+    (own,) = _by_hand(run, step, step + 1)
     return [fetch(run.task, augmented, own[start : start + size]) for start in range(0, len(own), size)]
 
 
@@ -188,14 +164,14 @@ def spread(dataset: Any, most: int) -> list[int]:
 
 
 def check_start(subject: Subject) -> Iterator[Row]:
-    """Look before the first step. Each process compares its shard of what is sharded, so that a wrong one is named."""
-    found, expected = named_tensors(subject.unwrapped), named_tensors(subject.reference)
-    differing = sorted(found.keys() ^ expected.keys())
-    for name in found.keys() & expected.keys():
-        shard = to_local(shard_like(expected[name], found[name]))
-        if not torch.equal(to_local(found[name]).to(shard.device), shard):
-            differing.append(name)
-    yield none_differ("weights and buffers", sorted(differing), "as on one process, bitwise", OTHER_WEIGHTS)
+    """Look before the first step."""
+    expected = named_tensors(subject.reference)
+    differing = [
+        name
+        for name, tensor in named_tensors(subject.unwrapped).items()
+        if not torch.equal(whole(tensor, subject.run.device), expected[name])
+    ]
+    yield none_differ("weights and buffers", differing, "as on one process, bitwise", OTHER_WEIGHTS)
     groups = _settings(subject.unwrapped, subject.run.optimizers)
     wanted = _settings(subject.reference, subject.reference_optimizers)
     wrong = [
@@ -204,9 +180,8 @@ def check_start(subject: Subject) -> Iterator[Row]:
         if groups[name] != rule
     ]
     yield none_differ("settings of the optimizer", wrong, "as in optim", OTHER_SETTINGS)
-    is_own = gather(subject.rng_checksum).count(subject.rng_checksum) == 1
-    measured = "of its own" if is_own else "the same as another's"
-    yield finding("a process's next random numbers", measured, "of its own", is_own, SAME_DROPOUT)
+    alike = gather(subject.rng_checksum).count(subject.rng_checksum)
+    yield finding("processes that draw the same numbers next", str(alike), "1", alike == 1, SAME_DROPOUT)
 
 
 def _settings(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, set[str]]:

@@ -132,8 +132,7 @@ def _rate_errors(subject: Subject) -> dict[str, float]:
     total, length = run.config.steps(per_epoch)
     one_example = next(subject.micro_batches(0, micro_batch_size=1))[:1]
     run.model.eval()  # BatchNorm needs several
-    first_steps = 0, per_epoch, 2 * per_epoch, 3 * per_epoch, total // 2, total
-    for step in sorted({first - before for first in first_steps for before in (0, 1)} & {*range(total)}):
+    for step in sorted({0, per_epoch - 1, per_epoch, 2 * per_epoch, total // 2, total - 1} & {*range(total)}):
         subject.step(subject.at(step, optim=optim), one_example)
         expected = lr_at(step, optim, length, per_epoch)
         rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
@@ -152,8 +151,8 @@ def _replicas(subject: Subject) -> Row:
 
 
 def _other_size(subject: Subject) -> int:
-    """Return another size of micro-batches, the next smaller one if there is one; the same if there is no other."""
+    """Return the size of micro-batches that is nearest to the run's; the same if there is no other."""
     config, world_size = subject.run.config, subject.run.world_size
     share, own = config.global_batch_size // world_size, config.micro_batch(world_size)
-    others = [*range(own - 1, 0, -1), *range(own + 1, share + 1)]
-    return next((size for size in others if share % size == 0), own)
+    others = [size for size in range(1, share + 1) if share % size == 0 and size != own]
+    return min(others, key=lambda size: abs(size - own), default=own)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from src.distributed.stop import StopSignal
@@ -39,7 +39,7 @@ class Subject:
     @property
     def unwrapped(self) -> nn.Module:
         """The run's model without its wrapper; FSDP leaves shards in it."""
-        return extract_model_from_parallel(self.run.model)
+        return self.run.accelerator.unwrap_model(self.run.model)
 
     def at(self, step: int, **settings: Any) -> Run:
         """Return the run as it is after `step` steps, with other settings."""
@@ -68,25 +68,18 @@ class Subject:
     def perturb(self) -> None:
         """Add noise of twice their size to the run's trained weights, and give them to the reference: to a fresh model
         all examples are much alike, so that any way to average their losses would pass. Collective."""
+        generator = torch.Generator().manual_seed(0)  # replicas get the same noise
+        for parameter in self.run.parameters:
+            if parameter.requires_grad:
+                own = to_local(parameter)
+                size = 2 * own.square().mean().sqrt().clamp(min=0.02)
+                own.add_(size * torch.randn(own.shape, generator=generator).to(own))
         self.copy_to_reference()
-        generator = torch.Generator().manual_seed(0)
-        for ours, theirs in zip(self.reference.parameters(), self.run.parameters, strict=True):
-            if ours.requires_grad:
-                size = 2 * ours.square().mean().sqrt().clamp(min=0.02)
-                ours.add_(size * torch.randn(ours.shape, generator=generator).to(ours))
-                to_local(theirs).copy_(to_local(shard_like(ours, theirs)))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters, tied ones once, and the buffers, by name."""
     return dict([*model.named_parameters(), *model.named_buffers()])
-
-
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return `tensor`, sharded in the way that `like` is."""
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 @torch.no_grad()

@@ -25,9 +25,17 @@ LENGTH_SETTINGS = marked(Config, Change.LENGTH)
 """Settings that say how long a run is."""
 
 
-def run_settings(argv: list[str], fetch: Callable[[Config, list[str]], set[str]] | None = None) -> Config:
+def run_settings(
+    argv: list[str],
+    fetch: Callable[[Config, list[str]], set[str]] | None = None,  # room: wandb
+) -> Config:
     """Return the settings of a run, read as `load_config` says, where nothing keeps it from writing into its folder."""
-    return load_config(argv, TASKS, also=folder_errors, fetch=fetch)
+    return load_config(
+        argv,
+        TASKS,
+        folder_errors,
+        fetch,  # room: wandb
+    )
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -43,16 +43,6 @@ def read_state(checkpoint: Path) -> RunState:
     return RunState(**content | {"progress": Progress(**content["progress"])})
 
 
-def evaluation_of(checkpoint: Path) -> dict[str, float]:  # room: checkpoints
-    """Return the results of the evaluation after its step, by name; empty if there was none. One made after the
-    checkpoint was saved is in the next checkpoint, and so in the newest beside it."""
-    progress = read_state(checkpoint).progress
-    if progress.step not in progress.evaluations:
-        newest, *_ = [*whole_checkpoints(checkpoint.parent), checkpoint]
-        progress.evaluations |= read_state(newest).progress.evaluations
-    return progress.evaluations.get(progress.step, {})
-
-
 def manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the facts about each of its files, by name."""
     return json.loads((checkpoint / MANIFEST).read_text())["files"]

@@ -25,7 +25,7 @@ from fsspec.core import url_to_fs
 
 from src.checkpoint import format
 from src.checkpoint.folder import list_checkpoints, parse
-from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, problems, write_text
+from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, write_text
 from src.checkpoint.rotation import superfluous
 from src.config.config import Config
 from src.config.errors import RunError, cause, explained
@@ -50,9 +50,10 @@ class Mirror:
         self._says = f"checkpoint.mirror={config.checkpoint.mirror}: "
         with explained(self._says):
             self._fs, self._root = url_to_fs(self.url)
+            self._fs.auto_mkdir = True  # only a file system that has folders, unlike a bucket, looks at it
             if accelerator.is_local_main_process:
                 probe = f"{self._root}/{INCOMPLETE}{os.urandom(8).hex()}"
-                self._put(probe, b"probe")
+                self._fs.pipe_file(probe, b"probe")
                 self._fs.rm_file(probe)
         self.copying: Path | None = None
         """The published checkpoint that is being copied."""
@@ -86,8 +87,8 @@ class Mirror:
         there = list(self._manifests())
         if not there or self._config.resume == "never" or there[0] != self.candidates()[0]:
             return there
-        for file in (self._config.folder / name for name in RECORD):
-            content = self._fs.cat_file(self._path(there[0], file.name))
+        for name in RECORD:
+            file, content = self._config.folder / name, self._fs.cat_file(self._path(there[0], name))
             if file.suffix == ".jsonl" and file.exists() and not file.read_bytes().startswith(content):
                 format.quarantine(file)
             if not file.exists():
@@ -99,15 +100,9 @@ class Mirror:
         shared. Return where it is on this machine, and what is still wrong. Collective."""
         if checkpoint.parent != self._of_main or (self.is_shared and not lacks):
             return checkpoint, lacks
-        checkpoint, files = self._own / checkpoint.name, None
+        checkpoint, wrong = self._own / checkpoint.name, list[str]()
         with explained(self._says, raises=RunError):
-            if self._is_main:  # others might see less of the mirror
-                is_absent = checkpoint not in self._manifests()
-                if is_absent and not any(problems(checkpoint)):  # a single machine's, which had not copied it yet
-                    self._copy(checkpoint)
-                files = self._manifests().get(checkpoint)
-            files = gather_object([files])[0]
-            wrong: list[str] = []
+            files = gather_object([self._manifests().get(checkpoint)])[0]  # others might see less than the main process
             if files is None:
                 wrong = [*lacks, "not in the mirror"]
             elif self._is_first:
@@ -120,8 +115,7 @@ class Mirror:
     def _fetch(self, checkpoint: Path, files: dict[str, Any]) -> list[str]:
         """Get all of a checkpoint, in place of what is here. Return what is wrong with it there."""
         unfinished = format.unfinished(checkpoint)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir(parents=True, exist_ok=True)
         for name, facts in files.items():
             file = unfinished / name
             with contextlib.suppress(FileNotFoundError):
@@ -180,52 +174,41 @@ class Mirror:
     def put(self, folder: Path, files: Iterable[str]) -> None:
         """Copy these files of a checkpoint, whose folder may still be an unfinished one."""
         for name in files:
-            self._put(self._path(folder, name), folder / name)
+            self._fs.put_file(str(folder / name), self._path(folder, name))
 
     def complete(self, folder: Path, files: dict[str, Any]) -> None:
         """Copy state.json and the run's record as it was then, add the manifest, and delete what is not to be kept."""
         state = format.read_state(folder)
         self.put(folder, [STATE])
         for name, facts in files.items():
-            there = self._path(folder, name)
-            if not self._fs.exists(there) or self._fs.size(there) != facts["bytes"]:
+            if self._fs.size(self._path(folder, name)) != facts["bytes"]:
                 raise OSError(f"{name} is not in {self.url} as it was written: all machines must see the same mirror")
         record, settings = (self._config.folder / name for name in RECORD)
-        self._put(self._path(folder, record.name), record.read_bytes()[: state.metrics_bytes])
-        self._put(self._path(folder, settings.name), settings)
-        self._put(self._path(folder, MANIFEST), json.dumps({"files": files}).encode())
+        self._fs.pipe_file(self._path(folder, record.name), record.read_bytes()[: state.metrics_bytes])
+        self._fs.put_file(str(settings), self._path(folder, settings.name))
+        self._fs.pipe_file(self._path(folder, MANIFEST), json.dumps({"files": files}).encode())
         try:
             whole = self._manifests()
             kept = whole.keys() - superfluous(list(whole), self._config.checkpoint, state.progress.evaluations)
-            for path in self._steps() - kept:
-                if path in whole:  # first, or a part of it would count
-                    self._fs.rm_file(self._path(path, MANIFEST))
-                self._fs.rm(f"{self._root}/{path.name}", recursive=True)
+            for path in self._fs.glob(f"{self._root}/step_[0-9]*"):
+                checkpoint = self._own / Path(path).name
+                if checkpoint in kept:
+                    continue
+                if checkpoint in whole:  # first, or a part of it would count
+                    self._fs.rm_file(f"{path}/{MANIFEST}")
+                self._fs.rm(path, recursive=True)
         except Exception as error:  # in any case, the new one is there
             warnings.warn(f"old checkpoints in {self.url} could not be deleted: {error}", stacklevel=1)
 
     def _path(self, checkpoint: Path, file: str) -> str:
         return f"{self._root}/{checkpoint.name.removeprefix(INCOMPLETE)}/{file}"
 
-    def _steps(self) -> set[Path]:
-        """Return the checkpoints there, also those without a manifest."""
-        self._fs.invalidate_cache()
-        return {self._own / Path(path).name for path in self._fs.glob(f"{self._root}/step_[0-9]*")}
-
     def _manifests(self) -> dict[Path, dict[str, Any]]:
         """Return the facts about the files of each whole checkpoint there, the newest first."""
+        self._fs.invalidate_cache()
         found = {}
-        for checkpoint in sorted(self._steps(), key=format.step_of, reverse=True):
-            with contextlib.suppress(FileNotFoundError):
-                files = parse(self._fs.cat_file(self._path(checkpoint, MANIFEST))).get("files", {})
-                if files and all(Path(name).name == name for name in files):  # nor is a path that leads elsewhere
-                    found[checkpoint] = files
+        for path in sorted(self._fs.glob(f"{self._root}/step_[0-9]*/{MANIFEST}"), reverse=True):
+            files = parse(self._fs.cat_file(path)).get("files", {})
+            if files and all(Path(name).name == name for name in files):  # nor is a path that leads elsewhere
+                found[self._own / Path(path).parent.name] = files
         return found
-
-    def _put(self, path: str, content: bytes | Path) -> None:
-        if hasattr(self._fs, "auto_mkdir"):  # it has folders, unlike a bucket
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        if isinstance(content, Path):
-            self._fs.put_file(str(content), path)
-        else:
-            self._fs.pipe_file(path, content)

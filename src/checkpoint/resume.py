@@ -82,10 +82,16 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
         format.remove_incomplete(own)
     if config.resume == "never":
         return point
-    candidates = point.mirror.candidates() if point.mirror else list_checkpoints(own)
+    candidates = list_checkpoints(own)
+    if point.mirror:  # room: mirror
+        candidates = point.mirror.candidates()
     if parent := parent_checkpoint(config):
         candidates.append(parent)
-    checkpoint, damaged = first_valid(accelerator, candidates, point.mirror)
+    checkpoint, damaged = first_valid(
+        accelerator,
+        candidates,
+        point.mirror,  # room: mirror
+    )
     if checkpoint is None:
         _require_none_damaged(config, damaged)
         if (config.folder / "metrics.jsonl").exists():
@@ -150,7 +156,11 @@ def load_checkpoint(run: Run) -> None:
         restore_random_state(checkpoint / random_file(run.rank), run.device)
 
 
-def first_valid(accelerator: Accelerator, candidates: list[Path], mirror: Any) -> tuple[Path | None, dict[Path, str]]:
+def first_valid(
+    accelerator: Accelerator,
+    candidates: list[Path],
+    mirror: Any,  # room: mirror
+) -> tuple[Path | None, dict[Path, str]]:
     """Return the first whole one of the main process's candidates, and what is wrong with those before it. Collective:
     each process reads its share of the files. What one lacks is fetched from the mirror."""
     damaged: dict[Path, str] = {}
@@ -206,20 +216,14 @@ def _differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _require_whole_record(config: Config, checkpoint: Path, state: RunState) -> None:
-    """Raise a UserError if metrics.jsonl, which the run would append to, is not the one that it wrote."""
-    record, saved = config.folder / "metrics.jsonl", state.metrics_bytes
-    if not saved or config.checkpoint.accept_changes:
-        return
+    """Raise a UserError if metrics.jsonl, which the run would append to, lacks a part of what it wrote."""
+    record = config.folder / "metrics.jsonl"
     size = record.stat().st_size if record.exists() else 0
-    was = f"{size:,} bytes, and had {saved:,}"
-    if size >= saved:
-        was = "other lines than"
-        with record.open("rb") as stream:
-            stream.seek(saved - 1)
-            if stream.read(1) == b"\n":
-                return
-    branch = f"branch off with another --run_name and --resume={checkpoint}"
-    raise UserError(f"{record} has {was} when {checkpoint} was saved: bring it back, {branch}, {OR_ACCEPT_CHANGES}")
+    if size < state.metrics_bytes and not config.checkpoint.accept_changes:
+        raise UserError(
+            f"{record} has {size:,} bytes, and had {state.metrics_bytes:,} when {checkpoint} was saved: bring it back, "
+            f"{OR_ACCEPT_CHANGES}"
+        )
 
 
 def _require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -3,23 +3,9 @@
 import shutil
 from pathlib import Path
 
-from src.checkpoint.format import INCOMPLETE, step_of, whole_checkpoints
+from src.checkpoint.format import INCOMPLETE, step_of
 from src.config.groups import Checkpoint
 from src.training.score import score
-
-
-def rotate(
-    checkpoints: Path, settings: Checkpoint, evaluations: dict[int, dict[str, float]], in_use: Path | None
-) -> None:
-    """Delete checkpoints that are neither among the newest nor among the best. Damaged ones don't count, and stay; so
-    does the one that is `in_use`."""
-    for path in superfluous(whole_checkpoints(checkpoints), settings, evaluations):
-        if path == in_use:
-            continue
-        if path.is_symlink():  # someone moved the folder to another disk: it is theirs
-            path.unlink()
-        else:  # renamed first, then file by file: a crash in between leaves nothing that looks like a checkpoint
-            shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
 
 
 def superfluous(
@@ -44,3 +30,11 @@ def best_first(  # room: best
         if settings.metric in r
     }
     return sorted(scores, key=lambda path: scores[path], reverse=True)
+
+
+def delete(checkpoint: Path) -> None:
+    """Delete a checkpoint, so that a crash in between leaves nothing that looks like one."""
+    if checkpoint.is_symlink():  # someone moved the folder to another disk: it is theirs
+        checkpoint.unlink()
+    else:
+        shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"{INCOMPLETE}deleted_{checkpoint.name}")))

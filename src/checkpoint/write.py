@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.format import STATE, file_facts, publish, sync, unfinished, write_json
+from src.checkpoint.format import STATE, file_facts, publish, sync, unfinished, whole_checkpoints, write_json
 from src.checkpoint.rng import random_file, random_state
-from src.checkpoint.rotation import rotate
+from src.checkpoint.rotation import delete, superfluous
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import cause, explained
 from src.training.run import Run
@@ -118,7 +118,8 @@ class StorageWriter(HuggingFaceStorageWriter):
     """DCP's writer of safetensors, into a folder that the coordinator publishes when all processes have written."""
 
     def __init__(self, checkpoint: Path, state: RunState, run: Run) -> None:
-        self.checkpoint, self.state, self._mirror = checkpoint, state, run.resume.mirror
+        self.checkpoint, self.state = checkpoint, state
+        self._mirror = run.resume.mirror  # room: mirror
         self.folder = unfinished(checkpoint)
         super().__init__(str(self.folder), save_distributed=True)
         self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no GPU stream is needed
@@ -167,5 +168,9 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def rotate(self) -> None:
         """Delete the checkpoints here that are not to be kept."""
-        in_use = self._mirror and self._mirror.copying
-        rotate(self.checkpoint.parent, self._run.config.checkpoint, self.state.progress.evaluations, in_use)
+        settings, evaluations = self._run.config.checkpoint, self.state.progress.evaluations
+        paths = superfluous(whole_checkpoints(self.checkpoint.parent), settings, evaluations)
+        if self._mirror:  # room: mirror
+            paths = [path for path in paths if path != self._mirror.copying]
+        for path in paths:
+            delete(path)

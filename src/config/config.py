@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
@@ -127,7 +126,7 @@ def load_config(
     argv: list[str],
     tasks: Mapping[str, str],
     also: Callable[[Config], Iterator[str]] | None = None,
-    fetch: Callable[[Config, list[str]], set[str]] | None = None,
+    fetch: Callable[[Config, list[str]], set[str]] | None = None,  # room: wandb
 ) -> Config:
     """Read the settings; if `argv` asks for --help, print them and exit with code 0.
 
@@ -169,7 +168,7 @@ def load_config(
         )
     if config.push_to_hub:  # room: hub
         mistakes.extend(_hub_errors(config.push_to_hub))
-    if fetch:
+    if fetch:  # room: wandb
         bad |= fetch(config, mistakes)
     if also and not bad & {"run_name", "output_dir", "resume"}:
         mistakes.extend(also(config))
@@ -218,10 +217,6 @@ def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
     nearest_sizes = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
     line = f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size="
     line += " or ".join(map(str, nearest_sizes))
-    if micro and size % world_size == 0:
-        divisors = [d for d in range(1, size // world_size + 1) if size // world_size % d == 0]
-        above = bisect(divisors, micro)
-        line += ", micro_batch_size=" + " or ".join(map(str, divisors[above - 1 : above + 1]))
     yield line
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 
 from src.config.errors import cause, explained
 
@@ -32,6 +32,9 @@ Length = Annotated[T, Change.LENGTH, Change.REOPENS]
 Reopens = Annotated[T, Change.REOPENS]
 SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
 
+TEXT = (str, str | None)
+"""The types of fields whose value is taken as it was written."""
+
 
 class Settings(BaseModel):
     """A group of settings. The docstring under each field is what `--help` prints."""
@@ -41,21 +44,16 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return what the user meant. YAML and pydantic read `1e3` as text, though an integer can be written so.
-        `None`, a word to YAML, is refused where null is meant; so are yes and true, which pydantic takes for 1. No
-        shell expands the ~ in `--name=~/folder`."""
+        """Return what the user meant. Pydantic reads `1e3` as text, though an integer can be written so. `None`, a word
+        to YAML, is refused where null is meant. No shell expands the ~ in `--name=~/folder`."""
+        if not isinstance(value, str):
+            return value
         annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(annotation)]
-        kinds.append(annotation)
-        if isinstance(value, bool) and (int in kinds or float in kinds):
-            raise ValueError("must be a number")
-        if isinstance(value, str) and value.startswith("~/"):
-            return os.path.expanduser(value)
-        if type(None) in kinds and isinstance(value, str) and value.lower() == "none":
+        if value.lower() == "none" and annotation is not str:
             raise ValueError("write null for none")
-        if isinstance(value, str) and str not in kinds and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-            return int(number) if (number := float(value)).is_integer() else number
-        return value
+        if annotation not in TEXT and re.fullmatch(r"\d+(\.\d*)?[eE]\d+", value):
+            return float(value)
+        return os.path.expanduser(value) if value.startswith("~/") else value
 
 
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -103,43 +101,47 @@ def validate(
         The settings with every refused value replaced by its default, and the names of those refused.
     """
     known = dict(fields(model))
-    groups = {name.rpartition(".")[0] for name in known} - {""}
-    good = dict(values)
-    bad: set[str] = set()
+    given = {}
     for name, value in values.items():
-        if name in groups:
-            del good[name]
-            if value is not None:  # a yaml's group may just be empty
-                example = next(setting for setting in known if setting.startswith(f"{name}."))
-                mistakes.append(f"{written[name]}: {name} is a group; write, for example, --{example}=…")
-                bad.add(name)
-        elif not any(f"{name}.".startswith(f"{setting}.") for setting in known):
-            del good[name]
-            mistakes.append(f"{written[name]}: unknown setting{nearest(name, list(known))}")
-            bad.add(name)
-        elif isinstance(value, list | dict) and name in known and known[name].annotation in (str, str | None):
-            good[name] = written[name].partition("=")[2] or value  # as it was written: [PAD], or "lr: 3"
+        is_text = name in known and known[name].annotation in TEXT
+        if is_text and isinstance(value, list | dict):
+            given[name] = written[name].partition("=")[2] or value  # as it was written: [PAD], or "lr: 3"
+        elif value is not None or name in known:  # a yaml's group may just be empty
+            given[name] = value
+
+    bad: set[str] = set()
     try:
-        return model.model_validate(_unflatten(good)), bad
+        return model.model_validate(_unflatten(given)), bad
     except ValidationError as error:
-        for problem in error.errors():
-            where = ".".join(map(str, problem["loc"]))
-            name = next(setting for setting in known if f"{where}.".startswith(f"{setting}."))
-            mistakes.append(f"{written.get(where, written.get(name, name))}: {complaint(problem)}")
+        problems = error.errors()
+    for problem in problems:
+        where = ".".join(map(str, problem["loc"]))
+        names = [name for name in given if f"{where}.".startswith(f"{name}.")]
+        # a whole group may be unknown
+        for name in names or [name for name in given if name.startswith(f"{where}.")]:
+            mistakes.append(f"{written.get(name, name)}: {complaint(problem, name, list(known))}")
             bad.add(name)
-    good = {name: value for name, value in good.items() if not any(f"{name}.".startswith(f"{b}.") for b in bad)}
-    return model.model_validate(_unflatten(good)), bad
+    good = {name: value for name, value in given.items() if name not in bad}
+    # one mistake can hide another: --task=mnist that of --task.dropout=9
+    settings, more = validate(model, good, written, mistakes)
+    return settings, bad | more
 
 
-def complaint(problem: Any) -> str:
-    """Return what is wrong with a value, from pydantic's error."""
-    message = problem["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
-    better = {
-        "string_type": "must be text: write it in quotes",
-        "string_too_short": "is empty",
-        "list_type": f"must be a list: write [{problem['input']}]",
-    }
-    return str(better.get(problem["type"], message))
+def complaint(problem: Any, name: str = "", known: list[str] | None = None) -> str:
+    """Return what is wrong with the value that was given for `name`, from pydantic's error. `known` are all names."""
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"unknown setting{nearest(name, known or [])}"
+        case "model_type":
+            example = next(setting for setting in known or [] if setting.startswith(f"{name}."))
+            return f"{name} is a group; write, for example, --{example}=…"
+        case "string_type":
+            return "must be text: write it in quotes"
+        case "string_too_short":
+            return "is empty"
+        case "list_type":
+            return f"must be a list: write [{problem['input']}]"
+    return str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
 
 
 def fields(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -189,10 +191,8 @@ def _read_file(file: str, mistakes: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         there = [str(p) for p in sorted(path.parent.glob("*.yaml"))]
         mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
-    except (OSError, UnicodeDecodeError) as error:
-        mistakes.append(f"--config={file}: cannot be read, {getattr(error, 'strerror', None) or 'it is not text'}")
-    except YAMLError as error:
-        mistakes.append(f"--config={file}: not yaml, {cause(error)}")
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")
     else:
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
             return content
@@ -206,15 +206,8 @@ def read_yaml(text: str | bytes) -> Any:
     Raises:
         YAMLError: the text is not YAML, repeats a key, a value is not of its type, or the nesting has no end.
     """
-    with (
-        explained("", (ValueError, LookupError, AttributeError), YAMLError),  # 2024-02-30, !!bool x, in itself
-        explained("nested too deeply, ", RecursionError, YAMLError),
-    ):
-        try:
-            content = YAML(typ="safe", pure=True).load(text)
-        except MarkedYAMLError as error:
-            line = f", see line {error.problem_mark.line + 1}" if error.problem_mark else ""
-            raise YAMLError(f"{error.problem or cause(error)}{line}") from error
+    with explained("", Exception, YAMLError):
+        content = YAML(typ="safe", pure=True).load(text)
         json.dumps(content, default=str)  # which refuses one that contains itself
     return content
 

@@ -28,8 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import SGD
 
 from src.config.config import Config
-from src.config.errors import UserError
-from src.config.settings import nearest
+from src.config.errors import UserError, explained
 from src.distributed.launch_guard import refuse_another_strategy, refuse_wrong_launch
 from src.distributed.launcher import Launcher, find_launcher, what_is_asked
 from src.distributed.process import SIGNALS
@@ -193,12 +192,6 @@ def num_replicas(accelerator: Accelerator) -> int:
     return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
 
 
-def find_shard(accelerator: Accelerator) -> tuple[int, int] | None:  # room: cpu text
-    """Return which shard of the model is this process's, and their number; None if it is not sharded."""
-    number = accelerator.num_processes // num_replicas(accelerator)
-    return (accelerator.process_index % number, number) if accelerator.is_fsdp2 else None
-
-
 @contextlib.contextmanager
 def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
     """Do as accelerator.local_main_process_first, but have the others wait as long as it takes: collectives give up
@@ -221,24 +214,15 @@ def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     and accumulation, which the loop does itself.
 
     Raises:
-        UserError: FSDP found no blocks to wrap.
+        UserError: FSDP found no blocks to wrap, or not those that were named.
     """
-    name = type(model).__name__
-    if accelerator.is_fsdp2:
-        from_yaml = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
-        classes = {type(module).__name__ for module in model.modules()}
-        for block in from_yaml or getattr(model, "_no_split_modules", None) or []:
-            if block not in classes:
-                where = "fsdp_transformer_layer_cls_to_wrap" if from_yaml else "_no_split_modules"
-                raise UserError(f"{where} names {block}, which {name} does not have{nearest(block, sorted(classes))}")
     if not accelerator.is_fsdp2:
         return accelerator.prepare(model)
-    model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it insists on an optimizer
+    blocks = "_no_split_modules (a list of class names), or fsdp_transformer_layer_cls_to_wrap in the yaml"
+    with explained(f"{blocks}: ", ValueError):  # names a class that the model does not have
+        model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it insists on an optimizer
     if sharded_units(model) < 2:
-        raise UserError(
-            f"FSDP wrapped nothing but the root: name the repeating blocks of {name} "
-            f"in its _no_split_modules (a list of class names), or in the yaml's fsdp_transformer_layer_cls_to_wrap"
-        )
+        raise UserError(f"FSDP wrapped nothing but the root of the model: name its repeating blocks in {blocks}")
     return model
 
 

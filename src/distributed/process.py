@@ -7,12 +7,9 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-
-import psutil
 
 from src.config.errors import RunError, UserError
 
@@ -23,7 +20,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
 """Environment variables that accelerate's and torch's launchers always set, and nothing else does."""
-PR_SET_PDEATHSIG = 1  # room: sweep workers
+PR_SET_PDEATHSIG = 1
 """Of Linux's prctl.h."""
 
 
@@ -120,34 +117,17 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         raise
 
 
-def exit_with_others() -> None:
-    """Send this process SIGTERM when its launcher is gone; end it when another process of the launcher's is, after a
-    grace period, as long as signals are caught. Without a launcher, do nothing.
+def end_with_launcher() -> None:
+    """Have Linux send this process SIGTERM when its launcher dies; without a launcher, do nothing: a shell may end
+    before the run.
 
-    Launchers leave their processes running on SIGKILL and SIGUSR1; accelerate's, with one process, on any signal. And
-    a process that waits for another one in C++ notices neither that one's death nor the launcher's signal.
+    Launchers leave their processes running on SIGKILL and SIGUSR1; accelerate's, with one process, on any signal.
     """
-    launcher, size = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    def watch() -> None:
-        own, alike = psutil.Process().cmdline(), set[psutil.Process]()
-        while os.getppid() == launcher:
-            with contextlib.suppress(psutil.Error):  # one was just started, or has just died
-                if len(alike) < size:
-                    alike.update(p for p in psutil.Process(launcher).children() if p.cmdline() == own)
-                if any(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in alike):
-                    time.sleep(GRACE_SECONDS)
-                    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-                        sys.stderr.write("train.py: another process of this run died\n")
-                        os._exit(1)
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     if any(name in os.environ for name in LAUNCHER_VARIABLES):
-        threading.Thread(target=watch, daemon=True).start()
+        end_with_parent()
 
 
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:  # room: sweep workers
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Have Linux send this process a signal when its parent dies; on another system, do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -13,9 +13,6 @@ from accelerate import Accelerator
 from src.config.config import Config
 from src.distributed.process import SIGNALS
 
-ASK_SECONDS = 0.5
-"""Seconds that an evaluation goes on before its processes ask each other again whether to stop."""
-
 
 class StopSignal:
     """Turns signals and max_hours into a request, which the loop honours between steps."""
@@ -29,8 +26,6 @@ class StopSignal:
         if accelerator.num_processes > 1:
             timeout = timedelta(minutes=config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        self._world_size = accelerator.num_processes
-        self._calls, self._calls_between, self._asked = 0, 1, time.monotonic()
 
     @property
     def reason(self) -> str | None:
@@ -57,15 +52,7 @@ class StopSignal:
         return wait
 
     def poll(self) -> bool:
-        """Return whether any process was asked to stop: the same answer on all, which must call this equally often. The
-        calls between two exchanges double until they take ASK_SECONDS. Collective."""
-        if self._group is None:
-            return self.requested
-        self._calls += 1
-        if self._calls < self._calls_between:
-            return False
-        requests, seconds = self.begin_sum([float(self.requested), time.monotonic() - self._asked])()
-        calls = self._calls * ASK_SECONDS * (self._world_size / max(seconds, 1e-6))
-        self._calls_between = max(1, int(min(2 * self._calls_between, calls)))
-        self._calls, self._asked = 0, time.monotonic()
+        """Return whether any process was asked to stop: the same answer on all, which must call this equally often.
+        Collective."""
+        (requests,) = self.begin_sum([float(self.requested)])()
         return requests > 0

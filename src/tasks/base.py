@@ -58,7 +58,7 @@ class Task(Settings, ABC):
         """Return the model, fp32, on the CPU. Same seed, same weights. For FSDP, `_no_split_modules` on it lists the
         class names of its repeating blocks, as transformers does."""
 
-    def build_empty_model(self, rank: int, world_size: int) -> nn.Module | None:  # room: text
+    def build_empty_model(self) -> nn.Module | None:  # room: text
         """Return the model with parameters on the meta device, which FSDP shards before `load_weights` fills them; None
         if every process can hold all of it, as `build_model` returns it."""
         return None

@@ -7,7 +7,6 @@ from base64 import b64encode
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import distribution
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -17,14 +16,11 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from src.config.errors import UserError
+from src.config.errors import UserError, cause
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
 from src.tasks.base import PICTURE, Table, Task
 from src.tasks.tables import label_columns, label_tables
-
-IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-INSTEAD = "to download MNIST again, or set --task.data_dir"
 
 
 class MnistCnn(nn.Module):
@@ -94,15 +90,28 @@ class Digits:
 
 
 def mnist(data_dir: str) -> tuple[Digits, Digits]:
-    """Return MNIST's training and test set; torchvision downloads what is not in `data_dir`. Raise a UserError if the
-    files can neither be found nor downloaded, or one is not what its name says."""
-    downloaded = Path(data_dir) / "MNIST" / "raw"
-    folders = (downloaded, Path(data_dir))
-    complete = [folder for folder in folders if all((folder / name).is_file() for name in IDX_FILES)]
-    if not complete:
-        _download(data_dir)
-    folder = complete[0] if complete else downloaded
-    return _read_digits(folder, "train"), _read_digits(folder, "t10k")
+    """Return MNIST's training and test set, as torchvision reads them from `data_dir` or downloads them into it.
+
+    Raises:
+        UserError: the files can neither be read nor downloaded.
+    """
+    # importing torchvision takes more than a second, and the bundled digits don't need it
+    dataset = import_module("torchvision.datasets").MNIST
+    parts = []
+    for is_train in (True, False):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
+                part = dataset(data_dir, train=is_train, download=True)
+            if part.data.shape != (len(part.targets), 28, 28):
+                raise ValueError("as many labels as images of 28 x 28 pixels are needed")
+        except Exception as error:  # of a damaged file: nearly any
+            raise UserError(
+                f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({cause(error)}): delete what "
+                f"is there, set --task.data_dir, or use the bundled digits: --task.source=digits"
+            ) from error
+        parts.append(Digits(part.data, part.targets))
+    train, test = parts
+    return train, test
 
 
 def bundled_digits() -> tuple[Digits, Digits]:
@@ -121,41 +130,6 @@ def bundled_digits() -> tuple[Digits, Digits]:
     return Digits(data[0][split:], data[1][split:]), Digits(data[0][:split], data[1][:split])
 
 
-def _download(data_dir: str) -> None:
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
-            # importing torchvision takes more than a second, and is needed only once
-            import_module("torchvision.datasets").MNIST(data_dir, download=True)
-    except (RuntimeError, OSError) as error:
-        says = str(error).strip().splitlines()[-1]
-        raise UserError(
-            f"MNIST is not in task.data_dir={data_dir} and could not be downloaded ({says}): set --task.data_dir=DIR "
-            f"to a folder with the four files {', '.join(IDX_FILES)}, or use the bundled digits: --task.source=digits"
-        ) from error
-
-
-def _read_digits(folder: Path, part: str) -> Digits:
-    images = _read_idx(folder / f"{part}-images-idx3-ubyte", dimensions=3)
-    labels = _read_idx(folder / f"{part}-labels-idx1-ubyte", dimensions=1)
-    if images.shape[1:] != (28, 28) or len(labels) != len(images) or labels.max() > 9:
-        shapes = f"images {tuple(images.shape)}, labels {tuple(labels.shape)}"
-        raise UserError(f"{folder}: the {part} files are not MNIST's: {shapes}; delete them {INSTEAD}")
-    return Digits(images, labels.long())
-
-
-def _read_idx(path: Path, dimensions: int) -> Tensor:
-    """Return the bytes in an IDX file, shaped: after two zeros come the type (8: unsigned bytes), the number of
-    dimensions, and the size of each as a big-endian int32 (http://yann.lecun.com/exdb/mnist). Raise a UserError if it
-    is not such a file."""
-    content = np.fromfile(path, np.uint8)
-    header, data = np.split(content, [4 + 4 * dimensions])
-    is_idx = len(data) > 0 and header[:4].tolist() == [0, 0, 8, dimensions]
-    shape = header[4:].view(">i4") if is_idx else None
-    if shape is None or len(data) != np.prod(shape):
-        raise UserError(f"{path}: truncated or not an IDX file ({len(content)} bytes); delete it {INSTEAD}")
-    return torch.from_numpy(data.reshape(shape))
-
-
 class Mnist(Task):
     """Tells which digit an image shows."""
 
@@ -164,7 +138,7 @@ class Mnist(Task):
     source: Literal["mnist", "digits"] = "mnist"
     """mnist: 60,000 + 10,000 images, downloaded once; digits: 1,438 + 359 that come with scikit-learn."""
     data_dir: ResumeSafe[str] = "data"
-    """Folder with the four IDX files of MNIST, here or in MNIST/raw; they are downloaded if missing."""
+    """Folder that torchvision keeps MNIST in, as MNIST/raw; it is downloaded if missing."""
     shift: Annotated[NonNegativeInt, Field(le=8)] = 2
     """Largest shift of a training image along each axis, in pixels, drawn anew in each epoch."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 10.0

@@ -5,7 +5,7 @@ The loss is looked at in a run's first step only, so that the others cost nothin
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from src.config.errors import UserError
@@ -22,12 +22,19 @@ MEAN = 1
 """A loss's `reduction`, as autograd keeps it."""
 
 
-def returned(task: Task, method: str, *arguments: Any) -> Any:
-    """Return what the method returns. Raise a UserError if that is not what it must return."""
-    found = getattr(task, method)(*arguments)
+def require_right(task: Task, method: str, found: Any) -> None:
+    """Raise a UserError if the method has returned something else than it must."""
     if not _is_right(method, found):
         raise UserError(f"{type(task).__name__}.{method} must return {MUST_RETURN[method]}")
-    return found
+
+
+def require_sum(task: Task, loss: Tensor, batch: Any) -> None:
+    """Raise a UserError if the loss of a batch is something else than a tensor of shape (), or one that torch averaged
+    over several targets. Autograd tells, but not of every mean: nothing is computed for this."""
+    require_right(task, "loss", loss)
+    is_mean = getattr(loss.grad_fn, "_saved_reduction", None) == MEAN
+    if is_mean and task.count_targets(batch) > 1:
+        raise UserError(f"{type(task).__name__}.loss must return {SUM}")
 
 
 def _is_right(method: str, found: Any) -> bool:
@@ -41,25 +48,3 @@ def _is_right(method: str, found: Any) -> bool:
         case "metrics", dict(metrics):
             return all(isinstance(value, int | float) for value in metrics.values())
     return False
-
-
-class Examined:
-    """A task whose loss is looked at."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss, once it is found to be a sum.
-
-        A loss that torch averaged over several targets is refused. Autograd tells, but not of every mean: nothing is
-        computed for this, and no random number drawn.
-
-        Raises:
-            UserError: the loss is a mean, or something else than a tensor of shape ().
-        """
-        loss = returned(self._task, "loss", model, batch)
-        is_mean = getattr(loss.grad_fn, "_saved_reduction", None) == MEAN
-        if is_mean and self._task.count_targets(batch) > 1:
-            raise UserError(f"{type(self._task).__name__}.loss must return {SUM}")
-        return loss

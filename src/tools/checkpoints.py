@@ -13,7 +13,7 @@ from pathlib import Path
 
 from src.checkpoint.export import export_weights, replacing
 from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import MANIFEST, STATE, evaluation_of, problems, read_state
+from src.checkpoint.format import MANIFEST, STATE, problems, read_state
 from src.checkpoint.hub import write_card
 from src.checkpoint.load import config_of, load_model
 from src.checkpoint.rng import absent_random_file
@@ -34,6 +34,12 @@ def show(path: Path, contents: bool) -> bool:
     absent = absent_random_file(path, state.num_processes) or ""
     print(f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {under}  {evaluated}  {absent}".rstrip())
     return True
+
+
+def evaluation_of(checkpoint: Path) -> dict[str, float]:
+    """Return the results of the evaluation after its step, by name; empty if there was none."""
+    progress = read_state(checkpoint).progress
+    return progress.evaluations.get(progress.step, {})
 
 
 def export(path: Path, folder: Path) -> None:

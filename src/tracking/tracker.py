@@ -149,7 +149,8 @@ class Tracker:
             return
         progress.tick()
         training_seconds = progress.training_seconds + progress.interval_seconds
-        tokens = progress.tokens + progress.interval[2]
+        _, _, tokens_in_interval, _ = progress.interval
+        tokens = progress.tokens + tokens_in_interval
         self._summary = {
             "step": progress.step,
             "epoch": progress.step / run.steps_per_epoch,

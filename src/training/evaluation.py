@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from src.distributed.stop import StopSignal
 from src.tasks.base import Table, Task
-from src.tasks.returned import returned
+from src.tasks.returned import require_right
 from src.training.batches import MicroBatch
 from src.training.gradients import float64_zeros
 
@@ -55,7 +55,9 @@ def evaluate_batches(
         # also in the middle, as the launcher kills its processes 30 s after SIGTERM
         if stop and stop.poll():
             return None
-        loss, batch_outputs = returned(task, "evaluate", model, batch.data)
+        found = task.evaluate(model, batch.data)
+        require_right(task, "evaluate", found)  # room: examine
+        loss, batch_outputs = found
         # a dummy batch, of weight 0, is only there because FSDP's forward pass is collective
         loss_sum += loss * batch.weight
         targets += batch.counts.targets * batch.weight
@@ -88,5 +90,7 @@ def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int
 
 def metrics_of(task: Task, loss: float, examples: int, outputs: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of an evaluation, by the names that metrics.jsonl has them under."""
-    found = {"loss": loss, "examples": examples, **returned(task, "metrics", outputs)}
+    of_task = task.metrics(outputs)
+    require_right(task, "metrics", of_task)  # room: examine
+    found = {"loss": loss, "examples": examples, **of_task}
     return {f"eval/{name}": value for name, value in found.items()}

@@ -157,20 +157,13 @@ class Progress:
         for result, loss_sum, grad_norm in zip(results, sums, norms, strict=True):
             # one NaN would make the mean of the whole interval NaN
             if math.isfinite(loss_sum):
-                self._add_to_interval(loss_sum, result.counts)
+                counts = result.counts
+                added = (loss_sum, counts.targets, counts.tokens, counts.padded_tokens)
+                self.interval = [total + more for total, more in zip(self.interval, added, strict=True)]
             self.update_loss_scale(grad_norm, is_fp16)
             if self.skipped_in_a_row >= max_bad_steps:
                 return True
         return False
-
-    def _add_to_interval(self, loss_sum: float, counts: StepCounts) -> None:
-        totals = self.interval
-        self.interval = [
-            totals[0] + loss_sum,
-            totals[1] + counts.targets,
-            totals[2] + counts.tokens,
-            totals[3] + counts.padded_tokens,
-        ]
 
     def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> bool:
         """Update the loss scale. Return whether the step was taken: the global norm decides, alike on all processes.

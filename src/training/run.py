@@ -15,7 +15,7 @@ from src.config.config import Config
 from src.distributed.accelerator import HALF_PRECISION, Launch, local_main_process_first
 from src.distributed.machines import require_same_data
 from src.tasks.base import Examples, Task
-from src.tasks.returned import returned
+from src.tasks.returned import require_right
 from src.training.cpu import tune_for_cpu
 from src.training.optim import Schedule
 from src.training.progress import Progress
@@ -131,7 +131,9 @@ def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exampl
     # the first process downloads and tokenizes, and the others find it done; one on each machine, as caches are on
     # their disks
     with local_main_process_first(accelerator):
-        train_set, eval_set = returned(task, "build_datasets")
+        datasets = task.build_datasets()
+        require_right(task, "build_datasets", datasets)  # room: examine
+        train_set, eval_set = datasets
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(train_set), task.fingerprint(eval_set)]
@@ -157,11 +159,11 @@ def new_model(
     config: Config,
     device_type: str,
     precision: str,
-    sharding: tuple[int, int] | None = None,  # room: cpu text
+    is_sharded: bool = False,  # room: cpu text
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, the same on all processes, and facts about it by name.
 
-    Under FSDP, `sharding` says which shard is this process's, and their number.
+    `is_sharded`: FSDP will shard it.
     """
     tuned: list[str] = []
     tuned += config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))  # room: text
@@ -169,28 +171,28 @@ def new_model(
     tuned += ["cuda_graphs"] if config.cuda_graphs else []  # room: cuda_graphs
     model = _build(
         config,
-        sharding,  # room: text
+        is_sharded,  # room: text
     )
     if device_type == "cpu":  # room: cpu
-        tuned += tune_for_cpu(model, precision, sharding is not None)
+        tuned += tune_for_cpu(model, precision, is_sharded)
     parameters = list(model.parameters())
     facts: dict[str, Any] = {
         "parameters": sum(p.numel() for p in parameters),
         "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "tuned": tuned,
     }
-    facts["built_whole"] = sharding is not None and not any(p.is_meta for p in parameters)  # room: text
+    facts["built_whole"] = is_sharded and not any(p.is_meta for p in parameters)  # room: text
     return model, facts
 
 
 def _build(
     config: Config,
-    sharding: tuple[int, int] | None,  # room: text
+    is_sharded: bool,  # room: text
 ) -> nn.Module:
     """Return the task's model. All processes use the same seed, and so get the same weights."""
-    if sharding:  # room: text
+    if is_sharded:  # room: text
         set_seed(config.seed)
-        model = config.task.build_empty_model(*sharding)
+        model = config.task.build_empty_model()
         if model is not None:
             return model
         # None: every process builds all of it, though build_empty_model may have consumed random numbers

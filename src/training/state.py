@@ -45,7 +45,7 @@ class ResumePoint:
     """What the user should know about the choice, a line each."""
     is_finished: bool = False
     """Whether there is nothing left to do."""
-    mirror: Any = None
+    mirror: Any = None  # room: mirror
     """The Mirror of src/checkpoint/mirror.py, which keeps copies of the run's checkpoints; None: there is none."""
 
     @property
@@ -62,9 +62,11 @@ class ResumePoint:
         return f"after step {state.progress.step:,}, {where}"
 
     @property
-    def is_disk_shared(self) -> bool:
+    def is_disk_shared(self) -> bool:  # room: mirror text
         """Return whether all machines see the same output folder, as they must without a mirror."""
-        return self.mirror is None or self.mirror.is_shared
+        if self.mirror:  # room: mirror
+            return self.mirror.is_shared
+        return True
 
     def is_own(self, config: Config) -> bool:
         """Return whether the checkpoint is of the run in this output folder, not of one that it branches off from."""

@@ -2,40 +2,41 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.check.planted import ALONE, FAULTS, Fault
+from tests.check.planted import FAULTS
+from tests.check.test_check import rows
 from tests.launching import QUIET, Launch
+
+SETTINGS = ("--task.source=digits", "--global_batch_size=16", "--epochs=4", *QUIET)
+
+
+@pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
+def test_each_fault_is_found_by_its_check(launch: Launch, tmp_path: Path, yaml: str) -> None:
+    """In the same processes, one after the other."""
+    output, faults = tmp_path / "found.json", {fault.name: fault for fault in FAULTS if fault.yaml == yaml}
+    launch(yaml, str(output), yaml, *SETTINGS, script="tests/check/examine.py").succeeded()
+    found = json.loads(output.read_text())
+    checks = {name: {row["check"] for row in failed} for name, failed in found.items()}
+    assert checks == {name: {fault.fails} for name, fault in faults.items()}, found
+    said = {name: " ".join(row["measured"] + row["means"] for row in failed) for name, failed in found.items()}
+    assert [name for name, fault in faults.items() if fault.says not in said[name]] == [], found
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [pytest.param(f, id=f.name, marks=[pytest.mark.slow] if f.is_slow else []) for f in FAULTS.values()],
-)
-def test_fault(launch: Launch, tmp_path: Path, fault: Fault) -> None:
-    """Run --check with the fault."""
-    settings = ("--check", "--task.source=digits", f"--output_dir={tmp_path}/run", *QUIET, *fault.arguments)
-    more: dict[str, Any] = {"script": "tests/check/planted.py", "processes": 2, "folder": tmp_path / "run"}
-    run = launch(fault.yaml, fault.name, *settings, **more)
+    ("yaml", "fault", "runs"),
+    [
+        ("fsdp", "_fsdp_plugin = lambda *_: None", "DDP x 2"),
+        ("ddp", "Accelerator = lambda cpu, build=accelerator.Accelerator, **of: build(cpu=False, **of)",
+         "one process x 1"),
+    ],
+)  # fmt: skip
+def test_another_strategy_than_was_asked_for_ends_the_run(launch: Launch, yaml: str, fault: str, runs: str) -> None:
+    before = "from src.distributed import accelerator\naccelerator.refuse_another_strategy = lambda *_: None\n"
+    run = launch(yaml, "--check", before=f"{before}accelerator.{fault}")
     assert run.exit_code == 1
-    found = json.loads((run.folder / "check.json").read_text())
-    failed = [row for row in found["checks"] if row["means"]]
-    assert not found["passed"]
-    assert {row["check"] for row in failed} == {fault.fails}, run.stdout
-    assert any(fault.says in row["measured"] + row["means"] for row in failed), failed
-    assert f"FAILED: {fault.fails}" in run.stdout
-
-
-def test_faults_that_one_process_shows(launch: Launch, tmp_path: Path) -> None:
-    """All of them in one process, and nothing in the project without them."""
-    output, sizes = tmp_path / "found.json", ("--global_batch_size=16", "--epochs=4")
-    settings = ("--task.source=digits", *sizes, f"--output_dir={tmp_path}/run", *QUIET)
-    launch("cpu", str(output), *settings, script="tests/check/examine.py").succeeded()
-    failed = json.loads(output.read_text())
-    assert failed.pop("") == []
-    checks = {name: {row["check"] for row in rows} for name, rows in failed.items()}
-    assert checks == {fault.name: {fault.fails} for fault in ALONE.values()}, failed
-    said = {name: " ".join(row["measured"] + row["means"] for row in rows) for name, rows in failed.items()}
-    assert [fault.name for fault in ALONE.values() if fault.says not in said[fault.name]] == [], failed
+    assert "FAILED: Launch" in run.stdout
+    (failed,) = [row for row in rows(run) if row["means"]]
+    assert (failed["check"], failed["measured"]) == ("Launch", runs)
+    assert not json.loads((run.folder / "check.json").read_text())["passed"]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from src.checkpoint import format, write
-from src.distributed import accelerator as distributed
 from src.tasks.mnist import Mnist
 from src.training import batches as loading
 
@@ -46,14 +45,6 @@ def at_training_step(fault: Callable[[], None]) -> None:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_or_go_deaf() -> None:
-    """The second process dies; the first one is as if blocked in a collective of NCCL: its Python sees no signal."""
-    if os.environ["RANK"] == "1":
-        die()
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    time.sleep(10_000)
 
 
 def fail() -> None:
@@ -95,7 +86,6 @@ def is_at_step(checkpoint: Path) -> bool:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "die": lambda: at_training_step(die),
-    "die, others deaf": lambda: at_training_step(die_or_go_deaf),
     "raise": lambda: at_training_step(fail),
     "hang": lambda: at_training_step(lambda: time.sleep(10_000)),
     "nan": lambda: not_a_number(range(STEP, STEP + 1)),
@@ -106,7 +96,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "die in rotation": lambda: before(format.shutil, "rmtree", lambda *_, **__: die()),
     "slow save": lambda: in_the_save(3),
     "stuck save": lambda: in_the_save(10_000),
-    "never joins": lambda: before(distributed, "Accelerator", lambda *_, **__: time.sleep(10_000)),
     "slow data": lambda: before(Mnist, "build_datasets", build_for_ever),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
     "count batches": count_batches,

@@ -88,8 +88,6 @@ def test_all_rows_of_another_file_count(
     predictions = pq.read_table(output).to_pydict()
     assert set(predictions["label"]) == {"rising"}
     assert metrics["eval/accuracy"] == (predictions["prediction"][0] == "rising")
-    with pytest.raises(UserError, match="only the task mnist predicts pictures, not text_classification"):
-        main([str(classifier.folder), "of the and"])
     other.write_text("text\tlabel\nof the and\trising\nof\tflat\n")
     with pytest.raises(UserError, match="flat is in the data to evaluate on, but not in the data to train on"):
         main([str(classifier.folder / part), f"--output={tmp_path}/x.parquet", f"--task.dataset={other}"])

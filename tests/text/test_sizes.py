@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from src.tasks.text.lean import empty
 from src.tasks.text.lora import Lora
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
@@ -34,7 +34,8 @@ def share(parameters: list[nn.Parameter], bytes_each: int) -> int:
 
 def figures(size: str, adapters: bool) -> list[str]:
     """The cells of a row: bytes of one process, in GB."""
-    model: Any = empty(lambda: LlamaForCausalLM(CONFIGS[size]))
+    with init_empty_weights(include_buffers=False):
+        model: Any = LlamaForCausalLM(CONFIGS[size])
     units = [*model.model.layers, model.model.embed_tokens, model.lm_head]
     gathered = max(sum(parameter.numel() for parameter in unit.parameters()) for unit in units) * 2
     if adapters:

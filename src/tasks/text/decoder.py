@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ from src.config.errors import UserError, explained
 from src.tasks.text.architecture import new_config, typed
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.fine_tuning import FineTuning
-from src.tasks.text.lean import NewWeights, empty
 from src.tasks.text.pretrained import check_fit
 
 
@@ -39,19 +37,8 @@ class Decoder(FineTuning):
             yield "task.lora adapts an existing model: set task.model, not task.architecture"
 
     def load_model(self) -> Any:
-        return super().load_model() if self.model else self._new_model()
-
-    def empty_model(self, weights: NewWeights) -> Any:
         if self.model:
-            return super().empty_model(weights)
-        model = None
-        with weights, suppress(UserError):  # some compute with weights when they are built
-            model = empty(self._new_model)
-        if model is None or weights.parts(model).keys() != dict(model.named_parameters()).keys():
-            return None  # or make them by other means than drawing, as Mamba does
-        return model
-
-    def _new_model(self) -> Any:
+            return super().load_model()
         with explained(f"task.architecture: {self._config.model_type} refuses it, "):
             config = copy.deepcopy(self._config)  # the model's attention is noted there
             return self.auto_class.from_config(config, dtype=torch.float32)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,7 +24,7 @@ from transformers import (
 from src.config.errors import UserError
 from src.tasks.base import Task
 from src.tasks.text.hub import loading
-from src.tasks.text.lean import NewWeights, Tensors, empty_pretrained, fill, load, weight_files
+from src.tasks.text.lean import empty_pretrained, load, start_heads, weight_files
 from src.tasks.text.lora import Lora
 from src.tasks.text.pretrained import save_sharded, without_adapters
 from src.tasks.text.source import TextSource
@@ -53,7 +53,6 @@ class FineTuning(TextSource, Task):
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
-    _new_weights: Tensors = PrivateAttr(default_factory=dict)
 
     def validation_errors(self) -> Iterator[str]:
         yield from self.source_errors()
@@ -92,15 +91,20 @@ class FineTuning(TextSource, Task):
     def build_model(self) -> Any:
         return self.finish(self.load_model())
 
-    def build_empty_model(self, rank: int, world_size: int) -> Any:
-        weights = NewWeights(rank, world_size)
-        model = self.empty_model(weights)
-        if model is None:
-            return None
-        with weights:
-            finished = self.finish(model)
-        self._new_weights = weights.parts(self.core(finished))
-        return finished
+    def build_empty_model(self) -> Any:
+        logging.disable_progress_bar()
+        with loading("model", self.model):
+            source = str(self.model)
+            files = weight_files(source, self.revision) if self.model else []
+            if not files:
+                return None
+            build = partial(self.auto_class.from_config, self._config, dtype=torch.float32)
+            model, absent = empty_pretrained(build, files)
+            with suppress(OSError):  # where there is none, it follows from the config
+                if model.can_generate():
+                    model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
+        self._require_all(model, absent)
+        return self.finish(model)
 
     def finish(self, model: Any) -> Any:
         """Return what is trained, made of transformers' model."""
@@ -132,25 +136,6 @@ class FineTuning(TextSource, Task):
         self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
         return model
 
-    def empty_model(self, weights: NewWeights) -> Any:
-        """Return the model of `load_model`, its parameters on the meta device, the new ones drawn into `weights`; None
-        if that is not possible."""
-        logging.disable_progress_bar()
-        with loading("model", self.model):
-            source = str(self.model)
-            files = weight_files(source, self.revision)
-            if not files:
-                return None
-            build = partial(self.auto_class.from_config, self._config, dtype=torch.float32)
-            model, absent = empty_pretrained(build, files)
-            with suppress(OSError):  # where there is none, it follows from the config
-                if model.can_generate():
-                    model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
-        self._require_all(model, absent)
-        with weights:
-            model.initialize_weights()
-        return model
-
     def _require_all(self, model: PreTrainedModel, absent: set[str]) -> None:
         if self.has_new_head:
             base = f"{model.base_model_prefix}."
@@ -161,14 +146,12 @@ class FineTuning(TextSource, Task):
             raise UserError(f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {says} ({names})")
 
     def load_weights(self, model: Any, device: torch.device) -> None:
-        """Read this process's part of the weights into a sharded model of `empty_model`, with adapters or without, and
-        put in the new ones. Raise a UserError if a file is damaged or missing."""
-        core = self.core(model)
-        own = without_adapters(core)
-        if self.model:
-            with loading("model", self.model):
-                load(own, weight_files(self.model, self.revision), device)
-        fill(core, self._new_weights, device)
+        """Read this process's part of the weights into a sharded model of `build_empty_model`, with adapters or
+        without. Raise a UserError if a file is damaged or missing."""
+        own = without_adapters(self.core(model))
+        with loading("model", self.model):
+            load(own, weight_files(str(self.model), self.revision), device)
+        start_heads(own)
         own.tie_weights()
 
     def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:

@@ -1,7 +1,7 @@
 """Models of transformers that FSDP shards before they have weights: no process holds more than its share and a tensor.
 
-`empty` builds one without weights. Accelerate shards it. Then `load` reads this process's part of a checkpoint's files,
-or `fill` puts in its part of new weights, which `NewWeights` has kept.
+`empty_pretrained` builds one without weights. Accelerate shards it. Then `load` reads this process's part of them from
+a checkpoint's files. The few that no file has, such as a classifier's new head, every process draws, all of them alike.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
@@ -29,19 +27,13 @@ ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
 """peft's names for a classifier's head, which is trained as it is, and what it was before."""
 
 
-def empty(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Return the model that `build` makes: its parameters on the meta device, its buffers as they are to be."""
-    with init_empty_weights(include_buffers=False):
+def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, set[str]]:
+    """Return the model that `build` makes: its parameters on the meta device, its buffers as they are to be; and the
+    names of its weights that the files, of which the headers are read, lack or have in another shape. These are drawn
+    on the CPU, as `from_pretrained` would."""
+    with no_init_weights(), init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()
-    return model
-
-
-def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, set[str]]:
-    """Return the model that `build` makes as `empty` does, and the names of its weights that the files, of which the
-    headers are read, lack or have in another shape. `initialize_weights` draws those, as `from_pretrained` would."""
-    with no_init_weights():
-        model = empty(build)
     shapes = {name: torch.empty(part.get_shape(), device="meta") for name, part in _slices(files).items()}
     found = _convert(model, shapes, torch.device("meta"))
     model.mark_tied_weights_as_initialized(found)
@@ -49,73 +41,25 @@ def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> 
     absent = {*found.missing_keys, *(name for name, *_ in found.mismatched_keys)}
     for target, source in model.all_tied_weights_keys.items():
         absent -= {target} if source not in absent else set()
+    for name in absent:
+        _set(model, name, torch.empty_like(model.get_parameter(name), device="cpu"))
     model.tie_weights()
+    model.initialize_weights()
     return model, absent
 
 
-class NewWeights(TorchFunctionMode):
-    """A context in which parameters on the meta device draw what they would draw on the CPU, one at a time, and of each
-    a process keeps the rows that FSDP gives it: the values of one process from the same seed."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__()
-        self._rank, self._world_size = rank, world_size
-        self._parts: dict[nn.Parameter, Tensor] = {}
-        self._parameter: nn.Parameter | None = None  # the one that was touched last, and all of its values
-        self._whole = torch.empty(0)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if not args and "tensor" in kwargs:  # the functions of torch.nn.init hand over all by name
-            args = (kwargs.pop("tensor"),)
-        parameter, name = args[0] if args else None, getattr(func, "__name__", "")
-        is_change = name == "__setitem__" or (name.endswith("_") and not name.endswith(("__", "requires_grad_")))
-        if not (isinstance(parameter, nn.Parameter) and parameter.is_meta and (is_change or name == "__getitem__")):
-            return func(*args, **kwargs)
-        if parameter is not self._parameter:
-            self._keep_part()
-            self._parameter, self._whole = parameter, torch.empty_like(parameter, device="cpu", requires_grad=False)
-        with torch.no_grad():
-            values = func(self._whole, *args[1:], **kwargs)
-        return parameter if is_change else values  # of __getitem__ a view: an embedding's row is set to zero by it
-
-    def _keep_part(self) -> None:
-        if self._parameter is not None:
-            parts = self._whole.chunk(self._world_size)
-            part = parts[self._rank] if self._rank < len(parts) else self._whole[:0]
-            self._parts[self._parameter] = part.clone()
-            self._parameter, self._whole = None, torch.empty(0)
-
-    def parts(self, model: nn.Module) -> Tensors:
-        """Return this process's rows of each parameter that was drawn, by name, of tied ones once."""
-        self._keep_part()
-        return {name: self._parts[p] for name, p in model.named_parameters() if p in self._parts}
-
-
-def fill(model: nn.Module, parts: Tensors, device: torch.device) -> None:
-    """Put the parts, which are freed, into a sharded model without weights, and start what is trained in place of a
-    layer, as a classifier's head is under LoRA, from that layer."""
-    for name in list(parts):
-        parameter = model.get_parameter(name)
-        _set(model, name, parameter, parts.pop(name).to(device, parameter.dtype))
-    for name, parameter in list(model.named_parameters()):
-        if TRAINED_HEAD in name:
-            original: Any = model.get_parameter(name.replace(TRAINED_HEAD, ORIGINAL_HEAD))
-            _set(model, name, parameter, original.to_local().clone())
-
-
-def _set(model: nn.Module, name: str, parameter: Any, part: Tensor) -> None:
-    sharded: Tensor = DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    sharded = sharded.to(part.device)  # an offloaded shard belongs to the CPU: from_local moves it to the mesh's device
+def _set(model: nn.Module, name: str, values: Tensor) -> None:
     path, _, last = name.rpartition(".")
-    setattr(model.get_submodule(path), last, nn.Parameter(sharded, parameter.requires_grad))
+    is_trained = model.get_parameter(name).requires_grad
+    setattr(model.get_submodule(path), last, nn.Parameter(values, is_trained))
+
+
+def start_heads(model: nn.Module) -> None:
+    """Start what is trained in place of a layer, as a classifier's head is under LoRA, from that layer."""
+    for name, _ in list(model.named_parameters()):
+        if TRAINED_HEAD in name:
+            original = model.get_parameter(name.replace(TRAINED_HEAD, ORIGINAL_HEAD))
+            _set(model, name, original.detach().clone())
 
 
 def weight_files(source: str, revision: str | None) -> list[str]:

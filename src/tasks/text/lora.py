@@ -48,6 +48,9 @@ class Lora(Settings):
         with explained("task.lora.target_modules: ", ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
             adapted = get_peft_model(model, config, revision=revision)
+        for layer in adapted.modules():
+            if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
+                layer.to_empty(device="cpu", recurse=False)
         for layer in adapted.modules():  # again, as peft loses the values where the model is on the meta device
             if isinstance(layer, LoraLayer):
                 layer.reset_lora_parameters("default", init_lora_weights=True)

@@ -25,12 +25,9 @@ def tune_for_cpu(model: nn.Module, precision: str, is_sharded: bool = False) -> 
     elif not is_sharded and keep_freed_memory():
         done.append("freed memory is kept")
     _change_class(model, nn.Dropout, Dropout)
-    if mkl.is_slow():
-        # fp32: a step of a Llama of 10.8M takes 0.53 s in place of 0.87; bf16: attention 14 ms in place of 27 (Zen 5)
-        if precision == "fp32" and _change_class(model, nn.Linear, mkl.Linear):
-            done.append("oneDNN in place of MKL")
-        if precision == "bf16" and mkl.avoid_in_attention(model):
-            done.append("attention without MKL")
+    # a step of a Llama of 10.8M takes 0.53 s in place of 0.87 (Zen 5)
+    if precision == "fp32" and mkl.is_slow() and _change_class(model, nn.Linear, mkl.Linear):
+        done.append("oneDNN in place of MKL")
     return done
 
 

@@ -12,9 +12,6 @@ from torch.autograd.function import once_differentiable
 
 FEWEST = 2**22
 """Multiplications of a layer; with fewer, the time that Python adds exceeds the gain."""
-LONGEST = 512
-"""Longest sequence, in tokens. Attention as products keeps each pair's probability for the backward pass: at this
-length 6 MiB for a sequence and 12 heads, in each layer."""
 
 
 def is_slow() -> bool:
@@ -23,22 +20,6 @@ def is_slow() -> bool:
     cpu = torch.cpu.get_capabilities()
     is_amd = "AMD" in cpu.get("cpu_name", "")
     return is_amd and bool(cpu.get("avx512_bf16")) and torch.backends.mkldnn.is_available()
-
-
-def avoid_in_attention(model: nn.Module) -> bool:
-    """Compute attention in bf16 as products if the model's sequences are short: torch's fused kernel, which calls MKL,
-    takes twice (512 tokens) to five times (32) as long. Scores are then rounded to bf16.
-
-    Returns:
-        Whether it did; it is a setting of the whole process.
-    """
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    if not 0 < max(getattr(config, "max_position_embeddings", None) or 0 for config in configs) <= LONGEST:
-        return False
-    # These two hold for the CPU as well. Without the second, scores and their softmax would be computed in fp32.
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    return True
 
 
 class Linear(nn.Linear):
