@@ -135,8 +135,8 @@ def test_a_batch_says_where_its_documents_are_without_asking_a_device() -> None:
     inputs = batch["inputs"]
     assert inputs["cu_seq_lens"].tolist() == [0, 5, 14, 21, 24, 34, 48, 48, 48]
     assert inputs["cu_seq_lens"].dtype == torch.int32
-    counts = {"tokens": batch["tokens"], "attention_pairs": batch["attention_pairs"], "max": inputs["max_length"]}
-    assert counts == {"tokens": 31, "attention_pairs": 15 + 45 + 28 + 55, "max": 16}
+    counts = {"tokens": batch["tokens"], "pairs": batch["pairs"], "max": inputs["max_length"]}
+    assert counts == {"tokens": 31, "pairs": 15 + 45 + 28 + 55, "max": 16}
     assert all(type(count) is int for count in counts.values())
     assert collated([3] * 8, [24], packing=False)["inputs"]["cu_seq_lens"].tolist()[-9:] == [24, 24, 48] + [48] * 6
 

@@ -20,7 +20,6 @@ from src.tasks.base import Table
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, RowFormat, find_row_format, split_text
-from src.tasks.text.flops import causal_pairs
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lean import Tensors
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
@@ -137,14 +136,12 @@ class CausalLM(Decoder):
     def collate(self, samples: list[list[dict[str, Any]]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         width = self.sequence_length if self.packing else max(map(sum, lengths))
-        window = getattr(self._config.get_text_config(), "sliding_window", None)
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
         return {
             "inputs": inputs | document_lengths(ends),
             "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
             "tokens": sum(map(sum, lengths)),
-            "attention_pairs": sum(causal_pairs(n) for row in lengths for n in row),
-            "window_pairs": sum(causal_pairs(n, window) for row in lengths for n in row),
+            "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
         }
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
@@ -157,7 +154,7 @@ class CausalLM(Decoder):
         return len(batch["inputs"]["targets"])
 
     def flops(self, model: LanguageModel, batch: Batch) -> float:
-        counts = batch["tokens"], self.count_targets(batch), batch["attention_pairs"], batch["window_pairs"]
+        counts = batch["tokens"], self.count_targets(batch), batch["pairs"]
         return model.flops.total(*counts) if model.flops else 0.0
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
