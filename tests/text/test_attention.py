@@ -75,7 +75,7 @@ def collated(*rows: list[int], length: int = 24, **settings: Any) -> dict[str, A
 
     def chunk(size: int) -> dict[str, Any]:
         ids, labels = draw.integers(1, 64, (2, size), dtype=np.int32)
-        return {"input_ids": ids, "labels": np.where(np.arange(size) % 3, labels, -100), "bytes": size}
+        return {"input_ids": ids, "labels": np.where(np.arange(size) % 3, labels, -100)}
 
     return task.collate([[chunk(size) for size in row] for row in rows])
 

@@ -70,7 +70,7 @@ def test_pairs_of_tokens_are_counted_as_the_masks_of_the_model_have_them(packing
     task = CausalLM(dataset="x", architecture={**SMALL, "model_type": "llama", "vocab_size": 300}, sequence_length=40,
                     packing=packing)  # fmt: skip
     chunks: list[dict[str, Any]] = [
-        {"input_ids": np.arange(n, dtype=np.int32), "labels": np.zeros(n), "bytes": n} for n in (3, 25, 12, 9)
+        {"input_ids": np.arange(n, dtype=np.int32), "labels": np.zeros(n)} for n in (3, 25, 12, 9)
     ]
     sequences = [chunks[:3], [chunks[3]]] if packing else [[chunk] for chunk in chunks]
     batch = task.collate(sequences)

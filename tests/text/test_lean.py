@@ -194,8 +194,8 @@ def test_adapters_on_frozen_weights_of_bf16(launch: Launch, models: Path, tmp_pa
 def test_no_process_ever_holds_more_than_its_share_and_a_block(
     launch: Launch, tmp_path: Path, shape: str, dtype: torch.dtype, processes: int
 ) -> None:
-    """Of resident memory above what there was before the model, at its peak: when it is loaded, saved, exported (but for
-    the file that the first process writes) and resumed. While a checkpoint is written, there is a second copy of what it holds.
+    """Of resident memory above what there was before the model, at its peak: when it is loaded, saved, exported and
+    resumed. While a checkpoint is written, there is a second copy of what it holds.
 
     Tried without, at 400M: files that stay open add what is read of them, to load and resume; gradients for all of the
     optimizer's state at once add a third to a resume.
