@@ -75,7 +75,7 @@ def collated(*rows: list[int], length: int = 24, **settings: Any) -> dict[str, A
 
     def chunk(size: int) -> dict[str, Any]:
         ids, labels = draw.integers(1, 64, (2, size), dtype=np.int32)
-        return {"input_ids": ids, "labels": np.where(np.arange(size) % 3, labels, -100), "bytes": size}
+        return {"input_ids": ids, "labels": np.where(np.arange(size) % 3, labels, -100)}
 
     return task.collate([[chunk(size) for size in row] for row in rows])
 
@@ -135,8 +135,8 @@ def test_a_batch_says_where_its_documents_are_without_asking_a_device() -> None:
     inputs = batch["inputs"]
     assert inputs["cu_seq_lens"].tolist() == [0, 5, 14, 21, 24, 34, 48, 48, 48]
     assert inputs["cu_seq_lens"].dtype == torch.int32
-    counts = {"tokens": batch["tokens"], "attention_pairs": batch["attention_pairs"], "max": inputs["max_length"]}
-    assert counts == {"tokens": 31, "attention_pairs": 15 + 45 + 28 + 55, "max": 16}
+    counts = {"tokens": batch["tokens"], "pairs": batch["pairs"], "max": inputs["max_length"]}
+    assert counts == {"tokens": 31, "pairs": 15 + 45 + 28 + 55, "max": 16}
     assert all(type(count) is int for count in counts.values())
     assert collated([3] * 8, [24], packing=False)["inputs"]["cu_seq_lens"].tolist()[-9:] == [24, 24, 48] + [48] * 6
 

@@ -35,7 +35,7 @@ UNTRANSLATED = "import functools, torch\ntorch.compile = functools.partial(torch
 """As a compiler, but for the translation into C++, which takes a minute."""
 FEW_LOGITS = "import src.tasks.text.language_model as m; m.CHUNK = 5000"
 """Of 19 tokens at a time, as if the vocabulary were large."""
-LM_METRICS = ("eval/perplexity", "eval/bits_per_byte", "eval/accuracy")
+LM_METRICS = ("eval/perplexity", "eval/accuracy")
 METRICS = {
     "lm with samples": LM_METRICS,
     "lm with adapters": LM_METRICS,
