@@ -146,7 +146,9 @@ def fit(run: Run) -> bool:
         checkpoints = CheckpointWriter(run, tracker.say)
         steps = CountedSteps(training_steps(run, progress.step), stop)
         is_stopping = False
-        take_step = step_function(run)
+        take_step: TrainStep = train_step
+        if config.cuda_graphs:  # room: cuda_graphs
+            take_step = RecordedStep(run, train_step)
         progress.start_clock()
         run.model.train()
         while True:
@@ -195,15 +197,6 @@ def fit(run: Run) -> bool:
         if not is_stopping:
             finish(run, tracker, checkpoints)
     return not is_stopping
-
-
-def step_function(run: Run) -> TrainStep:
-    """Return what takes the optimizer steps: `train_step`, or a recording of it."""
-    if run.is_main and run.device.type != "cpu":
-        run.task.import_metrics()  # takes seconds, for which the first evaluation would wait
-    if run.config.cuda_graphs:  # room: cuda_graphs
-        return RecordedStep(run, train_step)
-    return train_step
 
 
 def evaluate_and_log(run: Run, stop: StopSignal, tracker: Tracker) -> bool:

@@ -139,9 +139,6 @@ class Task(Settings, ABC):
         """Return what `loss` returns, and what `metrics` needs by name: tensors of shape (examples, ...)."""
         return self.loss(model, batch), {}
 
-    def import_metrics(self) -> None:
-        """Import what `metrics` needs, if that takes seconds: on a GPU, a whole run can be shorter."""
-
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         """Return the metrics of the whole evaluation set by name. `outputs` are those of `evaluate`, each example
         exactly once, in the dataset's order, on the CPU."""

@@ -180,9 +180,6 @@ class Mnist(Task):
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         return F.cross_entropy(logits, labels, reduction="sum"), outputs
 
-    def import_metrics(self) -> None:
-        load_metric("Accuracy")
-
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 

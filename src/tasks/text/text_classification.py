@@ -167,9 +167,6 @@ class TextClassification(FineTuning):
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         return cross_entropy(logits, labels, reduction="sum"), outputs
 
-    def import_metrics(self) -> None:
-        load_metric("Accuracy")
-
     def metrics(self, outputs: Tensors) -> dict[str, float]:
         labels = {name: outputs[name] for name in ("predictions", "references")}
         f1 = load_metric("F1").compute(**labels, labels=len(self._labels))
