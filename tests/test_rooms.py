@@ -97,6 +97,13 @@ def test_each_room_can_go_alone(launch: Launch, tmp_path: Path, room: str) -> No
     require_that_it_works(launch, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sets_of_rooms_can_go(launch: Launch, tmp_path: Path, seed: int) -> None:
+    throw_out({*random.Random(seed).sample(ROOMS, len(ROOMS) // 2)}, copy_to(tmp_path))
+    require_that_it_works(launch, tmp_path)
+
+
 def test_all_rooms_can_go_at_once_or_one_by_one_in_any_order(launch: Launch, tmp_path: Path) -> None:
     at_once, one_by_one = (copy_to(tmp_path / name) for name in ("at once", "one by one"))
     throw_out({*ROOMS}, at_once)
