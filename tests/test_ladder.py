@@ -42,6 +42,8 @@ def wrong_imports(src: Path) -> list[str]:
 
 
 def test_no_import_leads_up_or_hides_in_a_function() -> None:
+    """And nothing is beside the eight folders."""
+    assert {path.name for path in (PROJECT / "src").iterdir()} - {"__init__.py", "__pycache__"} <= FLOORS.keys()
     assert wrong_imports(PROJECT / "src") == []
 
 
