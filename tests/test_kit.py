@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-import yaml
-
 from tests.launching import PROJECT
 
 TARGETS = {
@@ -20,11 +18,6 @@ def read(name: str) -> str:
 
 def find(pattern: str, name: str) -> list[Any]:
     return re.findall(pattern, read(name), re.MULTILINE)
-
-
-def field(name: str) -> str:
-    """Return a field of pyproject.toml. (Python 3.10 has no tomllib.)"""
-    return find(rf'^{name} = "(.*)"', "pyproject.toml")[0]
 
 
 def test_make_targets_that_the_pages_name_exist() -> None:
@@ -46,17 +39,6 @@ def test_files_and_tests_that_the_guides_name_exist() -> None:
         assert chosen
         assert not [word for word in chosen if word not in tests], guide
     assert read("AGENTS.md").count("\n") <= 40
-
-
-def test_workflow_and_hooks_call_targets_that_exist_on_the_oldest_python() -> None:
-    """Tried with `make tests` there, with 3.11 as the oldest, and with a hook that calls ruff: the linter, and its
-    version, are those of `make lint` everywhere."""
-    job = yaml.safe_load(read(".github/workflows/test.yml"))["jobs"]["test"]
-    runs = {step["run"].removeprefix("sudo ") for step in job["steps"] if "run" in step}
-    assert {"make lint", "make test", "make testall"} <= runs <= {f"make {target}" for target in TARGETS}
-    assert ">=" + job["strategy"]["matrix"]["python"][0] == field("requires-python")
-    (repo,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
-    assert [hook["entry"] for hook in repo["hooks"] if hook["language"] == "system"] == ["make format", "make lint"]
 
 
 def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:

@@ -1,4 +1,4 @@
-"""make new: three fresh projects, each trained and tested, and what is refused. See docs/make-it-yours.md."""
+"""make new: fresh projects, each trained and tested, and what is refused. See docs/make-it-yours.md."""
 
 import os
 import re
@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, PROJECT, Launch, Run, clean_environment, run_command
+from tests.launching import BIN, PROJECT, Launch, Run, clean_environment, run_command, slow
 from tests.test_rooms import ROOMS, git, require_that_it_works
 
 ALL = " ".join(ROOMS)
 PROJECTS = [
-    pytest.param(("mnist", ALL, "configs/digits.yaml"), id="the leanest", marks=pytest.mark.slow),
-    pytest.param(("image_classification", "check wandb text", "configs/image_classification.yaml"), id="some"),
-    pytest.param(("dpo", "", "configs/dpo.yaml"), id="all of it", marks=pytest.mark.slow),
+    slow(("mnist", ALL, "configs/digits.yaml")),
+    ("image_classification", "check wandb text", "configs/image_classification.yaml"),
+    slow(("dpo", "", "configs/dpo.yaml")),
 ]
 
 
-def make_new(folder: Path, *words: str, **environment: str) -> Run:
+def make_new(folder: Path, *words: str) -> Run:
     """Call it as one whose git knows no name."""
     (folder / "gitconfig").write_text("[user]\nuseConfigOnly = true\n")
     nobody = {"GIT_CONFIG_GLOBAL": str(folder / "gitconfig"), "GIT_CONFIG_SYSTEM": os.devnull}
     command = ["make", "--silent", "new", f"PYTHON={BIN / 'python'}", *words]
-    return run_command(command, folder, PROJECT, **(nobody | environment))
+    return run_command(command, folder, PROJECT, **nobody)
 
 
 def make(project: Path, *words: str) -> str:

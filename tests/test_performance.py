@@ -19,7 +19,6 @@ from tests.launching import Launch, Whole, mistakes
     ("name", "precision", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-        ("NVIDIA H100 NVL", "fp8", 835e12),
         ("NVIDIA A100-SXM4-80GB", "fp32", None),
         ("NVIDIA L40S", "bf16", 362e12),
         ("NVIDIA L40", "bf16", None),

@@ -76,7 +76,6 @@ ODD, NONE = "not as a run writes its files", "holds no run"
         ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[1, None])).encode(), ODD),
         ("metrics.jsonl", b'{"step": 20, "eval/loss": 1' + b"0" * 400 + b"}", ODD),
         ("metrics.jsonl", b"7\n[]\n\xff\xfe\x80\n" + b"\0" * 50 + b'\n{"step": 30, "trai', ""),
-        ("status.json", b"null", ""),
     ],
 )  # fmt: skip
 def test_what_is_damaged_in_a_folder_is_left_out_and_what_no_run_writes_is_refused(
