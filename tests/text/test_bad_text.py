@@ -391,9 +391,6 @@ def test_a_tokenizer_without_a_pad_token_pads_with_the_end() -> None:
 
 
 def test_a_tokenizer_without_a_chat_template_and_the_advice_that_the_line_gives() -> None:
-    own = write({"a.jsonl": CHATS, "a.jinja": ""}), "chat_template=a.jinja"  # empty: the tokenizer's own
-    built(*LLAMA, *own, "train_on_prompts=true")
-    Path("a.jinja").unlink()
     arguments = (*LLAMA, write({"a.jsonl": CHATS, "llama/chat_template.jinja": None}))
     assert refused(*arguments) == [
         "the tokenizer has no chat template: set --task.chat_template to a Jinja file with one"

@@ -9,21 +9,19 @@ from typing import Any, ClassVar, Literal
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr
+from pydantic import PositiveInt, PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
-from src.tasks.base import Table
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, RowFormat, find_row_format, split_text
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lean import Tensors
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
-from src.tasks.text.pretrained import check_fit, load_exported, max_length, save, save_merged
-from src.tasks.text.samples import continuation
+from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
 from src.tasks.text.source import table_checksum
 from src.tasks.text.trial import failure, require_decoder
 
@@ -56,12 +54,6 @@ class CausalLM(Decoder):
     attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
     """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
     precision on a GPU, if the model can, else by a mask."""
-    sample_prompts: ResumeSafe[list[str]] = []
-    """Prompts to continue at each evaluation, for the record."""
-    sample_tokens: ResumeSafe[PositiveInt] = 64
-    """Most tokens to generate for each prompt."""
-    sample_temperature: ResumeSafe[NonNegativeFloat] = 0.8
-    """Temperature to sample at; 0: the likeliest token each time."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
     _attention: str = PrivateAttr("sdpa")
@@ -167,13 +159,6 @@ class CausalLM(Decoder):
     def metrics(self, outputs: Tensors) -> dict[str, float]:
         nats, targets, correct = (outputs[name].double().sum().item() for name in SUMS)
         return {"perplexity": math.exp(min(nats / targets, 700.0)), "accuracy": correct / targets}
-
-    def report(self, model: Any, device: torch.device) -> dict[str, Table]:
-        is_chat, limit = self._row_format.messages is not None, max_length(self._config, self._tokenizer)
-        options = is_chat, limit, self.sample_tokens, self.sample_temperature, device
-        samples = {prompt: continuation(model, self._tokenizer, prompt, *options) for prompt in self.sample_prompts}
-        rows = [{"prompt": prompt, "continuation": text} for prompt, text in samples.items()]
-        return {"samples": rows} if rows else {}
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> None:
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
