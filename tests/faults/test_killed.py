@@ -4,13 +4,10 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from multiprocessing import resource_sharer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +15,8 @@ import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from src.checkpoint.format import problems
-from src.config.config import config_from
 from src.config.errors import UserError
 from src.distributed.process import Signals, exit_codes
-from src.tasks import TASKS
-from src.training.batches import training_steps
 from tests.faults.runs import EACH_STEP, SHORT, WORKER, assert_same_run, checkpoints, found
 from tests.launching import Launch, Started, Whole, slow
 
@@ -188,23 +182,6 @@ def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:  # room: wor
     assert killed.exit_code != 0
     assert "DataLoader worker" in killed.stdout
     assert checkpoints(killed.folder) == [8]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes share memory by name")
-def test_a_loading_process_killed_while_it_hands_over_a_batch_is_named(  # room: workers
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Tried without _name_dead_workers: an EOFError with no word of the cause."""
-
-    def is_cut_off(_identifier: object) -> None:
-        raise EOFError  # as read from the connection, when the process does not yet count as dead
-
-    monkeypatch.setattr(resource_sharer._resource_sharer, "get_connection", is_cut_off)  # type: ignore[attr-defined]
-    config = config_from({"task": {"name": "mnist", "shift": 0, "rotation": 0}, "num_workers": 1}, TASKS)
-    facts = {"rank": 0, "world_size": 1, "steps_per_epoch": 1, "total_steps": 1, "device": torch.device("cpu")}
-    run: Any = SimpleNamespace(config=config, train_set=[{"labels": torch.zeros(1)}], **facts)
-    with pytest.raises(RuntimeError, match="a DataLoader worker died"):
-        next(training_steps(run, 0))
 
 
 def test_a_crash_between_writing_and_publishing(launch: Launch, whole: Whole, tmp_path: Path) -> None:

@@ -95,14 +95,6 @@ def test_on_a_disk_that_is_read_only_no_room_is_asked_for(number: int, remedy: s
     assert end.value.code == f"train.py: /runs/x cannot be written, so it is: {remedy}, then run the same command again"
 
 
-def test_a_file_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
-    """It can be opened. Tried without: "a file cannot be written"."""
-    (tmp_path / "tmp_status.json").symlink_to("/dev/full")
-    with pytest.raises(SystemExit) as end, exit_codes():
-        format.write_text(tmp_path / "status.json", "done")
-    assert str(end.value.code).startswith(f"train.py: {tmp_path}/tmp_status.json cannot be written, No space left")
-
-
 def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(launch: Launch) -> None:
     """Tried with str(): "None", as if it were a folder."""
     run = launched_with_small_files(launch, *SHORT, "--max_hours=1e-9").succeeded()

@@ -82,12 +82,6 @@ def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
             assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
 
 
-@pytest.mark.slow
-def test_ddp_says_nothing_of_the_layout_of_gradients_in_bf16(gpu: Launch) -> None:
-    """Those of the first convolution are channels-last, which is the same memory. Tried without the filter."""
-    assert gpu("ddp", "--max_steps=3", launcher_arguments=BF16, processes=2).succeeded().stderr == ""
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", slow("adadelta"), slow("sgd")])
 def test_a_recorded_step_is_the_step(gpu: Launch, tmp_path: Path, optimizer: str) -> None:
     """To the last bit, with dropout drawn anew in each replay, over ragged batches, and after a resume. Tried with the
@@ -144,10 +138,3 @@ def test_a_gpu_that_cannot_be_used_is_one_line(gpu: Launch, yaml: str, environme
     assert message.startswith(f"train.py: {says}")
     assert "Traceback" not in run.stderr.partition(message)[0]  # but the launcher's own, and torch's log
     assert 'train.py", line' not in run.stderr, "a traceback"
-
-
-@pytest.mark.slow
-def test_a_gpu_without_bf16_trains_in_fp32_and_says_so(gpu: Launch) -> None:
-    run = gpu("single_gpu", "--max_steps=1", launcher_arguments=(), real=True, NULL_GPU_CAPABILITY="7.5").succeeded()
-    assert (run.summary["precision"], run.stderr) == ("fp32", "")
-    assert "has no bf16: training in fp32" in run.stdout
