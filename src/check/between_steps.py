@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.check.findings import EXACT, Row, finding, gather, none_differ, norm, relative_error, worst
+from src.check.findings import EXACT, Row, finding, none_differ, norm, relative_error, worst
 from src.check.start import evaluating_less, spread
 from src.check.subject import Subject, checksum
 from src.checkpoint.resume import find_checkpoint
@@ -64,8 +64,7 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     yield none_differ("afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
     model = subject.reference.eval()
     loss, outputs = evaluate_alone(task, model, less.eval_set, BATCH, run.device)
-    by_hand = metrics_of(task, loss, len(less.eval_set), outputs) if run.is_main else {}
-    for name, expected in gather(by_hand)[0].items():
+    for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
         yield finding(name, f"{found:.6g}", f"{expected:.6g} by hand", is_close, WRONG_MEAN)
@@ -95,7 +94,6 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
     run = subject.run
     folder = run.config.folder / "tmp_check"
     saved = subject.at(STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False)
-    saved.metadata = run.metadata | {"config": saved.config.model_dump(mode="json")}
     if run.is_main:
         shutil.rmtree(folder, ignore_errors=True)  # left by an examination that was killed
         folder.mkdir(parents=True)

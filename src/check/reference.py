@@ -29,9 +29,7 @@ from src.config.config import Config
 from src.distributed.process import exit_codes
 from src.tasks.base import Examples, Task
 from src.tasks.returned import Examined
-from src.training.alone import evaluate_alone
 from src.training.batches import fetch
-from src.training.evaluation import metrics_of
 from src.training.gradients import float64_zeros
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model
@@ -94,7 +92,7 @@ def main(argv: list[str]) -> None:
         device = torch.device("cuda", rank % torch.cuda.device_count())
     if rank > 0:
         dist.barrier()
-    train_set, eval_set = task.build_datasets()
+    train_set, _ = task.build_datasets()
     if rank == 0:
         dist.barrier()
     model = new_model(config, device.type, "fp32")[0].to(device)  # seeded alike on all processes
@@ -122,9 +120,6 @@ def main(argv: list[str]) -> None:
             optimizer.zero_grad()
         if rank == 0:
             print(f"step {step + 1}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
-    loss, outputs = evaluate_alone(task, model.eval(), eval_set, 1000, device)  # by all, as a model may be collective
-    if rank == 0:
-        print("evaluation:", metrics_of(task, loss, len(eval_set), outputs), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -21,8 +21,6 @@ import optuna
 import psutil
 from optuna.pruners import NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from ruamel.yaml.error import YAMLError
@@ -79,6 +77,7 @@ class Sweep(BaseModel, extra="forbid"):
     command: list[str]
     early_terminate: Halving | None = None
     name: str = "sweep"
+    """Name of the sweep's folder in runs/."""
 
     @property
     def size(self) -> int:
@@ -131,8 +130,8 @@ def read_sweep(file: str) -> Sweep:
 
 def command_of(sweep: Sweep, settings: dict[str, str], folder: Path, others: list[str]) -> list[str]:
     """Return the command of a trial, which W&B's agent would start alike but for the last two words."""
-    arguments = [*(f"--{name}={text}" for name, text in settings.items()), *others]
-    arguments += [f"--run_name={folder.parent.name}-{folder.name}", f"--output_dir={folder}"]
+    own = settings | {"run_name": f"{folder.parent.name}-{folder.name}", "output_dir": str(folder)}
+    arguments = [*others, *(f"--{name}={text}" for name, text in own.items())]
     macros = MACROS | {"${program}": [sweep.program], "${args}": arguments}
     return [text for word in sweep.command for text in macros.get(word, [word])]
 
@@ -163,10 +162,10 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
     values: list[float] = []
     while True:
         code = process.poll()
-        records = [record for record in read_lines(own / "metrics.jsonl") if record.get(sweep.metric.name) is not None]
-        for record in records[len(values) :]:
-            values.append(record[sweep.metric.name])
-            trial.report(values[-1], len(values))
+        recorded = [record.get(sweep.metric.name) for record in read_lines(own / "metrics.jsonl")]
+        for value in [value for value in recorded if value is not None][len(values) :]:
+            values.append(value)
+            trial.report(value, len(values))
         if code is not None:
             return values[-1] if code == 0 and values else math.nan  # which Optuna takes for a failure
         if SIGNALS.name:
@@ -184,7 +183,7 @@ def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
     folder.mkdir(parents=True, exist_ok=True)
     halving = sweep.early_terminate
     study = optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(folder / "study.log"))),
+        storage=f"sqlite:///{folder}/study.db",
         study_name="sweep",
         direction=sweep.metric.goal,
         pruner=SuccessiveHalvingPruner(halving.min_iter, halving.eta) if halving else NopPruner(),
@@ -210,10 +209,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m src.tools.sweep", allow_abbrev=False, description=__doc__)
     parser.add_argument("file", help="sweep file, such as sweeps/mnist.yaml")
     parser.add_argument("--trials", type=int, help="number of trials; default: each value with each")
-    parser.add_argument("--folder", type=Path, help="folder of the sweep; default: runs/ and its name")
     options, others = parser.parse_known_args(argv)
     sweep = read_sweep(options.file)
-    folder = options.folder or Path("runs", sweep.name)
+    folder = Path("runs", sweep.name)
     wanted = options.trials or sweep.size
     if not wanted:
         raise UserError(f"method: {sweep.method} has no end: add --trials=8")
