@@ -113,7 +113,6 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
         subject.restore(restored)
         again = _continue(subject, restored)
         yield finding("losses and weights after a restart", again, left, again == left, FORGOTTEN)
-        run.accelerator.wait_for_everyone()
     except RuntimeError as error:
         operator, says, _ = str(error).partition(NOT_DETERMINISTIC)
         if not says:

@@ -18,8 +18,8 @@ Row = dict[str, str]
 
 def finding(what: str, measured: str, bound: str, is_right: bool, cause: str) -> Row:
     """Return what was measured, and whether that is right. `cause`: what a failure usually means, and what to do."""
-    row = {"what": what, "measured": measured, "bound": bound, "result": "pass", "means": ""}
-    return row if is_right else row | {"result": "FAIL", "means": cause}
+    result, means = ("pass", "") if is_right else ("FAIL", cause)
+    return {"what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
 def none_differ(what: str, differing: Iterable[str], bound: str, cause: str) -> Row:

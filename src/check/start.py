@@ -31,9 +31,9 @@ IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentia
 
 NOT_APPLIED = (
     "what the yaml asks for was not applied, or each process trains a model of its own: look for keys that Accelerate "
-    "ignores, variables ACCELERATE_* in the environment, and a model that was not passed through prepare()"
+    "ignores, variables ACCELERATE_* in the environment, and a model that was not passed through prepare(). "
+    "Where FSDP shards the root alone, name the repeating blocks in the model's _no_split_modules"
 )
-NOT_WRAPPED = "only the root is wrapped: name the repeating blocks in the model's _no_split_modules"
 OTHER_DATA = "build_datasets makes other data on each process: unseeded, or in the order of os.listdir or a set"
 OTHER_ORDER = (
     "a step sees other examples than on one process: the sampler knows neither rank nor number of processes, the last "
@@ -43,10 +43,10 @@ OTHER_RESUME = (
     "a run that was killed goes on with examples that it has seen in this epoch, or leaves some out: it must begin "
     "where the checkpoint's step says"
 )
-NOT_SHUFFLED = "set_epoch was forgotten: the order doesn't depend on the epoch, and an earlier one comes again"
-OTHER_AUGMENTATION = (
-    "an augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the seed "
-    "that Task.augmented is given and from the example's index"
+OTHER_EPOCHS = (
+    "set_epoch was forgotten: the order doesn't depend on the epoch, and an earlier one comes again. Or an "
+    "augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the seed that "
+    "Task.augmented is given and from the example's index"
 )
 OTHER_EVALUATION = (
     "examples are left out or counted twice, as padding, or a process has fewer batches than others, which wait for "
@@ -73,14 +73,10 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     if is_set("ACCELERATE_USE_FSDP"):
         wanted = "FSDP"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
-    units = sharded_units(run.model)
-    if units:
-        kind = "FSDP"
-    joined = int(run.accelerator.reduce(torch.ones((), device=run.device), "sum"))
+    kind = {0: kind, 1: "FSDP of the root alone"}.get(sharded_units(run.model), "FSDP")
+    joined = len(gather(None))
     is_right = (kind, joined) == (wanted, started)
     yield finding("strategy", f"{kind} x {joined}", f"{wanted} x {started}", is_right, NOT_APPLIED)
-    if units:
-        yield finding("sharded units", str(units), "the blocks, and the rest", units > 1, NOT_WRAPPED)
 
 
 def reading_indices(run: Run) -> Run:
@@ -115,17 +111,16 @@ def check_data(subject: Subject) -> Iterator[Row]:
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
     yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0], OTHER_DATA)
     indexed = reading_indices(run)
-    begun = [epoch * steps for epoch in (1, 2, max(3, run.total_steps // steps - 1))]
-    stretches = [("epoch 1", 0, steps, OTHER_ORDER), ("epoch 1, resumed after step 1", 1, steps + 1, OTHER_RESUME)]
-    stretches += [(f"epoch {step // steps + 1}, shuffled anew", step, step + 2, NOT_SHUFFLED) for step in begun]
-    for what, first, last, cause in stretches:
+    for what, first, cause in (("epoch 1", 0, OTHER_ORDER), ("epoch 1, resumed after step 1", 1, OTHER_RESUME)):
+        last = first + steps
         yield _as_by_hand(what, training_steps(indexed, first, last), _by_hand(run, first, last), cause)
     others = []
-    for step in (0, *begun):
-        (micro_batches,) = training_steps(run, step, step + 1)
-        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, step)):
-            others.append(f"step {step + 1}")
-    yield none_differ("examples, augmented", others, "as drawn by hand", OTHER_AUGMENTATION)
+    for epoch in (0, 1, 2, max(3, run.total_steps // steps - 1)):
+        first = epoch * steps
+        (micro_batches,) = training_steps(run, first, first + 1)
+        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, first)):
+            others.append(f"epoch {epoch + 1}")
+    yield none_differ("the first examples of epochs", others, "as drawn by hand", OTHER_EPOCHS)
     less = evaluating_less(subject)
     steps_read = ([batch] for batch in evaluation_batches(reading_indices(less)))
     size = EVALUATION_FACTOR * run.world_size

@@ -386,7 +386,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(accelerator, "refuse_another_strategy", lambda *_: None)
 
 
-@fault("only the root wrapped", "fsdp", "Launch", "only the root is wrapped")
+@fault("only the root wrapped", "fsdp", "Launch", "FSDP of the root alone x 2")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MnistCnn, "_no_split_modules", [])
     patch.setattr(accelerator, "sharded_units", lambda _: 2)
