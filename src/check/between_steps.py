@@ -1,5 +1,5 @@
-"""Evaluation and Checkpoint: the run's own evaluation gives what one process finds over the same examples; saved and
-restored, the run continues identically, to the last bit."""
+"""Evaluation and Checkpoint: the run's evaluation agrees with that of a single process over the same examples; and
+after a save and a restore, the run continues identically, to the last bit."""
 
 import math
 import shutil
@@ -26,7 +26,7 @@ from src.training.progress import mean_loss
 from src.training.run import Run
 
 STEPS = 2
-"""Steps to take after the checkpoint: the optimizer's state shows in the second one's loss."""
+"""Steps to take after the checkpoint: a wrong optimizer state shows in the loss of the second one."""
 BATCH = 8
 """Examples that are evaluated by hand at once."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
@@ -52,7 +52,7 @@ FORGOTTEN = (
 
 
 def check_evaluation(subject: Subject) -> Iterator[Row]:
-    """Evaluate with noise on the weights. All processes compute the whole set by hand, as a model may be collective."""
+    """Evaluate with noise on the weights. All processes evaluate all of it by hand, as a model may be collective."""
     run, task, less = subject.run, subject.run.task, evaluating_less(subject)
     subject.perturb()
     run.model.train()
@@ -78,8 +78,8 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
 
 
 def _state(subject: Subject) -> dict[str, Any]:
-    """Return what an evaluation must leave as it was, by name: the mode of each module, and as norms, for which nothing
-    is copied, this process's part of the weights and of the optimizers' state."""
+    """Return by name what an evaluation must leave unchanged: the mode of each module, the random numbers, and, in
+    place of copies, the norms of this process's weights and optimizer state."""
     states = [value for of in subject.run.optimizers for state in of.state.values() for value in state.values()]
     return {
         "mode": [module.training for module in subject.unwrapped.modules()],
@@ -90,7 +90,7 @@ def _state(subject: Subject) -> dict[str, Any]:
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Row]:
-    """Save, take two steps, restore, and take them again; the folder for it, in the output folder, is then deleted."""
+    """Save, take two steps, restore, and take them again. Delete the checkpoint, which is in the output folder."""
     run = subject.run
     folder = run.config.folder / "tmp_check"
     saved = subject.at(STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False)
@@ -125,7 +125,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
 
 
 def _continue(subject: Subject, run: Run) -> str:
-    """Take the next steps. Return their losses, and the checksum of what they leave on this process."""
+    """Take the next steps. Return their losses, and a checksum of this process's weights and optimizer state."""
     steps = subject.micro_batches(run.progress.step)
     losses = [str(mean_loss(run.accelerator, subject.step(run, next(steps)))) for _ in range(STEPS)]
     left = checksum(sorted(run_tensors(run.model, run.optimizers).items()))

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 -m src.check.reference --config=configs/mnist.yaml [--key.sub=value]...
 
-It is the second implementation that `train.py --check` compares the first with: there is no Accelerator in it, no DDP
-and no FSDP, no accumulation, mixed precision or checkpoints. docs/learn/2-data-parallelism.md explains each collective.
+`train.py --check` compares the run with this second implementation, which has no Accelerator, DDP or FSDP, and no
+accumulation, mixed precision or checkpoints. docs/learn/2-data-parallelism.md explains each collective.
 
 Every process has the whole model and computes the gradients of its share of each batch. A `broadcast` of the weights at
 the start, and in each step an `all_reduce` of two numbers (the loss and the number of its targets, which it is divided
@@ -46,7 +46,7 @@ def own_share(config: Config, dataset: Examples, epoch: int, rank: int, world_si
 
 
 def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    """Add to the gradients of `model` those of the summed loss of this process's batches.
+    """Add the gradients of this process's summed loss to those of `model`.
 
     Returns:
         The sum of the loss and the number of its targets, float64, shape ().

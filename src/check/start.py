@@ -1,5 +1,5 @@
-"""Launch, Data and Same start: before the first step. What runs is what the accelerate yaml asked for, each example is
-read once, and all processes have the weights that one process would begin with."""
+"""Launch, Data and Same start, the checks before the first step: what runs is what the accelerate yaml asks for, each
+example is read once, and all processes have the weights that a single process would begin with."""
 
 import os
 from collections import Counter
@@ -27,7 +27,7 @@ from src.training.run import Run
 MOST_BATCHES = 50
 """Most batches to evaluate, as every process goes through all of their examples."""
 IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
-"""What may differ in a parameter group without another result; the learning rate is looked at by itself."""
+"""Settings of a parameter group that don't change the result, or, like the learning rate, are checked by themselves."""
 
 NOT_APPLIED = (
     "what the yaml asks for was not applied, or each process trains a model of its own: look for keys that Accelerate "
@@ -45,8 +45,8 @@ OTHER_RESUME = (
 )
 OTHER_EPOCHS = (
     "set_epoch was forgotten: the order doesn't depend on the epoch, and an earlier one comes again. Or an "
-    "augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the seed that "
-    "Task.augmented is given and from the example's index"
+    "augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the seed "
+    "that Task.augmented is given and from the example's index"
 )
 OTHER_EVALUATION = (
     "examples are left out or counted twice, as padding, or a process has fewer batches than others, which wait for "
@@ -67,7 +67,7 @@ SAME_DROPOUT = (
 
 
 def check_launch(subject: Subject) -> Iterator[Row]:
-    """Look at processes and model, not at what the launcher or Accelerate says about them."""
+    """Examine the processes and the model themselves, not what the launcher or Accelerate says about them."""
     run, started = subject.run, int(os.environ.get("WORLD_SIZE", "1"))
     wanted = "DDP" if started > 1 else "one process"
     if is_set("ACCELERATE_USE_FSDP"):
@@ -80,8 +80,8 @@ def check_launch(subject: Subject) -> Iterator[Row]:
 
 
 def reading_indices(run: Run) -> Run:
-    """Return the run with its own order of the data, but with examples that are their own indices: what is read shows
-    which were asked for."""
+    """Return the run with its own order of the data, but with indices in place of examples: what is read then shows
+    which examples were asked for."""
 
     task = SimpleNamespace(
         order=lambda _, *drawn: run.task.order(run.train_set, *drawn),
@@ -95,8 +95,8 @@ def reading_indices(run: Run) -> Run:
 
 
 def evaluating_less(subject: Subject) -> Run:
-    """Return the run with a shortened evaluation set and the smallest batches. The last one is a single example: all
-    processes but one compute on a dummy."""
+    """Return the run with a shortened evaluation set and the smallest batches. The last batch is a single example, so
+    that all processes but one compute on a dummy."""
     size = EVALUATION_FACTOR * subject.run.world_size
     most = min(len(subject.run.eval_set), MOST_BATCHES * size)
     dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def evaluating_less(subject: Subject) -> Run:
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
-    """Follow the run's own path to the data, from sampler to batches, including processes that load data."""
+    """Follow the run's own path to the data, from the sampler to the batches, data workers included."""
     run, steps = subject.run, subject.run.steps_per_epoch
     set_seed(run.config.seed)
     some = [fetch(run.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
@@ -130,7 +130,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
 
 
 def _by_hand(run: Run, first: int, last: int) -> list[list[int]]:
-    """Return by hand the indices that this process should read in each step after `first` steps, up to `last`."""
+    """Work out by hand which indices this process should read in each step after the first `first`, up to `last`."""
     epoch, done = divmod(first, run.steps_per_epoch)
     shares = (own_share(run.config, run.train_set, of, run.rank, run.world_size) for of in count(epoch))
     return [share.tolist() for share in islice(chain.from_iterable(shares), done, done + last - first)]
@@ -146,7 +146,7 @@ def _as_by_hand(what: str, steps: Iterable[list[MicroBatch]], expected: list[lis
 
 
 def _drawn(run: Run, step: int) -> list[Any]:
-    """Return by hand the batches, augmented, that this process should read in the step after `step` others."""
+    """Work out by hand which augmented batches this process should read in the step after the first `step`."""
     size, epoch = run.config.micro_batch(run.world_size), step // run.steps_per_epoch
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
     (own,) = _by_hand(run, step, step + 1)
@@ -154,12 +154,12 @@ def _drawn(run: Run, step: int) -> list[Any]:
 
 
 def spread(dataset: Any, most: int) -> list[int]:
-    """Return the indices of some examples, spread over the dataset."""
+    """Return the indices of at most `most` examples, spread evenly over the dataset."""
     return [*range(0, len(dataset), -(-len(dataset) // most))]
 
 
 def check_start(subject: Subject) -> Iterator[Row]:
-    """Look before the first step."""
+    """Compare the run before its first step with the reference."""
     expected = named_tensors(subject.reference)
     differing = [
         name
@@ -175,7 +175,7 @@ def check_start(subject: Subject) -> Iterator[Row]:
 
 
 def _settings(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[str]:
-    """Return each setting of each parameter, and its optimizer: `fc1.weight: AdamW, weight_decay=0.01`."""
+    """Return a line for each setting of each parameter, such as `fc1.weight: AdamW, weight_decay=0.01`."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}: {type(optimizer).__name__}, {setting}={group[setting]}"

@@ -1,4 +1,4 @@
-"""Run a W&B sweep file without W&B's server, by Optuna: python -m src.tools.sweep FILE [--trials=N] [--name=value]...
+"""Run a W&B sweep file with Optuna, without W&B's server: python -m src.tools.sweep FILE [--trials=N] [--name=value]...
 
 The trials run one after the other; --name=value is a setting for all of them. The same command continues a sweep that
 was stopped or killed. See docs/sweeps.md.
@@ -37,7 +37,7 @@ POLL_SECONDS = 0.5
 
 
 class Parameter(BaseModel, extra="forbid", strict=True):
-    """What a setting can be: a value, one of several, or a number between two, which are written as such: 0.0001."""
+    """The values of a setting: a single one, one of several, or a range of numbers, written as numbers: 0.0001."""
 
     value: Any = None
     values: list[Any] = []
@@ -46,7 +46,7 @@ class Parameter(BaseModel, extra="forbid", strict=True):
     distribution: Literal["uniform", "log_uniform_values"] = "uniform"
 
     def choices(self) -> list[str] | None:
-        """Return the values to choose from, as they are written on the command line; None: there is a range."""
+        """Return the values to choose from, as written on the command line; None if it is a range of floats."""
         if self.min is None or self.max is None:
             values = self.values or [self.value]
         elif isinstance(self.min, int) and isinstance(self.max, int):
@@ -81,11 +81,11 @@ class Sweep(BaseModel, extra="forbid"):
 
     @property
     def size(self) -> int:
-        """Return the number of trials that try each setting with each; 0: there is a range."""
+        """Return the number of combinations of all settings; 0 if one of them is a range of floats."""
         return math.prod(len(parameter.choices() or ()) for parameter in self.parameters.values())
 
     def sampler(self, seed: int = 0) -> BaseSampler:
-        """Return what chooses the settings of a trial. A grid has its order, whatever the seed."""
+        """Return what chooses the settings of a trial. A grid ignores the seed."""
         if self.method == "grid":
             return GridSampler({name: parameter.choices() or [] for name, parameter in self.parameters.items()}, seed=0)
         return RandomSampler(seed=seed) if self.method == "random" else TPESampler(seed=seed)
@@ -105,8 +105,8 @@ class Sweep(BaseModel, extra="forbid"):
 
 
 def settings_of(sweep: Sweep, number: int) -> dict[str, str]:
-    """Return the settings of one trial of a sweep that is not run here, but by the tasks of a job array: that of this
-    number, counted from 0. Raise a UserError if the grid has fewer."""
+    """Return the settings of trial `number`, counted from 0, of a sweep whose trials are the tasks of a job array.
+    Raise a UserError if the grid has fewer trials."""
     asked = 1
     if sweep.method == "grid":
         if number >= sweep.size:
@@ -129,7 +129,7 @@ def read_sweep(file: str) -> Sweep:
 
 
 def command_of(sweep: Sweep, settings: dict[str, str], folder: Path, others: list[str]) -> list[str]:
-    """Return the command of a trial, which W&B's agent would start alike but for the last two words."""
+    """Return the command of a trial: the one of W&B's agent, with the run's name and output folder added."""
     own = settings | {"run_name": f"{folder.parent.name}-{folder.name}", "output_dir": str(folder)}
     arguments = [*others, *(f"--{name}={text}" for name, text in own.items())]
     macros = MACROS | {"${program}": [sweep.program], "${args}": arguments}
@@ -137,7 +137,7 @@ def command_of(sweep: Sweep, settings: dict[str, str], folder: Path, others: lis
 
 
 def stop(process: psutil.Popen) -> None:
-    """Have a trial save and end. A launcher does not wait for a process that saves: this does."""
+    """Tell a trial to save and end. Wait for all of its processes: a launcher does not wait for those that save."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = process.children(recursive=True)
         process.terminate()
@@ -145,7 +145,7 @@ def stop(process: psutil.Popen) -> None:
 
 
 def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> float:
-    """Run a trial to its end, or until it is not worth going on; return its last value of the metric."""
+    """Run a trial until it ends or is pruned. Return its last value of the metric; NaN if it failed."""
     own = folder / trial.user_attrs.get("folder", f"trial-{trial.number:02}")
     trial.set_user_attr("folder", own.name)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -179,7 +179,7 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
 
 
 def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
-    """Return the study in the folder, a new one if there is none; trials that did not come to an end come first."""
+    """Return the study in the folder, or a new one. Queue its unfinished trials, which then come first."""
     folder.mkdir(parents=True, exist_ok=True)
     halving = sweep.early_terminate
     study = optuna.create_study(
@@ -200,7 +200,7 @@ def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
 
 
 def finished(study: optuna.Study) -> list[Any]:
-    """Return the trials that came to an end, or were not worth going on."""
+    """Return the trials that ended or were pruned."""
     return study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
 
 
