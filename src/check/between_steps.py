@@ -19,7 +19,7 @@ from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config.groups import Checkpoint
 from src.training.alone import evaluate_alone
-from src.training.batches import samples
+from src.training.batches import EVALUATION_FACTOR, samples
 from src.training.evaluation import metrics_of
 from src.training.gradients import to_local
 from src.training.progress import mean_loss
@@ -27,8 +27,6 @@ from src.training.run import Run
 
 STEPS = 2
 """Steps to take after the checkpoint: a wrong optimizer state shows in the loss of the second one."""
-BATCH = 8
-"""Examples that are evaluated by hand at once."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """What torch says after the name of an operator."""
 
@@ -63,7 +61,7 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     changed = [name for name in before if after[name] != before[name]]
     yield none_differ("afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
     model = subject.reference.eval()
-    loss, outputs = evaluate_alone(task, model, less.eval_set, BATCH, run.device)
+    loss, outputs = evaluate_alone(task, model, less.eval_set, EVALUATION_FACTOR, run.device)
     for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
@@ -71,8 +69,8 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     packed = max(samples(run.train_set, spread(run.train_set, 64)), key=lambda sample: len(task.documents(sample)))
     documents = task.documents(packed)
     if len(documents) > 1:
-        found, _ = evaluate_alone(task, model, [packed], BATCH, run.device)
-        expected, _ = evaluate_alone(task, model, documents, BATCH, run.device)
+        found, _ = evaluate_alone(task, model, [packed], EVALUATION_FACTOR, run.device)
+        expected, _ = evaluate_alone(task, model, documents, EVALUATION_FACTOR, run.device)
         errors = {f"an example of {len(documents)} documents": relative_error(found, expected)}
         yield worst("loss of packed documents", errors, EXACT, DOCUMENTS_MEET)
 

@@ -73,7 +73,8 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     if is_set("ACCELERATE_USE_FSDP"):
         wanted = "FSDP"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
-    kind = {0: kind, 1: "FSDP of the root alone"}.get(sharded_units(run.model), "FSDP")
+    if units := sharded_units(run.model):
+        kind = "FSDP" if units > 1 else "FSDP of the root alone"
     joined = len(gather(None))
     is_right = (kind, joined) == (wanted, started)
     yield finding("strategy", f"{kind} x {joined}", f"{wanted} x {started}", is_right, NOT_APPLIED)

@@ -25,7 +25,7 @@ from fsspec.core import url_to_fs
 
 from src.checkpoint import format
 from src.checkpoint.folder import list_checkpoints, parse
-from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, write_text
+from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, problems, write_text
 from src.checkpoint.rotation import superfluous
 from src.config.config import Config
 from src.config.errors import RunError, cause, explained
@@ -102,6 +102,8 @@ class Mirror:
             return checkpoint, lacks
         checkpoint, wrong = self._own / checkpoint.name, list[str]()
         with explained(self._says, raises=RunError):
+            if self._is_main and checkpoint not in self._manifests() and not any(problems(checkpoint)):
+                self._copy(checkpoint)  # a single machine's, which had not copied it yet
             files = gather_object([self._manifests().get(checkpoint)])[0]  # others might see less than the main process
             if files is None:
                 wrong = [*lacks, "not in the mirror"]
