@@ -65,7 +65,8 @@ class Guarded:
         """Have the thread call one of the recorder's methods."""
         if time.monotonic() - self._busy_since > HANG_SECONDS:
             self._fail(f"it has not answered for {HANG_SECONDS:.0f} seconds")
-        self._last = self._thread.apply_async(self._call, (method, *arguments))
+        if not self.failure:
+            self._last = self._thread.apply_async(self._call, (method, *arguments))
 
     def finish(self, summary: Record | None, crash: str | None) -> None:
         """End the recorder's run, and wait for it."""
