@@ -71,8 +71,12 @@ def kill_at(number: int) -> None:
 
         setattr(LocalFileSystem, name, patched)
 
-    patch("put_file", lambda source, target: Path(target).write_bytes(Path(source).read_bytes()[:500]))
-    patch("pipe_file", lambda target, content: Path(target).write_bytes(content[: len(content) // 2]))
+    def write_half(target: str, content: bytes) -> None:
+        Path(target).parent.mkdir(exist_ok=True)
+        Path(target).write_bytes(content[: len(content) // 2])
+
+    patch("put_file", lambda source, target: write_half(target, Path(source).read_bytes()))
+    patch("pipe_file", write_half)
     patch("rm_file")
     patch("rm", lambda folder: next(Path(folder).iterdir()).unlink())
 

@@ -98,25 +98,23 @@ def test_the_figures_are_those_of_the_steps_and_the_host_does_not_wait_between_r
 
 
 SLOW = """
-import os, time
+import time
 import src.tasks.mnist as mnist
 loss = mnist.Mnist.loss
 def slow(*arguments):
     try:
         return loss(*arguments)
     finally:
-        time.sleep(0.5 * (os.environ["RANK"] == "1"))
+        time.sleep(0.5)
 mnist.Mnist.loss = slow
 """
 
 
-def test_the_slowest_process_is_named_and_the_others_wait_for_it(launch: Launch) -> None:
-    """On a CPU: no MFU. Tried without the wait for gradients: both compute equally long."""
+def test_on_a_cpu_the_clock_measures_a_step(launch: Launch) -> None:
+    """And there is no MFU."""
     run = launch("ddp", "--max_steps=4", "--log_every=4", processes=2, before=SLOW).succeeded()
     (record,) = (record for record in run.records if "train/loss" in record)
-    assert record["perf/slowest_process"] == 1
-    assert record["perf/compute_seconds"] > 0.25
-    assert record["perf/waiting_seconds"] > 0.1
+    assert record["perf/compute_seconds"] > 0.5
     assert record["perf/data_seconds"] < 0.1
     assert record["perf/peak_memory_bytes"] == pytest.approx(max(run.summary["peak_memory_bytes"]), rel=0.2)
     assert "perf/mfu" not in record
@@ -127,9 +125,9 @@ def test_a_profile_has_the_operators_of_its_steps_and_leaves_training_as_it_is(l
     settings = ("--max_steps=4", "--log_every=1", "--eval_every=4")
     run = launch("ddp", *settings, "--profile_steps=2:3", processes=2).succeeded()
     assert run.losses == whole("ddp", *settings, processes=2).losses
-    assert sorted(file.name for file in (run.folder / "profile").iterdir()) == ["trace_0.json", "trace_1.json"]
     for rank in range(2):
-        trace = json.loads((run.folder / f"profile/trace_{rank}.json").read_text())["traceEvents"]
+        (file,) = run.folder.glob(f"profile/rank_{rank}.*.pt.trace.json")
+        trace = json.loads(file.read_text())["traceEvents"]
         counts = Counter(event["name"] for event in trace if event["ph"] == "X")
         assert {name: n for name, n in counts.items() if "Step#" in name} == {"ProfilerStep#1": 1, "ProfilerStep#2": 1}
         assert counts["Optimizer.step#AdamW.step"] == 2

@@ -143,8 +143,8 @@ def test_mistakes_of_a_file_get_a_line_each(folder: Path) -> None:
 
 def started(folder: Path) -> Started:
     slow = SWEEP["parameters"] | {"sleep": {"value": 100}}
-    file = write(folder, parameters=slow, program=str(folder / "trainer.py"))
-    words = ["--config_file", "accelerate_configs/cpu.yaml", "src/tools/sweep.py", file, f"--folder={folder}/s"]
+    file = write(folder, parameters=slow, program=str(folder / "trainer.py"), name=str(folder / "s"))
+    words = ["--config_file", "accelerate_configs/cpu.yaml", "src/tools/sweep.py", file]
     return Started("cpu", folder=folder, words=words)
 
 

@@ -27,4 +27,4 @@ class Wandb(Settings):
     model: Keep = "reference"
     """Record the exported model as an artifact that names its files, or with a copy of them, or no such artifact."""
     checkpoints: Keep = "no"
-    """Record each checkpoint likewise, with the aliases latest, best and step-N."""
+    """Record each checkpoint likewise, with the aliases latest and step-N."""

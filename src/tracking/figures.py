@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 
 # of Okabe and Ito, https://jfly.uni-koeln.de/color/: whoever is colour-blind can tell them apart
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
-OTHERS = "#999999"
-"""Of the curves beyond the first six, which are not in the legend."""
+MOST_CURVES = len(COLORS)
 POINTS = 600
 """That the curves of a picture have together, each the mean of neighbouring records."""
 STYLE: Any = {
@@ -33,13 +32,10 @@ def draw(title: str, curves: list[tuple[str, list[float], list[float]]]) -> str:
         figure = Figure(figsize=(3.75, 2.4), layout="constrained")
         axes = figure.subplots()
         axes.set_title(title, loc="left", fontweight="bold")
-        most = max(2, POINTS // len(curves))
-        for label, steps, values in curves[: len(COLORS)]:
-            axes.plot(
-                thinned(steps, most), thinned(values, most), marker="o" if len(steps) < 20 else "", label=label[:40]
-            )
-        for _, steps, values in curves[len(COLORS) :]:
-            axes.plot(thinned(steps, most), thinned(values, most), color=OTHERS, linewidth=0.5, zorder=1)
+        most = POINTS // min(len(curves), MOST_CURVES)
+        for label, steps, values in curves[:MOST_CURVES]:
+            marker = "o" if len(steps) < 20 else ""
+            axes.plot(thinned(steps, most), thinned(values, most), marker=marker, label=label[:40])
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=6)
         svg = io.StringIO()

@@ -5,9 +5,10 @@ import time
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
-from torch.profiler import profile, schedule
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from src.config.errors import UserError
 from src.distributed.accelerator import peak_memory
@@ -32,6 +33,8 @@ PEAKS = {
 that fits counts. From data sheets of AMD and NVIDIA, its Ada whitepaper (4090), AWS (A10G)."""
 PARTIAL = {"MIG", "Laptop", "D"}
 """Words in the names of devices that are less than the table says."""
+NOTHING = np.zeros(4)
+"""Totals before the first step: steps; seconds of data and of computing; operations."""
 
 
 def peak_flops(name: str, precision: str) -> float | None:
@@ -53,15 +56,8 @@ class Performance:
         self._has_events = run.device.type != "cpu"
         name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
         self._peak = peak_flops(name, run.launch.precision)
-        self._marks: dict[str, Any] = {}
         self._pending: deque[tuple[Any, ...]] = deque()  # steps that the device may not have done yet
-        self._totals = [0.0] * 5  # steps; seconds of data, computing and waiting; operations
-        if run.world_size > 1:
-            run.model.register_forward_pre_hook(lambda *_: self._mark("forward"), prepend=True)
-        if run.world_size > 1 and not run.accelerator.is_fsdp2:  # whose layers wait for each other one by one
-            first = next(parameter for parameter in run.parameters if parameter.requires_grad)
-            first.register_post_accumulate_grad_hook(lambda _: self._mark("gradient"))
-            run.optimizers[0].register_step_pre_hook(lambda *_: self._mark("update"))
+        self._totals = NOTHING
 
     def begin_step(self) -> None:
         """Note that an optimizer step begins, with the wait for its data."""
@@ -69,7 +65,7 @@ class Performance:
 
     def begin_computing(self, micro_batches: list[MicroBatch]) -> None:
         """Note that this step's data are there."""
-        self._fetched, self._marks, self._micro_batches = self._now(), {}, micro_batches
+        self._fetched, self._micro_batches = self._now(), micro_batches
 
     def end_step(self) -> None:
         """Note that the step has been taken, or given to the device."""
@@ -80,7 +76,7 @@ class Performance:
         if self._peak:
             count = self._run.task.flops
             flops = sum(batch.weight * count(self._model, batch.data) for batch in self._micro_batches)
-        self._pending.append((self._began, self._fetched, self._marks, end, flops))
+        self._pending.append((self._began, self._fetched, end, flops))
         self._read_past()
 
     def metrics(self) -> dict[str, float]:
@@ -88,15 +84,11 @@ class Performance:
         if self._has_events:
             self._now().synchronize()
             self._read_past()
-        rows = gather_object([self._totals])
-        self._totals = [0.0] * 5
-        steps, data, compute, waiting, flops = (sum(column) for column in zip(*rows, strict=True))
+        steps, data, compute, flops = sum(gather_object([self._totals])).tolist()
+        self._totals = NOTHING
         metrics = {"perf/data_seconds": data / steps, "perf/compute_seconds": compute / steps}
-        if len(rows) > 1:
-            metrics["perf/waiting_seconds"] = waiting / steps
-            metrics["perf/slowest_process"] = max(range(len(rows)), key=lambda rank: sum(rows[rank][1:3]))
         if self._peak and flops:
-            metrics["perf/mfu"] = flops / (data + compute + waiting) / self._peak
+            metrics["perf/mfu"] = flops / (data + compute) / self._peak
         return metrics | {"perf/peak_memory_bytes": max(peak_memory(self._run.accelerator))}
 
     def _now(self) -> Any:
@@ -110,21 +102,12 @@ class Performance:
     def _seconds(self, begin: Any, end: Any) -> float:
         return begin.elapsed_time(end) / 1e3 if self._has_events else end - begin
 
-    def _mark(self, name: str) -> None:
-        """Keep when a step first comes to `name`; to the first parameter's gradient, when it last does: in the last
-        backward pass."""
-        if name == "gradient" or name not in self._marks:
-            self._marks[name] = self._now()
-
     def _read_past(self) -> None:
         """Add up the steps that the device has done."""
-        while self._pending and (not self._has_events or self._pending[0][3].query()):
-            begin, fetched, marks, end, flops = self._pending.popleft()
-            waiting = self._seconds(fetched, marks.get("forward", fetched))
-            if "update" in marks:  # the step was taken
-                waiting += self._seconds(marks["gradient"], marks["update"])
-            seconds = self._seconds(begin, fetched), self._seconds(fetched, end) - waiting, waiting
-            self._totals = [total + n for total, n in zip(self._totals, (1, *seconds, flops), strict=True)]
+        while self._pending and (not self._has_events or self._pending[0][2].query()):
+            begin, fetched, end, flops = self._pending.popleft()
+            step = 1, self._seconds(begin, fetched), self._seconds(fetched, end), flops
+            self._totals = self._totals + step
 
 
 def start_profiler(run: Run) -> profile | None:
@@ -142,16 +125,12 @@ def start_profiler(run: Run) -> profile | None:
         says = f"profile_steps={steps}: the run has only {total} steps"
         raise UserError(f"{says}; name some of them, or set it to null")
 
-    def write(profiler: profile) -> None:
-        folder = run.config.folder / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"trace_{run.rank}.json"))
-
     wait, active = first - 1 - run.progress.step, min(last, total) - first + 1
     if wait < 0:
         return None
     warmup = min(wait, 1)
     chosen = schedule(wait=wait - warmup, warmup=warmup, active=active, repeat=1)
+    write = tensorboard_trace_handler(str(run.config.folder / "profile"), f"rank_{run.rank}")
     profiler = profile(schedule=chosen, on_trace_ready=write, profile_memory=True)
     profiler.start()
     return profiler

@@ -25,7 +25,6 @@ from src.config.tracking import Keep
 from src.tasks.base import PICTURE, Table
 from src.tracking.guard import Record, Recorder, describe
 from src.training.run import Run
-from src.training.score import score
 
 ARTIFACTS = Path("artifacts")
 """Folder that artifacts are downloaded into, in the current one: each into the folder of its full name."""
@@ -120,9 +119,6 @@ class WandbRecorder(Recorder):
             self.closing = f"  upload     wandb sync {shlex.quote(str(Path(run.settings.sync_dir)))}"
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
-        for source in (Path(config.resume), Path(str(getattr(config.task, "model", None)))):
-            if source.is_relative_to(ARTIFACTS) and not run.offline:
-                run.use_artifact(str(source.relative_to(ARTIFACTS)))
 
     def log(self, record: Record, tables: dict[str, Table]) -> None:
         self._wandb_run.log(record | {name: self._table(rows) for name, rows in tables.items()})
@@ -135,8 +131,7 @@ class WandbRecorder(Recorder):
             run.alert(f"{run.name}: crash", crash)
         elif summary:
             self._save_folder(config.folder / "model", "model", config.wandb.model)
-            best = self._run.progress.evaluations[self._best_step()]
-            run.summary.update(summary | {f"best/{name}": value for name, value in best.items()})
+            run.summary.update(summary)
         else:
             run.mark_preempting()
         run.finish(exit_code=0 if summary and not crash else 1)
@@ -150,13 +145,6 @@ class WandbRecorder(Recorder):
         with contextlib.suppress(Exception):
             self._wandb.teardown()
 
-    def _best_step(self) -> int:
-        """Return the step of the best evaluation so far; 0 if there was none."""
-        metric, mode = self._run.config.checkpoint.metric, self._run.config.checkpoint.mode
-        evaluations = dict(self._run.progress.evaluations)
-        scores = {step: score(found[metric], metric, mode) for step, found in evaluations.items() if metric in found}
-        return max(scores, key=lambda step: scores[step], default=0)
-
     def _save_checkpoints(self) -> None:
         """Record the checkpoints that have appeared since the last call."""
         config = self._run.config
@@ -164,10 +152,9 @@ class WandbRecorder(Recorder):
             if checkpoint in self._recorded:
                 continue
             self._recorded.add(checkpoint)
-            step = step_of(checkpoint)
-            best = ["best"] if step == self._best_step() else []
+            alias = f"step-{step_of(checkpoint)}"
             with contextlib.suppress(FileNotFoundError, ValueError):  # W&B's: it was deleted meanwhile
-                self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, f"step-{step}", *best)
+                self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, alias)
 
     def _save_folder(self, folder: Path, kind: str, how: Keep, *aliases: str) -> None:
         """Record a folder as an artifact, which W&B calls `latest` too."""
