@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import yaml
 from accelerate.commands.launch import default_config_file, launch_command_parser
@@ -41,7 +42,7 @@ def main(words: list[str]) -> None:
     given = vars(launch_command_parser().parse_args(words))
     file = given["config_file"] or (default_config_file if os.path.isfile(default_config_file) else os.devnull)
     with explained(f"{file}: ", (OSError, yaml.YAMLError)), open(file) as text:
-        config, _ = read_yaml(text.read() or "{}")
+        config: Any = read_yaml(text.read()) or {}
     mesh = (config.get("parallelism_config") or {}) | {key: given[key] for key in MESH if given[key] != 1}
     machines, processes, rank, ip, port = (config.get(key) if given[key] is None else given[key] for key in KEYS)
     if errors := "\n".join(mistakes(machines or 1, processes, rank, ip, port, *[mesh.get(k, 1) for k in MESH if mesh])):

@@ -189,7 +189,8 @@ def launched(config: str | Path, *arguments: str, folder: Path, **more: Any) -> 
 class Started:
     """A run in the background, on warm ranks or by the real launcher; as a context manager it leaves nothing behind.
 
-    The arguments are those of the fixture `launch`; `words` are what is to follow `accelerate launch` in place of them.
+    The arguments are those of the fixture `launch`; `words` are what is to follow `accelerate launch` in place of them,
+    and `within` what is to come before it.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class Started:
         cwd: Path | None = None,
         words: list[str] | None = None,
         ranks: WarmRanks = WARM,
+        within: tuple[str, ...] = (),
         **more: Any,
     ) -> None:
         variables = {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
@@ -220,7 +222,7 @@ class Started:
         if real:
             with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
                 self._launcher: psutil.Process = psutil.Popen(
-                    [str(BIN / "accelerate"), "launch", *words],
+                    [*within, str(BIN / "accelerate"), "launch", *words],
                     cwd=cwd or project,
                     env=environment,
                     stdout=stdout,

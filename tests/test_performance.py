@@ -121,7 +121,8 @@ def test_a_profile_has_the_operators_of_its_steps_and_leaves_training_as_it_is(l
     run = launch("ddp", *settings, "--profile_steps=2:3").succeeded()
     assert run.losses == whole("ddp", *settings).losses
     for rank in range(2):
-        trace = json.loads((run.folder / f"profile/trace_{rank}.json").read_text())["traceEvents"]
+        (file,) = run.folder.glob(f"profile/rank_{rank}.*.pt.trace.json")
+        trace = json.loads(file.read_text())["traceEvents"]
         counts = Counter(event["name"] for event in trace if event["ph"] == "X")
         assert (counts["ProfilerStep#1"], counts["ProfilerStep#2"], counts["ProfilerStep#3"]) == (1, 1, 0)
         assert (counts["Optimizer.step#AdamW.step"], counts["aten::conv2d"]) == (2, 2 * 2)

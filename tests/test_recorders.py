@@ -19,7 +19,7 @@ def hang(*_: object) -> None:
 @pytest.mark.parametrize(
     ("method", "fault", "why", "calls"),
     [
-        ("start", hang, "it has not started within 0 seconds", "start abandon"),
+        ("start", hang, "it has not answered for 0 seconds", "start abandon"),
         ("log", hang, "it has not answered for 0 seconds", "start log abandon"),
         ("finish", hang, "it has not answered for 0 seconds", "start log log finish abandon"),
         ("start", crash, "a bug of theirs", "start abandon"),

@@ -136,8 +136,8 @@ def test_a_sweep_that_is_stopped_or_killed_stops_its_trial_and_goes_on_with_it(
     """It waits until the trial has saved, and says how to continue. Tried without that waiting, and without what the
     kernel is asked for when the sweep is killed."""
     slow = SWEEP["parameters"] | {"sleep": {"value": 100}}
-    file = write(folder, parameters=slow, program=str(folder / "trainer.py"))
-    words = ["--config_file", "accelerate_configs/cpu.yaml", "src/tools/sweep.py", file, f"--folder={folder}/s"]
+    file = write(folder, parameters=slow, program=str(folder / "trainer.py"), name=str(folder / "s"))
+    words = ["--config_file", "accelerate_configs/cpu.yaml", "src/tools/sweep.py", file]
     saved = folder / "s/trial-00/saved"
     with Started("cpu", folder=folder, words=words) as sweep:
         sweep.wait_until((folder / "s/trial-00/began").exists)

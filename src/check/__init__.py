@@ -1,8 +1,8 @@
-"""`train.py --check`: proves on the user's own machine that the run is right, with the run's own parts.
+"""`train.py --check`: prove on the user's own machine that the run is right.
 
-Its data path, its step, its evaluation and its checkpoints are compared with reference.py, which does the same by
-hand; docs/check.md says what the seven checks find. Each process needs memory for an unwrapped copy of the model, its
-gradients and its optimizer's state.
+The run's own data path, optimizer step, evaluation and checkpoints are compared with reference.py, which does the same
+by hand. docs/check.md says what each of the seven checks finds. Each process needs memory for an unwrapped copy of the
+model, with its gradients and optimizer state.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +33,8 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
 
 
 def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Restore) -> bool:
-    """Examine the run before its first step, with train.py's own functions; print what is found, and write check.json.
-    Return whether all is well. Collective."""
+    """Examine the run before its first step, with train.py's own functions. Print the findings and write them to
+    check.json. Return whether all checks passed. Collective."""
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # TF32's 10 bits hide small faults
     config, file = run.config, run.config.folder / "check.json"
     tell = say if run.is_main else lambda *_: None
@@ -53,8 +53,8 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Res
 
 
 def examine(subject: Subject, names: Iterable[str]) -> Iterator[Row]:
-    """Yield what the checks find, up to and including the first that fails: the next ones would show its consequences.
-    Collective."""
+    """Yield the findings of these checks, in turn, and stop after the first check that fails: later ones would only
+    show its consequences. Collective."""
     for name in names:
         everywhere = gather([{"check": name} | row for row in CHECKS[name](subject)])
         rows = [*map(worst_process, zip(*everywhere, strict=True))]

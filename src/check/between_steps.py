@@ -1,5 +1,5 @@
-"""Evaluation and Checkpoint: the run's own evaluation gives what one process finds over the same examples; saved and
-restored, the run continues identically, to the last bit."""
+"""Evaluation and Checkpoint: the run's evaluation agrees with that of a single process over the same examples; and
+after a save and a restore, the run continues identically, to the last bit."""
 
 import math
 import shutil
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.check.findings import EXACT, Row, finding, gather, none_differ, norm, relative_error, worst
+from src.check.findings import EXACT, Row, finding, none_differ, norm, relative_error, worst
 from src.check.start import evaluating_less, spread
 from src.check.subject import Subject, checksum
 from src.checkpoint.resume import find_checkpoint
@@ -19,16 +19,14 @@ from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config.groups import Checkpoint
 from src.training.alone import evaluate_alone
-from src.training.batches import samples
+from src.training.batches import EVALUATION_FACTOR, samples
 from src.training.evaluation import metrics_of
 from src.training.gradients import to_local
 from src.training.progress import mean_loss
 from src.training.run import Run
 
 STEPS = 2
-"""Steps to take after the checkpoint: the optimizer's state shows in the second one's loss."""
-BATCH = 8
-"""Examples that are evaluated by hand at once."""
+"""Steps to take after the checkpoint: a wrong optimizer state shows in the loss of the second one."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """What torch says after the name of an operator."""
 
@@ -52,7 +50,7 @@ FORGOTTEN = (
 
 
 def check_evaluation(subject: Subject) -> Iterator[Row]:
-    """Evaluate with noise on the weights. All processes compute the whole set by hand, as a model may be collective."""
+    """Evaluate with noise on the weights. All processes evaluate all of it by hand, as a model may be collective."""
     run, task, less = subject.run, subject.run.task, evaluating_less(subject)
     subject.perturb()
     run.model.train()
@@ -63,24 +61,23 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     changed = [name for name in before if after[name] != before[name]]
     yield none_differ("afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
     model = subject.reference.eval()
-    loss, outputs = evaluate_alone(task, model, less.eval_set, BATCH, run.device)
-    by_hand = metrics_of(task, loss, len(less.eval_set), outputs) if run.is_main else {}
-    for name, expected in gather(by_hand)[0].items():
+    loss, outputs = evaluate_alone(task, model, less.eval_set, EVALUATION_FACTOR, run.device)
+    for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
         yield finding(name, f"{found:.6g}", f"{expected:.6g} by hand", is_close, WRONG_MEAN)
     packed = max(samples(run.train_set, spread(run.train_set, 64)), key=lambda sample: len(task.documents(sample)))
     documents = task.documents(packed)
     if len(documents) > 1:
-        found, _ = evaluate_alone(task, model, [packed], BATCH, run.device)
-        expected, _ = evaluate_alone(task, model, documents, BATCH, run.device)
+        found, _ = evaluate_alone(task, model, [packed], EVALUATION_FACTOR, run.device)
+        expected, _ = evaluate_alone(task, model, documents, EVALUATION_FACTOR, run.device)
         errors = {f"an example of {len(documents)} documents": relative_error(found, expected)}
         yield worst("loss of packed documents", errors, EXACT, DOCUMENTS_MEET)
 
 
 def _state(subject: Subject) -> dict[str, Any]:
-    """Return what an evaluation must leave as it was, by name: the mode of each module, and as norms, for which nothing
-    is copied, this process's part of the weights and of the optimizers' state."""
+    """Return by name what an evaluation must leave unchanged: the mode of each module, the random numbers, and, in
+    place of copies, the norms of this process's weights and optimizer state."""
     states = [value for of in subject.run.optimizers for state in of.state.values() for value in state.values()]
     return {
         "mode": [module.training for module in subject.unwrapped.modules()],
@@ -91,11 +88,10 @@ def _state(subject: Subject) -> dict[str, Any]:
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Row]:
-    """Save, take two steps, restore, and take them again; the folder for it, in the output folder, is then deleted."""
+    """Save, take two steps, restore, and take them again. Delete the checkpoint, which is in the output folder."""
     run = subject.run
     folder = run.config.folder / "tmp_check"
     saved = subject.at(STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False)
-    saved.metadata = run.metadata | {"config": saved.config.model_dump(mode="json")}
     if run.is_main:
         shutil.rmtree(folder, ignore_errors=True)  # left by an examination that was killed
         folder.mkdir(parents=True)
@@ -115,7 +111,6 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
         subject.restore(restored)
         again = _continue(subject, restored)
         yield finding("losses and weights after a restart", again, left, again == left, FORGOTTEN)
-        run.accelerator.wait_for_everyone()
     except RuntimeError as error:
         operator, says, _ = str(error).partition(NOT_DETERMINISTIC)
         if not says:
@@ -128,7 +123,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
 
 
 def _continue(subject: Subject, run: Run) -> str:
-    """Take the next steps. Return their losses, and the checksum of what they leave on this process."""
+    """Take the next steps. Return their losses, and a checksum of this process's weights and optimizer state."""
     steps = subject.micro_batches(run.progress.step)
     losses = [str(mean_loss(run.accelerator, subject.step(run, next(steps)))) for _ in range(STEPS)]
     left = checksum(sorted(run_tensors(run.model, run.optimizers).items()))

@@ -1,4 +1,4 @@
-"""Cost: how often the processes wait for each other in a step."""
+"""Cost: how often the processes communicate in a step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +25,8 @@ class Recorder(TorchDispatchMode):
 
 
 def check_cost(subject: Subject) -> Iterator[Row]:
-    """Take a step of one micro-batch, and one of two, in which DDP communicates no more, and FSDP at most twice as
-    often. They are single examples, so that each process has two of them."""
+    """Take a step of one micro-batch and a step of two, in which DDP must not communicate more often, and FSDP at most
+    twice as often. A micro-batch is a single example, so that each process has two of them."""
     subject.run.model.eval()  # BatchNorm needs several examples
     micro_batches = next(subject.micro_batches(0, micro_batch_size=1))
     found = []

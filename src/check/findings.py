@@ -11,15 +11,15 @@ from torch import Tensor
 EXACT = 1e-4
 """Largest relative error. The order of a sum makes 1e-7 to 1e-5; a distribution fault, 1e-2 to 1."""
 FLOOR = 1e-2
-"""Share of the root mean square of all gradients: the rounding of larger ones leaks into those below it."""
+"""Share of the root mean square of all gradients: rounding of the larger ones leaks into those below it."""
 Row = dict[str, str]
 """A line of the terminal, of check.json and of W&B."""
 
 
 def finding(what: str, measured: str, bound: str, is_right: bool, cause: str) -> Row:
-    """Return what was measured, and whether that is right. `cause`: what a failure usually means, and what to do."""
-    row = {"what": what, "measured": measured, "bound": bound, "result": "pass", "means": ""}
-    return row if is_right else row | {"result": "FAIL", "means": cause}
+    """Return a row that passes if `is_right`. `cause` tells what a failure usually means, and what to do about it."""
+    result, means = ("pass", "") if is_right else ("FAIL", cause)
+    return {"what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
 def none_differ(what: str, differing: Iterable[str], bound: str, cause: str) -> Row:
@@ -29,14 +29,15 @@ def none_differ(what: str, differing: Iterable[str], bound: str, cause: str) -> 
 
 
 def worst(what: str, errors: Mapping[str, float], bound: float, cause: str) -> Row:
-    """Return the largest of the errors, which are given by name, compared with their bound."""
+    """Return a row that compares the largest of the errors, which are given by name, with their bound."""
     index = int(np.argmax([*errors.values()]))  # NaN counts as the largest
     name, error = [*errors.items()][index]
     return finding(what, f"{error:.1e} ({name})", f"{bound:.2g}", error <= bound, cause)
 
 
 def worst_process(rows: tuple[Row, ...]) -> Row:
-    """Return the row of the first process that failed, naming those that did unless all did; else the first one's."""
+    """Return the row of the first process that failed, or of process 0 if none did. Name the processes that failed,
+    unless all did."""
     failed = [rank for rank, row in enumerate(rows) if row["means"]]
     row = rows[failed[0] if failed else 0]
     if 0 < len(failed) < len(rows):
@@ -45,7 +46,7 @@ def worst_process(rows: tuple[Row, ...]) -> Row:
 
 
 def lines(row: Row) -> Iterator[str]:
-    """Yield the line for a row and, after one that failed, what that means."""
+    """Yield the line for a row and, if it failed, a line that says what that means."""
     yield f"{row['result']}  {row['check']:10}  {row['what']}: {row['measured']}  [{row['bound']}]"
     if row["means"]:
         yield f"      -> {row['means']}"
@@ -68,8 +69,8 @@ def relative_error(found: float, expected: float) -> float:
 
 
 def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> dict[str, float]:
-    """Return by name, followed by `where`, the L2 norm of the difference as a share of that of what was expected; a
-    tensor that is not in `found` counts as zeros."""
+    """Return each tensor's relative error by its name and `where`: the L2 norm of the difference, as a share of the
+    expected norm. A tensor that is not in `found` counts as zeros."""
     num_values = sum(tensor.numel() for tensor in expected.values())
     floor = FLOOR * norm(expected.values()) / math.sqrt(num_values) + 1e-30
     errors = {}

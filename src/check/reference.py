@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 -m src.check.reference --config=configs/mnist.yaml [--key.sub=value]...
 
-It is the second implementation that `train.py --check` compares the first with: there is no Accelerator in it, no DDP
-and no FSDP, no accumulation, mixed precision or checkpoints. docs/learn/2-data-parallelism.md explains each collective.
+`train.py --check` compares the run with this second implementation, which has no Accelerator, DDP or FSDP, and no
+accumulation, mixed precision or checkpoints. docs/learn/2-data-parallelism.md explains each collective.
 
 Every process has the whole model and computes the gradients of its share of each batch. A `broadcast` of the weights at
 the start, and in each step an `all_reduce` of two numbers (the loss and the number of its targets, which it is divided
@@ -29,9 +29,7 @@ from src.config.config import Config
 from src.distributed.process import exit_codes
 from src.tasks.base import Examples, Task
 from src.tasks.returned import require_sum
-from src.training.alone import evaluate_alone
 from src.training.batches import fetch
-from src.training.evaluation import metrics_of
 from src.training.gradients import float64_zeros
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model
@@ -48,7 +46,7 @@ def own_share(config: Config, dataset: Examples, epoch: int, rank: int, world_si
 
 
 def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    """Add to the gradients of `model` those of the summed loss of this process's batches.
+    """Add the gradients of this process's summed loss to those of `model`.
 
     Returns:
         The sum of the loss and the number of its targets, float64, shape ().
@@ -96,7 +94,7 @@ def main(argv: list[str]) -> None:
         device = torch.device("cuda", rank % torch.cuda.device_count())
     if rank > 0:
         dist.barrier()
-    train_set, eval_set = task.build_datasets()
+    train_set, _ = task.build_datasets()
     if rank == 0:
         dist.barrier()
     model = new_model(config, device.type, "fp32")[0].to(device)  # seeded alike on all processes
@@ -124,9 +122,6 @@ def main(argv: list[str]) -> None:
             optimizer.zero_grad()
         if rank == 0:
             print(f"step {step + 1}  loss {(loss_sum / num_targets).item():.9g}", flush=True)
-    loss, outputs = evaluate_alone(task, model.eval(), eval_set, 1000, device)  # by all, as a model may be collective
-    if rank == 0:
-        print("evaluation:", metrics_of(task, loss, len(eval_set), outputs), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
-"""Launch, Data and Same start: before the first step. What runs is what the accelerate yaml asked for, each example is
-read once, and all processes have the weights that one process would begin with."""
+"""Launch, Data and Same start, the checks before the first step: what runs is what the accelerate yaml asks for, each
+example is read once, and all processes have the weights that a single process would begin with."""
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
@@ -27,13 +27,13 @@ from src.training.run import Run
 MOST_BATCHES = 50
 """Most batches to evaluate, as every process goes through all of their examples."""
 IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
-"""What may differ in a parameter group without another result; the learning rate is looked at by itself."""
+"""Settings of a parameter group that don't change the result, or, like the learning rate, are checked by themselves."""
 
 NOT_APPLIED = (
     "what the yaml asks for was not applied, or each process trains a model of its own: look for keys that Accelerate "
-    "ignores, variables ACCELERATE_* in the environment, and a model that was not passed through prepare()"
+    "ignores, variables ACCELERATE_* in the environment, and a model that was not passed through prepare(). "
+    "Where FSDP shards the root alone, name the repeating blocks in the model's _no_split_modules"
 )
-NOT_WRAPPED = "only the root is wrapped: name the repeating blocks in the model's _no_split_modules"
 OTHER_DATA = "build_datasets makes other data on each process: unseeded, or in the order of os.listdir or a set"
 OTHER_ORDER = (
     "a step sees other examples than on one process: the sampler knows neither rank nor number of processes, the last "
@@ -43,9 +43,9 @@ OTHER_RESUME = (
     "a run that was killed goes on with examples that it has seen in this epoch, or leaves some out: it must begin "
     "where the checkpoint's step says"
 )
-NOT_SHUFFLED = "set_epoch was forgotten: the order doesn't depend on the epoch, and an earlier one comes again"
-OTHER_AUGMENTATION = (
-    "an augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the seed "
+OTHER_EPOCHS = (
+    "set_epoch was forgotten: the order doesn't depend on the epoch, and an earlier one comes again. Or an "
+    "augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the seed "
     "that Task.augmented is given and from the example's index"
 )
 OTHER_EVALUATION = (
@@ -67,25 +67,22 @@ SAME_DROPOUT = (
 
 
 def check_launch(subject: Subject) -> Iterator[Row]:
-    """Look at processes and model, not at what the launcher or Accelerate says about them."""
+    """Examine the processes and the model themselves, not what the launcher or Accelerate says about them."""
     run, started = subject.run, int(os.environ.get("WORLD_SIZE", "1"))
     wanted = "DDP" if started > 1 else "one process"
     if is_set("ACCELERATE_USE_FSDP"):
         wanted = "FSDP"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
-    units = sharded_units(run.model)
-    if units:
-        kind = "FSDP"
-    joined = int(run.accelerator.reduce(torch.ones((), device=run.device), "sum"))
+    if units := sharded_units(run.model):
+        kind = "FSDP" if units > 1 else "FSDP of the root alone"
+    joined = len(gather(None))
     is_right = (kind, joined) == (wanted, started)
     yield finding("strategy", f"{kind} x {joined}", f"{wanted} x {started}", is_right, NOT_APPLIED)
-    if units:
-        yield finding("sharded units", str(units), "the blocks, and the rest", units > 1, NOT_WRAPPED)
 
 
 def reading_indices(run: Run) -> Run:
-    """Return the run with its own order of the data, but with examples that are their own indices: what is read shows
-    which were asked for."""
+    """Return the run with its own order of the data, but with indices in place of examples: what is read then shows
+    which examples were asked for."""
 
     task = SimpleNamespace(
         order=lambda _, *drawn: run.task.order(run.train_set, *drawn),
@@ -99,8 +96,8 @@ def reading_indices(run: Run) -> Run:
 
 
 def evaluating_less(subject: Subject) -> Run:
-    """Return the run with a shortened evaluation set and the smallest batches. The last one is a single example: all
-    processes but one compute on a dummy."""
+    """Return the run with a shortened evaluation set and the smallest batches. The last batch is a single example, so
+    that all processes but one compute on a dummy."""
     size = EVALUATION_FACTOR * subject.run.world_size
     most = min(len(subject.run.eval_set), MOST_BATCHES * size)
     dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
@@ -108,24 +105,23 @@ def evaluating_less(subject: Subject) -> Run:
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
-    """Follow the run's own path to the data, from sampler to batches, including processes that load data."""
+    """Follow the run's own path to the data, from the sampler to the batches, data workers included."""
     run, steps = subject.run, subject.run.steps_per_epoch
     set_seed(run.config.seed)
     some = [fetch(run.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
     yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0], OTHER_DATA)
     indexed = reading_indices(run)
-    begun = [epoch * steps for epoch in (1, 2, max(3, run.total_steps // steps - 1))]
-    stretches = [("epoch 1", 0, steps, OTHER_ORDER), ("epoch 1, resumed after step 1", 1, steps + 1, OTHER_RESUME)]
-    stretches += [(f"epoch {step // steps + 1}, shuffled anew", step, step + 2, NOT_SHUFFLED) for step in begun]
-    for what, first, last, cause in stretches:
+    for what, first, cause in (("epoch 1", 0, OTHER_ORDER), ("epoch 1, resumed after step 1", 1, OTHER_RESUME)):
+        last = first + steps
         yield _as_by_hand(what, training_steps(indexed, first, last), _by_hand(run, first, last), cause)
     others = []
-    for step in (0, *begun):
-        (micro_batches,) = training_steps(run, step, step + 1)
-        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, step)):
-            others.append(f"step {step + 1}")
-    yield none_differ("examples, augmented", others, "as drawn by hand", OTHER_AUGMENTATION)
+    for epoch in (0, 1, 2, max(3, run.total_steps // steps - 1)):
+        first = epoch * steps
+        (micro_batches,) = training_steps(run, first, first + 1)
+        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, first)):
+            others.append(f"epoch {epoch + 1}")
+    yield none_differ("the first examples of epochs", others, "as drawn by hand", OTHER_EPOCHS)
     less = evaluating_less(subject)
     steps_read = ([batch] for batch in evaluation_batches(reading_indices(less)))
     size = EVALUATION_FACTOR * run.world_size
@@ -135,7 +131,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
 
 
 def _by_hand(run: Run, first: int, last: int) -> list[list[int]]:
-    """Return by hand the indices that this process should read in each step after `first` steps, up to `last`."""
+    """Work out by hand which indices this process should read in each step after the first `first`, up to `last`."""
     epoch, done = divmod(first, run.steps_per_epoch)
     shares = (own_share(run.config, run.train_set, of, run.rank, run.world_size) for of in count(epoch))
     return [share.tolist() for share in islice(chain.from_iterable(shares), done, done + last - first)]
@@ -151,7 +147,7 @@ def _as_by_hand(what: str, steps: Iterable[list[MicroBatch]], expected: list[lis
 
 
 def _drawn(run: Run, step: int) -> list[Any]:
-    """Return by hand the batches, augmented, that this process should read in the step after `step` others."""
+    """Work out by hand which augmented batches this process should read in the step after the first `step`."""
     size, epoch = run.config.micro_batch(run.world_size), step // run.steps_per_epoch
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
     (own,) = _by_hand(run, step, step + 1)
@@ -159,12 +155,12 @@ def _drawn(run: Run, step: int) -> list[Any]:
 
 
 def spread(dataset: Any, most: int) -> list[int]:
-    """Return the indices of some examples, spread over the dataset."""
+    """Return the indices of at most `most` examples, spread evenly over the dataset."""
     return [*range(0, len(dataset), -(-len(dataset) // most))]
 
 
 def check_start(subject: Subject) -> Iterator[Row]:
-    """Look before the first step."""
+    """Compare the run before its first step with the reference."""
     expected = named_tensors(subject.reference)
     differing = [
         name
@@ -172,24 +168,20 @@ def check_start(subject: Subject) -> Iterator[Row]:
         if not torch.equal(whole(tensor, subject.run.device), expected[name])
     ]
     yield none_differ("weights and buffers", differing, "as on one process, bitwise", OTHER_WEIGHTS)
-    groups = _settings(subject.unwrapped, subject.run.optimizers)
+    settings = _settings(subject.unwrapped, subject.run.optimizers)
     wanted = _settings(subject.reference, subject.reference_optimizers)
-    wrong = [
-        f"{name} has {sorted(groups[name] - rule)}, not {sorted(rule - groups[name])}"
-        for name, rule in wanted.items()
-        if groups[name] != rule
-    ]
-    yield none_differ("settings of the optimizer", wrong, "as in optim", OTHER_SETTINGS)
+    yield none_differ("settings of the optimizer", sorted(settings ^ wanted), "as in optim", OTHER_SETTINGS)
     alike = gather(subject.rng_checksum).count(subject.rng_checksum)
     yield finding("processes that draw the same numbers next", str(alike), "1", alike == 1, SAME_DROPOUT)
 
 
-def _settings(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, set[str]]:
-    """Return by the parameters' names the settings of the groups that they are in."""
-    names, found = {parameter: name for name, parameter in model.named_parameters()}, defaultdict[str, set[str]](set)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            settings = {f"{key}={group[key]}" for key in group.keys() - IMPLEMENTATION}
-            for parameter in group["params"]:
-                found[names[parameter]] |= settings | {type(optimizer).__name__}
-    return found
+def _settings(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[str]:
+    """Return a line for each setting of each parameter, such as `fc1.weight: AdamW, weight_decay=0.01`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}: {type(optimizer).__name__}, {setting}={group[setting]}"
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for setting in group.keys() - IMPLEMENTATION
+        for parameter in group["params"]
+    }

@@ -1,4 +1,4 @@
-"""Steps: gradients, loss, norm, learning rate and update of the run, each compared with those by hand."""
+"""Steps: compare the run's gradients, loss, norm, learning rate and updates with those computed by hand."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,18 +15,18 @@ from src.training.optim import lr_at
 from src.training.progress import mean_loss
 
 REORDERED = 1e-3
-"""Largest relative error if the forward pass rounds differently too, in a batch of another size or compiled: a
-ReLU that flips, or another maximum in a pool, is worth 1e-4."""
+"""Largest relative error if the forward pass rounds differently too, as in batches of another size or compiled. A ReLU
+that flips, or another maximum in a pool, makes 1e-4."""
 COMPRESSED = 2.0**-7
-"""The same if DDP rounds gradients to half precision on their way to the other processes."""
+"""Largest relative error if DDP rounds gradients to half precision before it reduces them."""
 UPDATE = 1e-3
-"""Largest error of an update, as a share of it and of 1e-4 of its weight, whose rounding is 1e-7."""
+"""Largest error of an update, as a share of the update plus 1e-4 of its weight, which is rounded to 1e-7 of itself."""
 MUON_UPDATE = 0.5
 """Muon iterates in bf16: the order of a sum, which sharding changes, changes a matrix's update by up to 0.16."""
 LEARNING_RATE = 1e-9
-"""Largest error of a learning rate, as a share of the peak: in a long schedule, that of the next step is close."""
+"""Largest error of a learning rate, as a share of the peak: in a long schedule, neighbouring steps differ by little."""
 TINY = 2.0**-100
-"""A factor that makes learning rates so small that no weight moves, and scales them exactly."""
+"""A factor that makes learning rates too small to move any weight; as a power of two, it scales them exactly."""
 
 CAUSES = {
     "gradients": "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean "
@@ -47,9 +47,11 @@ CAUSES = {
 
 
 def check_steps(subject: Subject) -> Iterator[Row]:
-    """Take the first step of an epoch, its last, ragged one, and the second one in micro-batches of another size.
-    Before each, the reference takes over the run's weights; it computes its own gradients, but then updates with the
-    run's: each fault shows in one of the two."""
+    """Take the first step of an epoch, the second one in micro-batches of another size, and the last, ragged one.
+
+    Before each step, the reference gets the run's weights. It computes its own gradients, but updates with the run's:
+    so a fault shows either in the gradients or in the updates.
+    """
     run, config = subject.run, subject.run.config
     own, optim = config.micro_batch(run.world_size), config.optim
     update_bound = MUON_UPDATE if optim.name == "muon" and run.accelerator.is_fsdp2 else UPDATE
@@ -108,8 +110,8 @@ def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tup
 
 
 def _update_errors(subject: Subject, gradients: Mapping[str, Tensor], where: str) -> dict[str, float]:
-    """Update the reference with the run's gradients. Return by name how far the run's weights are from the reference's,
-    as a share of how far those have moved."""
+    """Update the reference with the run's gradients. Return by name how far the run's weights then are from its own, as
+    a share of how far these have moved."""
     reference, before, errors = dict(subject.reference.named_parameters()), {}, {}
     for name, parameter in reference.items():
         before[name] = parameter.detach().clone()
@@ -125,8 +127,8 @@ def _update_errors(subject: Subject, gradients: Mapping[str, Tensor], where: str
 
 
 def _rate_errors(subject: Subject) -> dict[str, float]:
-    """Return the errors of the learning rate, as shares of the peak, in steps of one example: at the edges of the run
-    and of its first epochs, and halfway."""
+    """Take steps of one example at the edges of the run and of its first epochs, and halfway. Return the errors of
+    their learning rates, as shares of the peak."""
     run, per_epoch, errors = subject.run, subject.run.steps_per_epoch, {}
     optim = run.config.optim.model_copy(update={"lr": TINY * run.config.optim.lr})
     total, length = run.config.steps(per_epoch)
@@ -141,7 +143,8 @@ def _rate_errors(subject: Subject) -> dict[str, float]:
 
 
 def _replicas(subject: Subject) -> Row:
-    """Compare what is not sharded with the first process's. Its buffers DDP sends to all before each forward pass."""
+    """Compare what is not sharded with that of process 0, except buffers that DDP sends to all before each forward
+    pass."""
     is_broadcast = getattr(subject.run.model, "broadcast_buffers", False)
     held = dict(subject.unwrapped.named_parameters()) if is_broadcast else named_tensors(subject.unwrapped)
     sums = {name: checksum(tensor) for name, tensor in held.items() if not isinstance(tensor, DTensor)}
@@ -151,7 +154,7 @@ def _replicas(subject: Subject) -> Row:
 
 
 def _other_size(subject: Subject) -> int:
-    """Return the size of micro-batches that is nearest to the run's; the same if there is no other."""
+    """Return the possible micro-batch size nearest to the run's own, or its own if there is no other."""
     config, world_size = subject.run.config, subject.run.world_size
     share, own = config.global_batch_size // world_size, config.micro_batch(world_size)
     others = [size for size in range(1, share + 1) if share % size == 0 and size != own]

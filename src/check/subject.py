@@ -1,4 +1,4 @@
-"""What is examined: the run, and the copy of its model that it is compared with."""
+"""The subject of the checks: the run, and the copy of its model that it is compared with."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ class Subject:
         return self.run.accelerator.unwrap_model(self.run.model)
 
     def at(self, step: int, **settings: Any) -> Run:
-        """Return the run as it is after `step` steps, with other settings."""
+        """Return the run as it would be after `step` steps, with these settings changed."""
         return replace(self.run, progress=Progress(step=step), config=self.run.config.model_copy(update=settings))
 
     def micro_batches(self, first: int, **settings: Any) -> Iterator[list[MicroBatch]]:
@@ -55,7 +55,7 @@ class Subject:
         return self.train_step(run, micro_batches, counts)
 
     def seed(self) -> None:
-        """Make what follows draw the same random numbers as after any other call, on each process its own."""
+        """Seed this process's random numbers: the same at each call, different on each process."""
         set_seed((self.run.config.seed + self.run.rank) % 2**32)
 
     def copy_to_reference(self) -> None:
@@ -66,8 +66,8 @@ class Subject:
 
     @torch.no_grad()
     def perturb(self) -> None:
-        """Add noise of twice their size to the run's trained weights, and give them to the reference: to a fresh model
-        all examples are much alike, so that any way to average their losses would pass. Collective."""
+        """Add noise of twice their size to the run's trained weights, and copy them to the reference. (To a fresh model
+        all examples look alike, so that any way to average their losses would pass.) Collective."""
         generator = torch.Generator().manual_seed(0)  # replicas get the same noise
         for parameter in self.run.parameters:
             if parameter.requires_grad:
@@ -90,10 +90,10 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def checksum(tree: Any) -> str:
-    """Return a checksum that is equal if the values of all tensors in the tree are, to the last bit."""
+    """Return a checksum of the tensors in the tree: equal only if they are, to the last bit."""
     digest = hashlib.sha256()
     for tensor in tree_leaves(tree):
         if isinstance(tensor, Tensor):  # a copy, as FSDP can't free the memory of what has been a numpy array
             copied = to_local(tensor).detach().to("cpu", copy=True)
-            digest.update(copied.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(copied.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]

@@ -1,10 +1,10 @@
-"""Copies of a run's checkpoints elsewhere, by fsspec (checkpoint.mirror): what machines that share no disk go on from.
+"""Copies of a run's checkpoints elsewhere, by fsspec (checkpoint.mirror): machines that share no disk resume from them.
 
     <mirror>/<run_name>/step_00000500/    the checkpoint's files, metrics.jsonl, config.yaml; then manifest.json
 
-Nothing counts without its manifest. Where the disks are shared, the main process copies a checkpoint once it is
-published. Elsewhere each process copies what it wrote, the manifest in the mirror publishes it, and at the next start
-each machine fetches all of it.
+A checkpoint in the mirror counts only once its manifest is there. Where the machines share a disk, the main process
+copies a checkpoint after it is published. Elsewhere each process copies the files that it wrote, the manifest in the
+mirror publishes them, and at the next start each machine fetches the whole checkpoint.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from fsspec.core import url_to_fs
 
 from src.checkpoint import format
 from src.checkpoint.folder import list_checkpoints, parse
-from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, write_text
+from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, problems, write_text
 from src.checkpoint.rotation import superfluous
 from src.config.config import Config
 from src.config.errors import RunError, cause, explained
@@ -39,10 +39,10 @@ def copier() -> ThreadPool:
 
 
 class Mirror:
-    """The copies of one run's checkpoints. A path names a checkpoint, here or there, by its folder here."""
+    """The copies of one run's checkpoints. A checkpoint, local or mirrored, is named by its local path."""
 
     def __init__(self, accelerator: Accelerator, config: Config, lock: Callable[[Path], None]) -> None:
-        """Raise a UserError if nothing can be written there. Where the disks are not shared, `lock` the run's folder on
+        """Raise a UserError if the mirror cannot be written. Where the disks are not shared, `lock` the run's folder on
         the other machines. Collective."""
         self._config, self._own, self._is_main = config, config.folder / "checkpoints", accelerator.is_main_process
         name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # each trial of a sweep has its own
@@ -76,14 +76,14 @@ class Mirror:
             return all(gather_object([of_main.exists()]))
 
     def candidates(self) -> list[Path]:
-        """Return the checkpoints here and there, the newest first; on the main process, on others nothing."""
+        """Return the local and the mirrored checkpoints, the newest first; none if this is not the main process."""
         if not self._is_main:
             return []
         return sorted({*list_checkpoints(self._own), *self._manifests()}, key=format.step_of, reverse=True)
 
     def bring_record(self) -> list[Path]:
-        """If the newest checkpoint is there, get the run's record, unless this one begins with it, which else is set
-        aside. Return the checkpoints there."""
+        """Fetch the run's record if the newest checkpoint is in the mirror. Keep a local record that begins with it,
+        and set any other aside. Return the mirrored checkpoints."""
         there = list(self._manifests())
         if not there or self._config.resume == "never" or there[0] != self.candidates()[0]:
             return there
@@ -96,12 +96,14 @@ class Mirror:
         return there
 
     def fetch(self, checkpoint: Path, lacks: list[str]) -> tuple[Path, list[str]]:
-        """Get one of the main process's checkpoints, if something is wrong with it here: `lacks`, where the disks are
-        shared. Return where it is on this machine, and what is still wrong. Collective."""
+        """Fetch a checkpoint of the run's own: where the disks are shared, only if it is damaged, as `lacks` says.
+        Return its path on this machine, and what is still wrong with it. Collective."""
         if checkpoint.parent != self._of_main or (self.is_shared and not lacks):
             return checkpoint, lacks
         checkpoint, wrong = self._own / checkpoint.name, list[str]()
         with explained(self._says, raises=RunError):
+            if self._is_main and checkpoint not in self._manifests() and not any(problems(checkpoint)):
+                self._copy(checkpoint)  # a single machine's, which had not copied it yet
             files = gather_object([self._manifests().get(checkpoint)])[0]  # others might see less than the main process
             if files is None:
                 wrong = [*lacks, "not in the mirror"]
@@ -113,7 +115,7 @@ class Mirror:
         return checkpoint, wrong
 
     def _fetch(self, checkpoint: Path, files: dict[str, Any]) -> list[str]:
-        """Get all of a checkpoint, in place of what is here. Return what is wrong with it there."""
+        """Replace the local checkpoint by the mirrored one. Return what is wrong with the mirrored one."""
         unfinished = format.unfinished(checkpoint)
         unfinished.mkdir(parents=True, exist_ok=True)
         for name, facts in files.items():
@@ -127,15 +129,15 @@ class Mirror:
         return []
 
     def catch_up(self, checkpoint: Path, is_finished: bool) -> None:
-        """Copy a checkpoint whose copy failed, or was killed; wait for that if the run has nothing else to do."""
+        """Copy a checkpoint whose copy failed or was interrupted. Wait for the copy if the run is finished."""
         if self.is_shared and checkpoint not in self._manifests():
             self.start(checkpoint)
             if is_finished:
                 self.wait()
 
     def start(self, checkpoint: Path) -> None:
-        """Copy a published checkpoint in the background, after the one that is being copied, unless there is a newer
-        one by then."""
+        """Copy a published checkpoint in the background, after the one that is being copied, unless a newer one has
+        been published by then."""
         self._newest = checkpoint
         copier().apply_async(self._copy_newest, (checkpoint,))
 
@@ -151,15 +153,18 @@ class Mirror:
         self.copying = None
 
     def wait(self) -> None:
-        """Wait for what is being copied, as long as `patiently` does."""
+        """Wait for the copy in progress, as long as `patiently` does. Warn if it is not done by then."""
         try:
             self.patiently(bool)
         except RunError as error:
             say(f"WARNING: the mirror lacks the newest checkpoint: {error}")
 
     def patiently(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Do it in the background, after what was begun there, and wait for half of timeout_minutes: for all of it, the
-        other processes wait for this one. Raise a RunError if it isn't done then: it is left behind."""
+        """Call `work` in the background, after what was begun there before, and wait for it.
+
+        Raise a RunError if it takes longer than half of timeout_minutes, after which it goes on unattended: the other
+        processes wait for this one for timeout_minutes.
+        """
         work_done = copier().apply_async(work, arguments)
         work_done.wait(30 * self._config.timeout_minutes)
         if not work_done.ready():
@@ -177,7 +182,7 @@ class Mirror:
             self._fs.put_file(str(folder / name), self._path(folder, name))
 
     def complete(self, folder: Path, files: dict[str, Any]) -> None:
-        """Copy state.json and the run's record as it was then, add the manifest, and delete what is not to be kept."""
+        """Copy state.json and the run's record as it was then, add the manifest, and delete superfluous checkpoints."""
         state = format.read_state(folder)
         self.put(folder, [STATE])
         for name, facts in files.items():
@@ -204,7 +209,7 @@ class Mirror:
         return f"{self._root}/{checkpoint.name.removeprefix(INCOMPLETE)}/{file}"
 
     def _manifests(self) -> dict[Path, dict[str, Any]]:
-        """Return the facts about the files of each whole checkpoint there, the newest first."""
+        """Return the facts about the files of each complete checkpoint in the mirror, the newest first."""
         self._fs.invalidate_cache()
         found = {}
         for path in sorted(self._fs.glob(f"{self._root}/step_[0-9]*/{MANIFEST}"), reverse=True):

@@ -29,8 +29,7 @@ def refuse_wrong_launch(launcher: Launcher | None, config: Config, asked: Asked,
         precision: the mixed precision that will run.
     """
     # where a variable overrides the settings, the others would judge its effect
-    others = [*launch_errors(launcher, config, asked), *device_errors(config, asked, on_cpu, precision)]
-    if errors := [*_overriding(launcher)] or others:
+    if errors := [*_overriding(launcher)] or [*_errors(launcher, config, asked, on_cpu, precision)]:
         raise UserError("\n".join(errors))
 
 
@@ -50,8 +49,16 @@ def _overriding(launcher: Launcher | None) -> Iterator[str]:
             yield f"{name}={value} is set in the environment and would override the settings: unset it"
 
 
-def launch_errors(launcher: Launcher | None, config: Config, asked: Asked) -> Iterator[str]:
-    """Yield what is wrong with the launcher and its yaml, one line each."""
+def _errors(launcher: Launcher | None, config: Config, asked: Asked, on_cpu: bool, precision: str) -> Iterator[str]:
+    """Yield what the devices of this machine cannot run, and what is wrong with the launcher and its yaml."""
+    gpus = torch.accelerator.device_count()
+    if not on_cpu and asked.local_world_size > gpus:
+        yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"
+    if config.cuda_graphs:  # room: cuda_graphs
+        is_alone = asked.world_size == config.accumulation(asked.world_size) == 1
+        is_cuda = not on_cpu and torch.cuda.is_available()
+        if not (is_alone and is_cuda) or precision == "fp16" or config.optim.name == "muon":
+            yield "cuda_graphs=true is for one NVIDIA GPU, without accumulation, fp16 or muon"
     if is_set("ACCELERATE_USE_DEEPSPEED"):
         yield "deepspeed is not supported here: use one of accelerate_configs/"
     if any(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1") != "1" for axis in ("TP", "CP", "SP")):
@@ -75,15 +82,3 @@ def launch_errors(launcher: Launcher | None, config: Config, asked: Asked) -> It
         for key in launcher.config.get(section) or {}:
             if prefix + key.removeprefix(prefix) not in known:
                 yield f"{file}: {section} has no key {key}{nearest(key, known)}"
-
-
-def device_errors(config: Config, asked: Asked, on_cpu: bool, precision: str) -> Iterator[str]:
-    """Yield why the devices of this machine can't run what is asked for, one line each."""
-    gpus = torch.accelerator.device_count()
-    if not on_cpu and asked.local_world_size > gpus:
-        yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"
-    if config.cuda_graphs:  # room: cuda_graphs
-        is_alone = asked.world_size == config.accumulation(asked.world_size) == 1
-        is_cuda = not on_cpu and torch.cuda.is_available()
-        if not (is_alone and is_cuda) or precision == "fp16" or config.optim.name == "muon":
-            yield "cuda_graphs=true is for one NVIDIA GPU, without accumulation, fp16 or muon"

@@ -1,7 +1,7 @@
-"""Look after checkpoints: python -m src.tools.checkpoints list|verify|export PATH...
+"""Inspect and export checkpoints: python -m src.tools.checkpoints list|verify|export PATH...
 
-`list` says what is there, `verify` whether each is whole by its checksums, `export` writes the model as a run exports
-it, on one CPU. PATH is a checkpoint (step_...), or a run's output folder: all of its checkpoints, for `export` the
+`list` shows what is there, `verify` also compares the checksums, `export` writes the model as a run would export it, on
+one CPU. PATH is a checkpoint (step_...), or a run's output folder: all of its checkpoints, for `export` the
 newest. The exit code is 1 if one is damaged.
 """
 
@@ -22,7 +22,7 @@ from src.distributed.process import exit_codes
 
 
 def show(path: Path, contents: bool) -> bool:
-    """Print a line about a checkpoint; return whether it is whole: its sizes, and checksums if `contents`."""
+    """Print a line about a checkpoint. Return whether its files have the right sizes and, if `contents`, checksums."""
     if wrong := "; ".join(problems(path, contents)):
         print(f"{path}  DAMAGED: {wrong}")
         return False
@@ -43,7 +43,8 @@ def evaluation_of(checkpoint: Path) -> dict[str, float]:
 
 
 def export(path: Path, folder: Path) -> None:
-    """Check a checkpoint and write its model, as a run exports it, on one CPU. Raise a UserError if it can't be."""
+    """Write the model of a checkpoint as a run would export it, on one CPU. Raise a UserError if the checkpoint is
+    damaged, or the folder exists."""
     if wrong := next(problems(path), None):
         raise UserError(f"{path}: {wrong}")
     if folder.exists():
@@ -65,7 +66,7 @@ def find(source: Path) -> Iterator[Path]:
 
 
 def main(argv: list[str]) -> int:
-    """Do what the arguments ask for; return 1 if a checkpoint is damaged."""
+    """Run the command that the arguments name. Return 1 if a checkpoint is damaged."""
     parser = argparse.ArgumentParser("python -m src.tools.checkpoints", description=__doc__)
     parser.add_argument("command", choices=["list", "verify", "export"])
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")

@@ -1,7 +1,7 @@
-"""Evaluate a trained model, as its training did: prints the metrics, and writes what it says of each example.
+"""Evaluate a trained model as its training did: print the metrics, and write the prediction for each example.
 
-Settings of the task name other data: --task.dataset=other.tsv, all of which counts unless it has an evaluation split.
-Computes in fp32, on a GPU if there is one; as trained in bf16:
+To evaluate on other data, give the task's settings: --task.dataset=other.tsv uses all of it, unless it has an
+evaluation split. The model computes in fp32, on a GPU if there is one. To compute in bf16, as it was trained:
 accelerate launch --mixed_precision bf16 -m src.tools.evaluate
 """
 
@@ -27,6 +27,7 @@ MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "token
 
 
 def main(argv: list[str]) -> None:
+    """Evaluate the model, as the arguments ask for."""
     parser = argparse.ArgumentParser("python -m src.tools.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", help="a run's output folder, its model, or a checkpoint")
     parser.add_argument("--output", type=Path, help="FILE.parquet to write; predictions.parquet beside the model")

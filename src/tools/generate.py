@@ -30,6 +30,7 @@ from src.tasks.text.pretrained import load_exported, max_length
 
 
 def main(argv: list[str]) -> None:
+    """Continue the prompt, or chat, as the arguments ask for."""
     parser = argparse.ArgumentParser("python -m src.tools.generate", description=__doc__)
     parser.add_argument("source", help="a run's output folder, a model or adapters that it exported, or a checkpoint")
     parser.add_argument("--prompt", help="text to continue; where there is a chat template, a message to answer")
@@ -59,8 +60,8 @@ def main(argv: list[str]) -> None:
 
 
 def load(source: str) -> tuple[Any, Any]:
-    """Return a language model and its tokenizer, as a run exported them, or would export them of a checkpoint. Raise a
-    UserError if it is none."""
+    """Return a language model and its tokenizer: as a run exported them or, from a checkpoint, would export them. Raise
+    a UserError if it is no language model."""
     folder = find_model(source)
     with tempfile.TemporaryDirectory() as exported:
         if is_checkpoint(folder):

@@ -1,4 +1,4 @@
-"""Run a W&B sweep file without W&B's server, by Optuna: python -m src.tools.sweep FILE [--trials=N] [--name=value]...
+"""Run a W&B sweep file with Optuna, without W&B's server: python -m src.tools.sweep FILE [--trials=N] [--name=value]...
 
 The trials run one after the other; --name=value is a setting for all of them. The same command continues a sweep that
 was stopped or killed. See docs/sweeps.md.
@@ -21,8 +21,6 @@ import optuna
 import psutil
 from optuna.pruners import NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from ruamel.yaml.error import YAMLError
@@ -39,7 +37,7 @@ POLL_SECONDS = 0.5
 
 
 class Parameter(BaseModel, extra="forbid", strict=True):
-    """What a setting can be: a value, one of several, or a number between two, which are written as such: 0.0001."""
+    """The values of a setting: a single one, one of several, or a range of numbers, written as numbers: 0.0001."""
 
     value: Any = None
     values: list[Any] = []
@@ -48,7 +46,7 @@ class Parameter(BaseModel, extra="forbid", strict=True):
     distribution: Literal["uniform", "log_uniform_values"] = "uniform"
 
     def choices(self) -> list[str] | None:
-        """Return the values to choose from, as they are written on the command line; None: there is a range."""
+        """Return the values to choose from, as written on the command line; None if it is a range of floats."""
         if self.min is None or self.max is None:
             values = self.values or [self.value]
         elif isinstance(self.min, int) and isinstance(self.max, int):
@@ -79,14 +77,15 @@ class Sweep(BaseModel, extra="forbid"):
     command: list[str]
     early_terminate: Halving | None = None
     name: str = "sweep"
+    """Name of the sweep's folder in runs/."""
 
     @property
     def size(self) -> int:
-        """Return the number of trials that try each setting with each; 0: there is a range."""
+        """Return the number of combinations of all settings; 0 if one of them is a range of floats."""
         return math.prod(len(parameter.choices() or ()) for parameter in self.parameters.values())
 
     def sampler(self, seed: int = 0) -> BaseSampler:
-        """Return what chooses the settings of a trial. A grid has its order, whatever the seed."""
+        """Return what chooses the settings of a trial. A grid ignores the seed."""
         if self.method == "grid":
             return GridSampler({name: parameter.choices() or [] for name, parameter in self.parameters.items()}, seed=0)
         return RandomSampler(seed=seed) if self.method == "random" else TPESampler(seed=seed)
@@ -106,8 +105,8 @@ class Sweep(BaseModel, extra="forbid"):
 
 
 def settings_of(sweep: Sweep, number: int) -> dict[str, str]:
-    """Return the settings of one trial of a sweep that is not run here, but by the tasks of a job array: that of this
-    number, counted from 0. Raise a UserError if the grid has fewer."""
+    """Return the settings of trial `number`, counted from 0, of a sweep whose trials are the tasks of a job array.
+    Raise a UserError if the grid has fewer trials."""
     asked = 1
     if sweep.method == "grid":
         if number >= sweep.size:
@@ -130,15 +129,15 @@ def read_sweep(file: str) -> Sweep:
 
 
 def command_of(sweep: Sweep, settings: dict[str, str], folder: Path, others: list[str]) -> list[str]:
-    """Return the command of a trial, which W&B's agent would start alike but for the last two words."""
-    arguments = [*(f"--{name}={text}" for name, text in settings.items()), *others]
-    arguments += [f"--run_name={folder.parent.name}-{folder.name}", f"--output_dir={folder}"]
+    """Return the command of a trial: the one of W&B's agent, with the run's name and output folder added."""
+    own = settings | {"run_name": f"{folder.parent.name}-{folder.name}", "output_dir": str(folder)}
+    arguments = [*others, *(f"--{name}={text}" for name, text in own.items())]
     macros = MACROS | {"${program}": [sweep.program], "${args}": arguments}
     return [text for word in sweep.command for text in macros.get(word, [word])]
 
 
 def stop(process: psutil.Popen) -> None:
-    """Have a trial save and end. A launcher does not wait for a process that saves: this does."""
+    """Tell a trial to save and end. Wait for all of its processes: a launcher does not wait for those that save."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = process.children(recursive=True)
         process.terminate()
@@ -146,7 +145,7 @@ def stop(process: psutil.Popen) -> None:
 
 
 def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> float:
-    """Run a trial to its end, or until it is not worth going on; return its last value of the metric."""
+    """Run a trial until it ends or is pruned. Return its last value of the metric; NaN if it failed."""
     own = folder / trial.user_attrs.get("folder", f"trial-{trial.number:02}")
     trial.set_user_attr("folder", own.name)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -163,10 +162,10 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
     values: list[float] = []
     while True:
         code = process.poll()
-        records = [record for record in read_lines(own / "metrics.jsonl") if record.get(sweep.metric.name) is not None]
-        for record in records[len(values) :]:
-            values.append(record[sweep.metric.name])
-            trial.report(values[-1], len(values))
+        recorded = [record.get(sweep.metric.name) for record in read_lines(own / "metrics.jsonl")]
+        for value in [value for value in recorded if value is not None][len(values) :]:
+            values.append(value)
+            trial.report(value, len(values))
         if code is not None:
             return values[-1] if code == 0 and values else math.nan  # which Optuna takes for a failure
         if SIGNALS.name:
@@ -180,11 +179,11 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
 
 
 def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
-    """Return the study in the folder, a new one if there is none; trials that did not come to an end come first."""
+    """Return the study in the folder, or a new one. Queue its unfinished trials, which then come first."""
     folder.mkdir(parents=True, exist_ok=True)
     halving = sweep.early_terminate
     study = optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(folder / "study.log"))),
+        storage=f"sqlite:///{folder}/study.db",
         study_name="sweep",
         direction=sweep.metric.goal,
         pruner=SuccessiveHalvingPruner(halving.min_iter, halving.eta) if halving else NopPruner(),
@@ -201,7 +200,7 @@ def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
 
 
 def finished(study: optuna.Study) -> list[Any]:
-    """Return the trials that came to an end, or were not worth going on."""
+    """Return the trials that ended or were pruned."""
     return study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
 
 
@@ -210,10 +209,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m src.tools.sweep", allow_abbrev=False, description=__doc__)
     parser.add_argument("file", help="sweep file, such as sweeps/mnist.yaml")
     parser.add_argument("--trials", type=int, help="number of trials; default: each value with each")
-    parser.add_argument("--folder", type=Path, help="folder of the sweep; default: runs/ and its name")
     options, others = parser.parse_known_args(argv)
     sweep = read_sweep(options.file)
-    folder = options.folder or Path("runs", sweep.name)
+    folder = Path("runs", sweep.name)
     wanted = options.trials or sweep.size
     if not wanted:
         raise UserError(f"method: {sweep.method} has no end: add --trials=8")

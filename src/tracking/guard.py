@@ -1,11 +1,10 @@
 """A guard around what records a run elsewhere: whatever happens to it, the training neither ends nor waits for it."""
 
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from src.config.errors import cause
@@ -52,52 +51,51 @@ class Guarded:
 
     def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
         """Start the recorder and wait for it. `say` tells the user, once, that it failed later on."""
-        self.recorder, self._say = recorder, say
+        self.recorder = recorder
         self.failure: str | None = None
         """Why the run is not recorded, or not to its end; None if it is."""
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = ThreadPool(1)  # one that hangs does not keep the process from ending
         self._busy_since = math.inf
-        self._is_started = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        self._say: Callable[[str], None] = lambda _: None  # the start-up summary tells what fails by then
         self.tell(recorder.start)
-        if not self._is_started.wait(START_SECONDS):
-            self._fail(f"it has not started within {START_SECONDS:.0f} seconds")
+        self._wait(START_SECONDS)
+        self._say = say
 
     def tell(self, method: Callable[..., object], *arguments: Any) -> None:
         """Have the thread call one of the recorder's methods."""
         if time.monotonic() - self._busy_since > HANG_SECONDS:
             self._fail(f"it has not answered for {HANG_SECONDS:.0f} seconds")
         if not self.failure:
-            self._calls.put(partial(method, *arguments))
+            self._last = self._thread.apply_async(self._call, (method, *arguments))
 
     def finish(self, summary: Record | None, crash: str | None) -> None:
         """End the recorder's run, and wait for it."""
         self.tell(self.recorder.finish, summary, crash)
-        self._calls.put(None)
-        if not self.failure:
-            self._thread.join(HANG_SECONDS)
-        if self._thread.is_alive():
-            self._fail(f"it has not answered for {HANG_SECONDS:.0f} seconds")
+        self._wait(HANG_SECONDS)
+        self._thread.close()
 
-    def _work(self) -> None:
+    def _wait(self, seconds: float) -> None:
+        if not self.failure:
+            self._last.wait(seconds)
+            if not self._last.ready():
+                self._fail(f"it has not answered for {seconds:.0f} seconds")
+
+    def _call(self, method: Callable[..., object], *arguments: Any) -> None:
+        if self.failure:
+            return
+        self._busy_since = time.monotonic()
         try:
-            for call in iter(self._calls.get, None):
-                self._busy_since = time.monotonic()
-                call()
-                self._busy_since = math.inf
-                self._is_started.set()
+            method(*arguments)
         except Exception as error:  # from the recorder or the file system: no reason not to train
             self._fail(cause(error))
-            self._is_started.set()
+        self._busy_since = math.inf
 
     def _fail(self, why: str) -> None:
         if self.failure:
             return
         self.failure = why
         threading.Thread(target=self.recorder.abandon, daemon=True).start()
-        if self._is_started.is_set():
-            self._say(f"WARNING: {self.recorder.title} failed ({why}): the run goes on, recorded in metrics.jsonl")
+        self._say(f"WARNING: {self.recorder.title} failed ({why}): the run goes on, recorded in metrics.jsonl")
 
 
 def describe(run: Run) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from torch.profiler import profile, schedule
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from src.config.errors import UserError
 from src.distributed.accelerator import peak_memory
@@ -125,16 +125,12 @@ def start_profiler(run: Run) -> profile | None:
         says = f"profile_steps={steps}: the run has only {total} steps"
         raise UserError(f"{says}; name some of them, or set it to null")
 
-    def write(profiler: profile) -> None:
-        folder = run.config.folder / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"trace_{run.rank}.json"))
-
     wait, active = first - 1 - run.progress.step, min(last, total) - first + 1
     if wait < 0:
         return None
     warmup = min(wait, 1)
     chosen = schedule(wait=wait - warmup, warmup=warmup, active=active, repeat=1)
+    write = tensorboard_trace_handler(str(run.config.folder / "profile"), f"rank_{run.rank}")
     profiler = profile(schedule=chosen, on_trace_ready=write, profile_memory=True)
     profiler.start()
     return profiler

@@ -6,7 +6,6 @@ hooks stay outside what is compiled. All of it reassigns `forward` and nothing e
 state dict are as the task made them. The blocks are those that FSDP wraps: the model's `_no_split_modules` names them.
 """
 
-import logging
 import os
 import shutil
 import sys
@@ -47,7 +46,6 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.compile:
         _require_compiler()
-        logging.getLogger("torch._dynamo.convert_frame").addFilter(_say_limit_in_one_line)
         blocks = [block for block in blocks if any(block.children())]
         # One compilation serves all blocks, however many. Single layers have nothing to fuse: then the whole model.
         # A CPU trains a transformer in bf16 1.14 times as fast with it (docs/figures.md); on a GPU, a step of a Llama
@@ -69,16 +67,6 @@ def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any
     of one for a constant, and would compile everything once more."""
     rows = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     return (plain if rows == 1 else compiled)(*args, **kwargs)
-
-
-def _say_limit_in_one_line(record: logging.LogRecord) -> bool:
-    """Say in one line that torch compiles no more, in place of its paragraph; leave other messages as they are."""
-    # torch stops after 8 variants of a function and runs it uncompiled from then on, which is easily overlooked
-    if isinstance(record.args, tuple) and record.msg.startswith("torch._dynamo hit config"):
-        _, limit, function, reason, *_ = record.args
-        record.msg = "compile=true: %s runs UNCOMPILED, and slower, but for %s kinds of input: %s"
-        record.args = (function, limit, str(reason).partition("\n")[0])
-    return True
 
 
 def repeating_blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,5 @@
 """Data parallelism by hand, as the tutorials teach it, trains MNIST's CNN to the curve that DDP has."""
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ def test_by_hand_and_ddp_have_the_same_curve(launch: Launch, whole: Whole, round
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 25
     assert losses == pytest.approx(ddp.losses, rel=within)
-    metrics = ast.literal_eval(run.stdout.rpartition("evaluation: ")[2])
-    assert metrics["eval/accuracy"] == pytest.approx(ddp.summary["eval/accuracy"], abs=1e-4)
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 Each fault patches what the fault would reach in real life: the loss, the file system, the process.
 """
 
-import atexit
+import itertools
+import math
 import os
 import runpy
 import signal
@@ -16,7 +17,6 @@ import torch
 
 from src.checkpoint import format, write
 from src.tasks.mnist import Mnist
-from src.training import batches as loading
 
 STEP = int(os.environ.get("FAULT_STEP", "0"))
 
@@ -32,15 +32,22 @@ def before(owner: Any, name: str, fault: Callable[..., Any]) -> None:
     setattr(owner, name, patched)
 
 
-def at_training_step(fault: Callable[[], None]) -> None:
-    """Calls `fault` in the forward pass of step FAULT_STEP, counted from 1 in this process."""
-    calls = iter(range(1, 10**9))
+def in_training_steps(steps: range, fault: Callable[[], float | None]) -> None:
+    """Calls `fault` in the forward pass of these steps, counted from 1 in this process, and multiplies the loss by what
+    it returns."""
+    original, calls = Mnist.loss, itertools.count(1)
 
-    def count(_: Any, model: torch.nn.Module, *__: Any) -> None:
-        if model.training and next(calls) == STEP:
-            fault()
+    def loss(self: Mnist, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        value = original(self, model, batch)
+        if model.training and next(calls) in steps:
+            value = value * (fault() or 1)
+        return value
 
-    before(Mnist, "loss", count)
+    Mnist.loss = loss  # type: ignore[method-assign]
+
+
+def in_step(fault: Callable[[], float | None]) -> Callable[[], None]:
+    return lambda: in_training_steps(range(STEP, STEP + 1), fault)
 
 
 def die() -> None:
@@ -51,29 +58,9 @@ def fail() -> None:
     raise RuntimeError("the root cause")
 
 
-def not_a_number(steps: range) -> None:
-    """A gradient of this process is NaN in these steps."""
-    original, calls = Mnist.loss, iter(range(1, 10**9))
-
-    def loss(self: Mnist, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        value = original(self, model, batch)
-        if model.training and next(calls) in steps:
-            value = value * torch.tensor(float("nan"))
-        return value
-
-    Mnist.loss = loss  # type: ignore[method-assign]
-
-
 def build_for_ever(*_: Any) -> None:
     print("building the data", flush=True)
     time.sleep(10_000)
-
-
-def count_batches() -> None:
-    """Prints at the end how many batches were made, to train on and to evaluate on; not pictures for the tables."""
-    made: list[int] = []
-    before(loading, "samples", lambda *_: made.append(1))
-    atexit.register(lambda: print(f"batches made: {len(made)}", flush=True))
 
 
 def in_the_save(seconds: float) -> None:
@@ -85,11 +72,11 @@ def is_at_step(checkpoint: Path) -> bool:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "die": lambda: at_training_step(die),
-    "raise": lambda: at_training_step(fail),
-    "hang": lambda: at_training_step(lambda: time.sleep(10_000)),
-    "nan": lambda: not_a_number(range(STEP, STEP + 1)),
-    "nan forever": lambda: not_a_number(range(STEP, 10**9)),
+    "die": in_step(die),
+    "raise": in_step(fail),
+    "hang": in_step(lambda: time.sleep(10_000)),
+    "nan": in_step(lambda: math.nan),
+    "nan forever": lambda: in_training_steps(range(STEP, 10**9), lambda: math.nan),
     "die before publication": lambda: before(
         write, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
     ),
@@ -98,7 +85,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stuck save": lambda: in_the_save(10_000),
     "slow data": lambda: before(Mnist, "build_datasets", build_for_ever),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
-    "count batches": count_batches,
 }
 
 

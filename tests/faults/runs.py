@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 
 from src.checkpoint.folder import run_settings
 from src.checkpoint.resume import find_checkpoint
+from src.checkpoint.tensors import read, saved_tensors
 from src.config.errors import UserError
+from src.training.state import ResumePoint
 from tests.launching import Launch, Run, Started
 
 SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
@@ -51,11 +53,16 @@ def killed_and_resumed(launch: Launch, yaml: str, arguments: tuple[str, ...], fo
     return run
 
 
-def refusal(folder: Path, *arguments: str) -> list[str]:
-    """What SHORT is refused with in this folder, on one process, which is this one and locks it until it ends."""
+def found(folder: Path, *arguments: str) -> ResumePoint:
+    """What SHORT goes on from in this folder, on one process, which is this one and locks it until it ends."""
     config = run_settings([f"--output_dir={folder}", "--task.source=digits", *SHORT, *arguments])
+    return find_checkpoint(Accelerator(cpu=True), config)
+
+
+def refusal(folder: Path, *arguments: str) -> list[str]:
+    """What it is refused with."""
     with pytest.raises(UserError) as error:
-        find_checkpoint(Accelerator(cpu=True), config)
+        found(folder, *arguments)
     return str(error.value).splitlines()
 
 
@@ -72,11 +79,21 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
     return load_file(run.folder / "model" / "model.safetensors")
 
 
+def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All that it has, by name."""
+    tensors = {name: torch.empty(facts.size) for name, facts in saved_tensors(checkpoint).items()}
+    read(checkpoint, tensors)
+    return tensors
+
+
 def assert_same_run(run: Run, whole: Run) -> None:
     """Bitwise: every record, in order, each once, and the final weights."""
     assert curve(run) == curve(whole)
-    expected = weights(whole)
-    equal = {name: torch.equal(weight, expected[name]) for name, weight in weights(run).items()}
+    assert_equal(weights(run), weights(whole))
+
+
+def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    equal = {name: torch.equal(tensor, expected[name]) for name, tensor in tensors.items()}
     assert equal == dict.fromkeys(expected, True)
 
 

@@ -1,10 +1,8 @@
 """Gradients that are not finite: all processes skip the step together, and too many in a row end the run."""
 
 import pytest
-import torch
 
-from src.checkpoint.tensors import read, saved_tensors
-from tests.faults.runs import EACH_STEP, SHORT, checkpoints, weights
+from tests.faults.runs import EACH_STEP, SHORT, assert_equal, checkpoints, whole_tensors
 from tests.launching import Launch, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
@@ -20,14 +18,8 @@ def test_one_process_with_nan_makes_all_skip_the_step_and_count_it(launch: Launc
     assert said == ["WARNING: steps skipped so far, as their gradients were not finite: 1"]
     (skipped,) = (record for record in run.records if record.get("train/loss", 0) is None)
     assert (skipped["step"], skipped["train/grad_norm"], skipped["train/skipped_steps"]) == (25, None, 1)
-    assert len(run.losses) == 30
-    assert all(weight.isfinite().all() for weight in weights(run).values())
-    before, after = (run.folder / "checkpoints" / f"step_000000{step}" for step in (24, 25))
-    for name, facts in saved_tensors(before).items():
-        one, other = (torch.empty(facts.size) for _ in range(2))
-        read(before, {name: one})
-        read(after, {name: other})
-        assert torch.equal(one, other), name
+    before, after = (whole_tensors(run.folder / "checkpoints" / f"step_000000{step}") for step in (24, 25))
+    assert_equal(after, before)
 
 
 def test_too_many_in_a_row_end_with_one_line_that_names_the_last_checkpoint(launch: Launch) -> None:
@@ -38,5 +30,4 @@ def test_too_many_in_a_row_end_with_one_line_that_names_the_last_checkpoint(laun
     (line,) = run.messages
     assert "3 steps in a row" in line
     assert str(run.folder / "checkpoints" / "step_00000008") in line
-    assert "Traceback (most recent call last)" not in run.stderr.split("train.py: ")[0]
     assert checkpoints(run.folder) == [8]

@@ -76,12 +76,6 @@ def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
             assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
 
 
-@pytest.mark.slow
-def test_ddp_says_nothing_of_the_layout_of_gradients_in_bf16(gpu: Launch) -> None:
-    """Those of the first convolution are channels-last, which is the same memory. Tried without the filter."""
-    assert gpu("ddp", "--max_steps=3", launcher_arguments=BF16, processes=2).succeeded().stderr == ""
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", slow("adadelta"), slow("sgd")])
 def test_a_recorded_step_is_the_step(gpu: Launch, tmp_path: Path, optimizer: str) -> None:
     """To the last bit, with dropout drawn anew in each replay, over ragged batches, and after a resume. Tried with the
@@ -105,7 +99,7 @@ def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, t
     arguments = (*tasks["llama"], "--check")
     run = gpu("single_gpu", *arguments, launcher_arguments=BF16).succeeded()
     found = {row["what"]: row["result"] for row in json.loads((run.folder / "check.json").read_text())["checks"]}
-    assert found["losses of the next two steps"] == found["weights, optimizer after them"] == "pass"
+    assert found["losses and weights after a restart"] == "pass"
 
 
 @needs_text
@@ -138,10 +132,3 @@ def test_a_gpu_that_cannot_be_used_is_one_line(gpu: Launch, yaml: str, environme
     assert message.startswith(f"train.py: {says}")
     assert "Traceback" not in run.stderr.partition(message)[0]  # but the launcher's own, and torch's log
     assert 'train.py", line' not in run.stderr, "a traceback"
-
-
-@pytest.mark.slow
-def test_a_gpu_without_bf16_trains_in_fp32_and_says_so(gpu: Launch) -> None:
-    run = gpu("single_gpu", "--max_steps=1", launcher_arguments=(), real=True, NULL_GPU_CAPABILITY="7.5").succeeded()
-    assert (run.summary["precision"], run.stderr) == ("fp32", "")
-    assert "has no bf16: training in fp32" in run.stdout

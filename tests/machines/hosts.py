@@ -1,164 +1,100 @@
-"""Hosts on one machine: network namespaces, each with an address and a host name of its own, joined by veth pairs to a
-bridge in one more. In each, the real `accelerate launch` runs."""
+"""Hosts on one machine: sets of Linux namespaces (network, name, processes, mounts), each with an address of its own on
+one network. A host ends with its first process, and so does all that runs in it. This needs root, and a machine that
+permits it."""
 
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
-import psutil
+from tests.launching import PROJECT, SECONDS, clean_environment
 
-from tests.launching import BIN, PROJECT, QUIET, SECONDS, Run, clean_environment
-
-MTU = 9000
-PORT = 29500
+FREEZER = Path("/sys/fs/cgroup/freezer")
+"""Where Linux shows control groups of version 1, if it has them. In those, as most clusters do, Slurm keeps a step's
+processes, and passes signals only to those that srun started; without them it signals all of them."""
 
 
-def missing() -> str | None:
-    """Why this machine cannot play several; None if it can."""
+def why_not(*programs: str) -> str | None:
+    """Return why this machine can't be several, which have these programs; None if it can."""
+    if absent := [each for each in ("ip", "nsenter", "unshare", "setpriv", *programs) if shutil.which(each) is None]:
+        return f"{', '.join(absent)}: not installed (Debian: iproute2, util-linux, slurm-wlm, munge)"
     if os.geteuid():
-        return "needs root, for network namespaces"
-    if not all(map(shutil.which, ("ip", "unshare"))):
-        return "needs ip (iproute2) and unshare (util-linux)"
-    name = f"try-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"needs network namespaces: {made.stderr.strip()}"
-    inside = ["ip", "-n", name, "link", "add", "name", "near", "type", "veth", "peer", "name", "far"]
-    joined = subprocess.run(inside, capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return f"needs veth pairs: {joined.stderr.strip()}" if joined.returncode else None
+        return "only root can make hosts of one machine"
+    tried = subprocess.run(["unshare", "--net", "ip", "link", "add", "type", "bridge"], capture_output=True, text=True)
+    return f"no hosts can be made of this machine: {tried.stderr.strip()}" if tried.returncode else None
 
 
-class Hosts:
-    """host1, host2, …, with the addresses 10.77.0.1, …; as a context manager it leaves nothing behind.
+def run(*command: str, **environment: str) -> str:
+    """Run a command of this machine's. Return what it printed."""
+    env = clean_environment(**environment)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+class Host:
+    """A host of this machine, with this file as its /etc/hosts, on a network of its own."""
+
+    def __init__(self, name: str, names: Path) -> None:
+        namespaces = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+        self._group = FREEZER / f"{names.parent.name}-{os.getpid()}-{name}"
+        setup = f"mount --bind '{names}' /etc/hosts; hostname {name}; ip link set lo up; echo ready; "
+        if FREEZER.is_dir():
+            self._group.mkdir()
+            setup = f"mount --bind '{self._group}' {FREEZER}; {setup}"
+        setup += "sleep infinity & wait"  # a shell that waits buries the orphans of its host
+        command = ["setpriv", "--pdeathsig=KILL", "unshare", *namespaces, "bash", "-ec", setup]
+        self._holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._holder.stdout
+        self._output = self._holder.stdout
+        assert self._output.readline() == "ready\n"
+        self.pid = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()[0]
+        self.enter = ("nsenter", f"--target={self.pid}", "--all", f"--wd={PROJECT}")
+        """What makes a command behind it run there, in the project's folder."""
+
+    def __call__(self, *command: str, **environment: str) -> str:
+        """Run a command there. Return what it printed."""
+        return run(*self.enter, *command, **environment)
+
+    def close(self) -> None:
+        """As when its power fails, though its connections are closed."""
+        self._holder.kill()
+        self._holder.wait()
+        self._output.close()
+        for group in sorted(self._group.glob("**/"), reverse=True):  # it is one of these, if it is there
+            end = time.monotonic() + 30
+            while (group / "tasks").read_text() and time.monotonic() < end:  # its last processes are still dying
+                time.sleep(0.05)
+            group.rmdir()
+
+
+class Network(contextlib.ExitStack):
+    """Hosts by name, the first of which is the others' bridge; as a context manager it leaves nothing behind.
 
     Args:
-        names: lines of /etc/hosts by host.
+        addresses: by name.
+        names: the lines of each one's /etc/hosts.
     """
 
-    def __init__(self, number: int, names: dict[int, str] | None = None) -> None:
-        self.number, self._names = number, names or {}
-        self._started: list[subprocess.Popen[bytes]] = []
+    def __init__(self, folder: Path, addresses: dict[str, str], names: dict[str, str]) -> None:
+        super().__init__()
+        self.hosts: dict[str, Host] = {}
+        for name, address in addresses.items():
+            file = folder / f"hosts-{name}"
+            file.write_text(names[name])
+            host = self.hosts[name] = Host(name, file)
+            self.callback(host.close)
+            if len(self.hosts) == 1:
+                self.bridge("add", "eth0", "type", "bridge")
+            else:
+                self.bridge("add", name, "type", "veth", "peer", "name", "eth0", "netns", host.pid)
+                self.bridge("set", name, "master", "eth0", "up")
+            host("ip", "address", "add", f"{address}/24", "dev", "eth0")
+            host("ip", "link", "set", "eth0", "up")
 
-    def name(self, host: int) -> str:
-        """Of a namespace; 0 is the switch's."""
-        return f"hosts-{os.getpid()}-{host}"
-
-    def ip(self, host: int, words: str) -> None:
-        subprocess.run(["ip", "-n", self.name(host), *words.split()], check=True)
-
-    def __enter__(self) -> "Hosts":
-        try:
-            for host in range(self.number + 1):
-                subprocess.run(["ip", "netns", "add", self.name(host)], check=True)
-                self.ip(host, "link set lo up")
-            self.ip(0, "link add bridge type bridge")
-            self.ip(0, f"link set bridge mtu {MTU} up")
-            for host in range(1, self.number + 1):
-                self._connect(host)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _connect(self, host: int) -> None:
-        self.ip(0, f"link add name near type veth peer name port{host}")
-        self.ip(0, f"link set near mtu {MTU} netns {self.name(host)} name eth0")
-        self.ip(0, f"link set port{host} mtu {MTU} master bridge up")
-        self.ip(host, f"addr add 10.77.0.{host}/24 dev eth0")
-        self.ip(host, "link set eth0 up")
-        own = Path("/etc/netns", self.name(host))  # `ip netns exec` lays its files over those in /etc
-        own.mkdir(parents=True)
-        (own / "hosts").write_text(self._names.get(host, "127.0.0.1 localhost\n"))
-
-    def cut(self, host: int) -> None:
-        """Take the host's cable out, as one does at the switch."""
-        self.ip(0, f"link set port{host} down")
-
-    def processes(self, host: int) -> list[psutil.Process]:
-        found = subprocess.run(["ip", "netns", "pids", self.name(host)], capture_output=True, text=True).stdout
-        there = []
-        for pid in found.split():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                there.append(psutil.Process(int(pid)))
-        return there
-
-    def kill(self, host: int) -> None:
-        """SIGKILL to all that runs there, as when its power fails, though its connections are closed then."""
-        while processes := self.processes(host):
-            for process in processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            time.sleep(0.01)
-
-    def __exit__(self, *_: object) -> None:
-        for host in range(self.number + 1):
-            self.kill(host)
-            subprocess.run(["ip", "netns", "del", self.name(host)], check=False)
-            shutil.rmtree(Path("/etc/netns", self.name(host)), ignore_errors=True)
-        for process in self._started:
-            process.wait()
-
-    def launch(self, host: int, words: list[str], folder: Path, project: Path = PROJECT, **variables: str) -> "Running":
-        """`accelerate launch` there, in the background; its output goes to files beside `folder`."""
-        command = ["ip", "netns", "exec", self.name(host), "unshare", "--uts", "sh", "-c"]
-        command += [f'hostname host{host} && exec "$@"', "sh", str(BIN / "accelerate"), "launch", *words]
-        running = Running(command, folder, project, clean_environment(PYTHONUNBUFFERED="1", **variables))
-        self._started.append(running.launcher)
-        return running
-
-
-class Running:
-    """A launcher that runs on a host."""
-
-    def __init__(self, command: list[str], folder: Path, project: Path, environment: dict[str, str]) -> None:
-        self.folder = folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        self._files = [folder.with_suffix(suffix) for suffix in (".out", ".err")]
-        with self._files[0].open("w") as out, self._files[1].open("w") as err:
-            self.launcher = subprocess.Popen(
-                command,
-                cwd=project,
-                env=environment,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
-
-    @property
-    def output(self) -> str:
-        return "".join(file.read_text() for file in self._files)
-
-    def wait_for(self, text: str) -> "Running":
-        """Until it has printed `text`."""
-        end = time.monotonic() + SECONDS
-        while text not in self.output:
-            assert self.launcher.poll() is None, self.output
-            assert time.monotonic() < end, self.output
-            time.sleep(0.05)
-        return self
-
-    def result(self, seconds: float = SECONDS) -> Run:
-        """When the launcher has ended."""
-        try:
-            code = self.launcher.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds} seconds: {self.output}") from None
-        out, err = (file.read_text() for file in self._files)
-        return Run(code, out, err, self.folder)
-
-
-def words(yaml: str, host: int, folder: Path, *arguments: str, machines: int = 2, **launcher: Any) -> list[str]:
-    """What follows `accelerate launch` on a host: one process there, on the digits."""
-    own: dict[str, Any] = {"num_processes": machines, "num_machines": machines, "machine_rank": host - 1}
-    own |= {"main_process_ip": "10.77.0.1", "main_process_port": PORT, **launcher}
-    file = PROJECT / "accelerate_configs" / f"{yaml}.yaml"
-    options = [f"--{name}={value}" for name, value in own.items()]
-    script = ["train.py", f"--output_dir={folder}", "--task.source=digits", *QUIET]
-    return ["--config_file", str(file), *options, *script, *arguments]
+    def bridge(self, *words: str) -> None:
+        """Say this to `ip link` on the bridge, where each host's cable has its name."""
+        first, *_ = self.hosts.values()
+        run("nsenter", f"--target={first.pid}", "--net", "ip", "link", *words)

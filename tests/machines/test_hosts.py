@@ -13,35 +13,37 @@ import pytest
 
 from src.distributed.machines import differences
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
-from tests.launching import Launch, Rounding, Run, Whole, slow
-from tests.machines.hosts import Hosts, Running, missing, words
+from tests.launching import PROJECT, QUIET, Launch, Rounding, Run, Started, Whole, slow
+from tests.machines.hosts import Network, why_not
 from tests.test_parity import DIGITS, assert_same_curve
 
-needs_hosts = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-def started(hosts: Hosts, yaml: str, folder: Path, *arguments: str, **more: Any) -> list[Running]:
-    """A run on all hosts, one process each. `more`: of the launcher, or in capitals environment variables."""
-    variables = {name: more.pop(name) for name in list(more) if name.isupper()}
-    return [
-        hosts.launch(
-            host,
-            words(yaml, host, folder, *arguments, machines=hosts.number, **more),
-            folder.with_name(f"{folder.name}-{host}"),
-            **variables,
-        )
-        for host in range(1, hosts.number + 1)
-    ]
+class Two(Network):
+    """host1 and host2, which know no names but their own, with a process each."""
 
+    def __init__(self, folder: Path, *names: str) -> None:
+        known = [f"127.0.0.1 localhost\n{others}" for others in names or ("", "")]
+        addresses = {f"host{number}": f"10.77.0.{number}" for number in (1, 2)}
+        super().__init__(folder, addresses, dict(zip(addresses, known, strict=True)))
 
-def ended(runs: list[Running]) -> list[Run]:
-    return [run.result() for run in runs]
+    def launch(self, host: int, yaml: str, folder: Path, *arguments: str, **launcher: Any) -> Started:
+        own = {"num_processes": 2, "num_machines": 2, "machine_rank": host - 1, "main_process_ip": "10.77.0.1"}
+        options = [f"--{name}={value}" for name, value in (own | {"main_process_port": 29500} | launcher).items()]
+        file = str(PROJECT / "accelerate_configs" / f"{yaml}.yaml")
+        script = ["train.py", f"--output_dir={folder}", "--task.source=digits", *QUIET, *arguments]
+        words, within = ["--config_file", file, *options, *script], self.hosts[f"host{host}"].enter
+        return self.enter_context(Started("", words=words, folder=folder, real=True, within=within))
 
+    def start(self, *arguments: Any, **launcher: Any) -> list[Started]:
+        """A run on both."""
+        return [self.launch(host, *arguments, **launcher) for host in (1, 2)]
 
-def finished(runs: list[Running], folder: Path) -> Run:
-    """The run on the first host; the others have none of its files."""
-    first, *_ = [run.succeeded() for run in ended(runs)]
-    return Run(0, first.stdout, first.stderr, folder)
+    def finish(self, *arguments: Any, **launcher: Any) -> Run:
+        """That of the first host; the other has none of its files."""
+        first, _ = [started.result().succeeded() for started in self.start(*arguments, **launcher)]
+        return first
 
 
 @needs_hosts
@@ -50,22 +52,19 @@ def test_two_hosts_give_the_curve_of_one_process(
     whole: Whole, rounding: Rounding, tmp_path: Path, yaml: str, processes: int
 ) -> None:
     """Gloo's interface is chosen: without, it takes the loopback, and each waits for the other until the timeout."""
-    with Hosts(2) as hosts:
-        run = finished(started(hosts, yaml, tmp_path / "run", *DIGITS, num_processes=processes), tmp_path / "run")
+    with Two(tmp_path) as hosts:
+        run = hosts.finish(yaml, tmp_path / "run", *DIGITS, num_processes=processes)
     assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.removeprefix("multi_node_"), processes)
     assert_same_curve(run, 359, whole, rounding, *DIGITS)
 
 
 @needs_hosts
 def test_a_host_with_other_settings_is_refused_by_all_in_the_same_words(tmp_path: Path) -> None:
-    with Hosts(2) as hosts:
-        folder = tmp_path / "run"
-        others = ("--optim.lr=0.1", f"--output_dir={tmp_path}/elsewhere")
-        runs = [
-            hosts.launch(1, words("multi_node_ddp", 1, folder), tmp_path / "1"),
-            hosts.launch(2, words("multi_node_ddp", 2, folder, *others), tmp_path / "2"),
-        ]
-        for run in ended(runs):
+    folder = tmp_path / "run"
+    others = ("--optim.lr=0.1", f"--output_dir={tmp_path}/elsewhere")
+    with Two(tmp_path) as hosts:
+        runs = [hosts.launch(1, "multi_node_ddp", folder), hosts.launch(2, "multi_node_ddp", folder, *others)]
+        for run in [started.result() for started in runs]:
             assert run.exit_code == 1, run.stderr
             assert run.messages == [
                 "train.py: machine 1 (host2) has optim.lr 0.1; machine 0 (host1) has optim.lr 0.003"
@@ -80,16 +79,13 @@ def test_after_a_host_died_the_run_goes_on_exactly_with_one_host_fewer(
     launch: Launch, whole: Whole, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    with Hosts(2) as hosts:
-        runs = started(hosts, "multi_node_ddp", folder, *SHORT)
-        runs[0].wait_for("step     12/")
-        hosts.kill(2)
-        run = runs[0].result()
-    assert run.exit_code == 1
+    with Two(tmp_path) as hosts:
+        first, _ = hosts.start("multi_node_ddp", folder, *SHORT)
+        first.wait_for("step     12/")
+        hosts.hosts["host2"].close()
+        assert first.result().exit_code == 1
     assert checkpoints(folder) == [8]
-    resumed = launch("ddp", *SHORT, folder=folder, processes=2).succeeded()
-    assert resumed.records[-1]["step"] == 30
-    assert_same_run(resumed, whole("ddp", *SHORT))
+    assert_same_run(launch("ddp", *SHORT, folder=folder).succeeded(), whole("ddp", *SHORT))
 
 
 @needs_hosts
@@ -98,27 +94,23 @@ def test_after_a_cut_link_all_end_within_the_timeout_and_a_relaunch_goes_on_exac
     whole: Whole, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    with Hosts(2) as hosts:
-        runs = started(hosts, "multi_node_ddp", folder, *SHORT, "--timeout_minutes=0.3")
-        runs[0].wait_for("step     12/")
-        hosts.cut(2)
+    with Two(tmp_path) as hosts:
+        first, second = hosts.start("multi_node_ddp", folder, *SHORT, "--timeout_minutes=0.3")
+        first.wait_for("step     12/")
+        hosts.bridge("set", "host2", "down")
         cut = time.monotonic()
-        first, second = ended(runs)
+        assert (first.result().exit_code, second.result().exit_code) == (1, 1)
         assert time.monotonic() - cut < 18 + 60  # the rest: a grace period, and a launcher's end on a busy machine
-    assert (first.exit_code, second.exit_code) == (1, 1)
-    with Hosts(2) as hosts:
-        resumed = finished(started(hosts, "multi_node_ddp", folder, *SHORT), folder)
-    assert_same_run(resumed, whole("ddp", *SHORT))
+    with Two(tmp_path) as hosts:
+        assert_same_run(hosts.finish("multi_node_ddp", folder, *SHORT), whole("ddp", *SHORT))
 
 
 @needs_hosts
 @pytest.mark.slow
 def test_a_main_process_whose_name_is_its_own_loopback(tmp_path: Path) -> None:
     """As Debian's installer writes into /etc/hosts."""
-    names = {1: "127.0.0.1 localhost\n127.0.1.1 host1\n", 2: "127.0.0.1 localhost\n10.77.0.1 host1\n127.0.1.1 host2\n"}
-    with Hosts(2, names=names) as hosts:
-        runs = started(hosts, "multi_node_ddp", tmp_path / "run", "--max_steps=2", main_process_ip="host1")
-        finished(runs, tmp_path / "run")
+    with Two(tmp_path, "127.0.1.1 host1\n", "10.77.0.1 host1\n127.0.1.1 host2\n") as hosts:
+        hosts.finish("multi_node_ddp", tmp_path / "run", "--max_steps=2", main_process_ip="host1")
 
 
 TWO_MACHINES = """

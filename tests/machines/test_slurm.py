@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from tests.launching import PROJECT, QUIET, WANDB, Run, Whole, needs
-from tests.machines.cluster import Cluster, why_not
+from tests.machines.cluster import Cluster
+from tests.machines.hosts import why_not
 
-REASON = why_not()
+REASON = why_not("slurmctld", "slurmd", "sbatch", "munged")
 pytestmark = [
     needs("launchers/slurm.sbatch"),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),

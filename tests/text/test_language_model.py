@@ -1,7 +1,5 @@
 """Any decoder of transformers as the loop calls it: packed documents apart, the loss exact and lean on memory."""
 
-import logging
-import re
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -180,27 +178,6 @@ def test_a_block_is_compiled_at_most_four_times(  # room: compile
             with torch.no_grad():
                 model.eval()("score", **inputs)
     assert 2 <= counters["stats"]["unique_graphs"] <= 4
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("fresh_compiler")
-def test_one_line_says_that_torch_compiles_no_more(monkeypatch: pytest.MonkeyPatch) -> None:  # room: compile
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch._dynamo.convert_frame")
-    logger.addHandler(handler)
-    model = build("llama")
-    transformed(model, compile=True)
-    torch.compiler.config.recompile_limit = 1
-    model("loss", **batch())
-    with torch.no_grad():
-        model("score", **batch())
-        model("score", **batch())
-    logger.removeHandler(handler)
-    (line,) = lines
-    assert re.fullmatch(r"compile=true: 'forward\w*' \(\S+\) runs UNCOMPILED, .* 1 kinds of input: .*grad_mode.*", line)
 
 
 def test_activations_inside_of_the_blocks_are_not_kept() -> None:  # room: compile
