@@ -28,14 +28,27 @@ def arrows(file: Path) -> Iterator[tuple[str, bool]]:
             yield module.split(".")[1] if module.startswith("src.") else "", node in tree.body
 
 
-def test_no_import_leads_up_or_hides_in_a_function() -> None:
-    """Tried with `from src import tracking` in src/config/errors.py, and with an import in a function."""
-    src, wrong = PROJECT / "src", []
+def wrong_imports(src: Path) -> list[str]:
+    """Return what each import that the ladder forbids is, one line each."""
+    lines = []
     for file in sorted(src.rglob("*.py")):
         folder = file.relative_to(src).parts[0]
         for other, is_at_top in arrows(file):
             if not is_at_top:
-                wrong.append(f"{file} imports inside a function or a condition")
+                lines.append(f"{file.relative_to(src)} imports inside a function or a condition")
             if other and other != folder and FLOORS[other] >= FLOORS[folder]:
-                wrong.append(f"{file} imports from {other}, which is not below {folder}")
-    assert not wrong
+                lines.append(f"{file.relative_to(src)} imports from {other}, which is not below {folder}")
+    return lines
+
+
+def test_no_import_leads_up_or_hides_in_a_function() -> None:
+    assert wrong_imports(PROJECT / "src") == []
+
+
+def test_an_arrow_up_is_found(tmp_path: Path) -> None:
+    for text in ("from src.check import run_checks", "import src.tools.sweep", "from src import tracking"):
+        (tmp_path / "config").mkdir(exist_ok=True)
+        (tmp_path / "config/errors.py").write_text(f"{text}\n")
+        assert len(wrong_imports(tmp_path)) == 1, text
+    (tmp_path / "config/errors.py").write_text("def f():\n    import os\n")
+    assert len(wrong_imports(tmp_path)) == 1
