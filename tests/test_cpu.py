@@ -106,9 +106,3 @@ def test_dropout_has_the_distribution_of_torchs(p: float, dtype: torch.dtype) ->
     (gradient,) = torch.autograd.grad(outputs[0].sum(), ones)
     assert torch.equal(gradient, outputs[0].detach())
     assert torch.equal(dropout.eval()(ones), ones)
-
-
-def test_dropout_follows_the_layout_of_what_it_drops() -> None:
-    images = torch.ones(3, 4, 5, 6)
-    for x in (images.to(memory_format=torch.channels_last), images.transpose(1, 3), images[:, :, ::2]):
-        assert Dropout(0.5)(x).stride() == torch.empty_like(x).stride()

@@ -14,7 +14,7 @@ from examples.image_classification import ImageClassification
 from examples.make_data import digits_png, friedman_csv
 from src.config.errors import UserError
 from tests.faults.runs import assert_same_run, cut_back
-from tests.launching import PROJECT, Launch, Rounding, Run, Whole, needs, slow
+from tests.launching import Launch, Rounding, Run, Whole, needs, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 STEPS = ("--max_steps=8", "--save_every=4", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
@@ -186,9 +186,3 @@ def test_hidden_pictures_are_not_data_and_the_content_decides_wherever_the_folde
     for source, target in (("1", "aside"), ("2", "1"), ("aside", "2")):
         (moved / f"train/cat/{source}.png").rename(moved / f"train/cat/{target}.png")
     assert found(moved) != expected
-
-
-def test_each_is_a_file_of_110_lines_at_most_without_blank_ones() -> None:
-    """Those on text too."""
-    for config in (PROJECT / "examples").glob("*.yaml"):
-        assert sum(map(bool, config.with_suffix(".py").read_text().split("\n"))) <= 110, config

@@ -4,14 +4,11 @@ On every processor: in most runs here all weights start a little larger or small
 """
 
 import re
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, PROJECT, Launch, Run, needs, run_command, slow
+from tests.launching import BIN, PROJECT, Launch, Run, run_command, slow
 
 LEARN = PROJECT / "docs" / "learn"
 PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
@@ -120,26 +117,3 @@ def test_links_point_at_what_is_there(page: str) -> None:
             found = [number for number, text in enumerate(lines) if quoted in text]
             wrong.append(f"{target}#L{line} `{quoted}`: now in line {found or 'none: it has changed'}")
     assert not wrong, "\n".join([f"mend these links of {page}:", *wrong])
-
-
-@needs("src/check")
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_checks_that_would_tell_have_these_names(lesson: str) -> None:
-    """Tried with another name in bold."""
-    named = re.findall(r"\*\*(\w[\w ]*)\*\*", PAGES[lesson].split("\n## Break it\n")[1])
-    assert named
-    page = (PROJECT / "docs/check.md").read_text()
-    assert set(named) <= set(re.findall(r"^\| ([A-Z][\w ]+) \|", page, re.MULTILINE))
-
-
-@pytest.mark.skipif(not find_spec("matplotlib"), reason="matplotlib draws them")
-def test_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
-    """And the pages show each. Tried with another name on a page, and another label in the script. (Another version of
-    matplotlib may round coordinates differently: only texts are compared.)"""
-    subprocess.run([sys.executable, LEARN / "pictures.py", tmp_path], check=True)
-    drawn, shown = (
-        {file.name: re.findall(r"<text[^>]*>([^<]*)<", file.read_text()) for file in folder.glob("*.svg")}
-        for folder in (tmp_path, LEARN)
-    )
-    assert drawn == shown
-    assert set(drawn) == set(re.findall(r"\]\((\w+\.svg)\)", "".join(PAGES.values())))

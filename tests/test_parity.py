@@ -58,6 +58,7 @@ def test_digits_with_accumulation_clipping_and_ragged_windows(
     assert_same_curve(run, 359, whole, rounding, *DIGITS)
 
 
+@pytest.mark.slow
 def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(
     launch: Launch, whole: Whole, rounding: Rounding
 ) -> None:

@@ -13,7 +13,7 @@ from src.tasks.mnist import MnistCnn
 from tests.launching import BIN, PROJECT, WANDB, Launch, Rounding, Run, Whole, needs, run_command, slow
 
 GPU_YAMLS = [
-    "fsdp", slow("ddp_bf16_hook"), slow("single_gpu"), slow("ddp"), slow("fsdp_grad_op"), slow("fsdp_offload"),
+    "fsdp", "ddp_bf16_hook", slow("single_gpu"), slow("ddp"), slow("fsdp_grad_op"), slow("fsdp_offload"),
     slow("fsdp_fp8"),
 ]  # fmt: skip
 LAST = ["evaluate"] if (PROJECT / "src/tools/evaluate.py").exists() else []

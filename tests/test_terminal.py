@@ -107,40 +107,6 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(
     assert commands == ["  evaluate   python -m src.tools.evaluate runs/x"][: "evaluate" in LAST]
 
 
-SPEAKERS = """
-import contextlib, io, sys, threading, time
-from src.config.terminal import bar, say
-
-def speak(name):
-    for i in range(100):
-        say(f"{name} said {i}", f"{name} said {i} " + "and more " * 5, file=sys.stderr if name == "b" else None)
-
-threads = [threading.Thread(target=speak, args=name) for name in "abcdef"]
-with bar(total=500, mininterval=0, leave=True) as steps, contextlib.redirect_stdout(io.StringIO()):  # as for a library
-    for thread in threads:
-        thread.start()
-    for _ in range(500):
-        steps.update()
-        time.sleep(0.001)
-    for thread in threads:
-        thread.join()
-"""
-
-
-def test_each_line_is_whole_whichever_threads_speak_at_once() -> None:
-    """And none is lost where a library's output is. Tried with `print`: lines go on where others, or the bar, end; with
-    sys.stdout: only those to stderr are there."""
-    command, environment = [sys.executable, "-uc", SPEAKERS], clean_environment(TERM="xterm")
-    with a_terminal(80) as (theirs, chunks):
-        subprocess.run(command, cwd=PROJECT, env=environment, stdout=theirs, stderr=theirs, check=True)
-    *lines, last = screen(b"".join(chunks).decode().replace("\r\n", "\n\r"))[:-1]
-    assert re.match("100% █+ 500/500", last)
-    assert len(lines) == 1200
-    for name in "abcdef":
-        said = [line for line in lines if line.startswith(name)]
-        assert said == [f"{name} said {i}{more}" for i in range(100) for more in ("", f" {'and more ' * 5}".rstrip())]
-
-
 KILLED = """
 import os, signal
 from src.config.terminal import say, tqdm
