@@ -172,8 +172,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*BERT, "label_column=txt"), NO_COLUMN.format("txt")),
     (
         (*NEW, TEXT, "prompt_column=label"),
-        "task.prompt_column and task.completion_column: set both\n"
-        "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one",
+        "which of the dataset's columns ***",
     ),
     # Sequence lengths and tokenizers.
     ((*LLAMA, "sequence_length=257"), "task.sequence_length=257: the model sees at most 256 tokens"),
