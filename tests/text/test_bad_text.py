@@ -200,7 +200,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*NEW, "model=llama"), ONE_OF_TWO),
     (
         (*LM, *architecture(hidden_size=32)),
-        "task.architecture.model_type is not set: name an architecture of transformers, such as llama",
+        f"task.architecture.model_type=None: {UNKNOWN}***",
     ),
     (
         (*NEW, *architecture(num_attention_heads=5)),
