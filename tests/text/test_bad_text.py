@@ -172,8 +172,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*BERT, "label_column=txt"), NO_COLUMN.format("txt")),
     (
         (*NEW, TEXT, "prompt_column=label"),
-        "task.prompt_column and task.completion_column: set both\n"
-        "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one",
+        "which of the dataset's columns ***",
     ),
     # Sequence lengths and tokenizers.
     ((*LLAMA, "sequence_length=257"), "task.sequence_length=257: the model sees at most 256 tokens"),
@@ -201,7 +200,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*NEW, "model=llama"), ONE_OF_TWO),
     (
         (*LM, *architecture(hidden_size=32)),
-        "task.architecture.model_type is not set: name an architecture of transformers, such as llama",
+        f"task.architecture.model_type=None: {UNKNOWN}***",
     ),
     (
         (*NEW, *architecture(num_attention_heads=5)),

@@ -12,16 +12,16 @@ from tokenizers import processors
 
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.documents import Chunker, RowFormat
+from src.tasks.text.documents import Chunker, Columns
 from src.tasks.text.packing import pack, unpacked
 
 END = "<|endoftext|>"
 LLAMA = {"model_type": "llama"}
-TEXT, PAIR, CHATS = RowFormat(text="t"), RowFormat(prompt="q", completion="a"), RowFormat(messages="m")
+TEXT, PAIR, CHATS = {"text": "t"}, {"prompt": "q", "completion": "a"}, {"messages": "m"}
 
 
 def chunks(
-    row_format: RowFormat,
+    row_format: Columns,
     length: int = 512,
     train_on_prompts: bool = False,
     template: str | None = None,
@@ -108,7 +108,7 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         ),
     ],
 )  # fmt: skip
-def test_what_is_learnt(row_format: RowFormat, given: dict[str, Any], learns: str) -> None:
+def test_what_is_learnt(row_format: Columns, given: dict[str, Any], learns: str) -> None:
     table = chunks(row_format, **given)
     assert learnt(table) == learns
     for chunk in table:
@@ -156,7 +156,7 @@ def test_calls_of_tools_are_learnt(arguments: object) -> None:
         {**nothing, "role": "assistant", "content": "Rain."},
     ]
     tools = [json.dumps([{"function": {"name": "weather"}}])]
-    form = RowFormat(messages="m", tools="t")
+    form = {"messages": "m", "tools": "t"}
     with pytest.raises(ValueError, match="leaves out the tools or their calls in the chat that begins with 'Bern\\?'"):
         chunks(form, m=[chat], t=tools)
     with pytest.raises(ValueError, match="leaves out the tools or their calls in the chat that begins with 'Hi'"):
