@@ -138,13 +138,9 @@ def test_a_batch_says_where_its_documents_are_without_asking_a_device() -> None:
     counts = {"tokens": batch["tokens"], "attention_pairs": batch["attention_pairs"], "max": inputs["max_length"]}
     assert counts == {"tokens": 31, "attention_pairs": 15 + 45 + 28 + 55, "max": 16}
     assert all(type(count) is int for count in counts.values())
-    assert collated([3] * 8, [24], packing=False)["inputs"]["cu_seq_lens"].tolist()[-9:] == [24, 24, 48] + [48] * 6
-
-
-@pytest.mark.parametrize("rows", [[[4, 4, 4], [24]], [[1, 2, 3, 18], [12, 9]], [[20], [17]]])
-def test_few_shapes_of_lengths_occur(rows: list[list[int]]) -> None:
-    lengths = collated(*rows)["inputs"]
-    assert (len(lengths["cu_seq_lens"]), lengths["max_length"]) in {(9, 32), (5, 32)}
+    for rows in ([[1, 2, 3, 18], [12, 9]], [[20], [17]]):  # few shapes occur
+        lengths = collated(*rows)["inputs"]
+        assert (len(lengths["cu_seq_lens"]), lengths["max_length"]) in {(9, 32), (5, 32)}
 
 
 # ------------------------------------------------------------------------------------- what it can't do it doesn't do
@@ -157,7 +153,6 @@ def refusal(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> str
     [
         ("gemma2", {}, "varlen attention has no softcap"),
         ("gpt_oss", {}, "varlen attention has no s_aux"),  # sinks
-        ("gpt2", {}, "varlen attention has no dropout"),
         ("llama", {"attention_dropout": 0.1}, "varlen attention has no dropout"),
         ("bloom", {}, "logits that differ by"),  # its class has attention of its own
     ],
@@ -169,7 +164,7 @@ def test_a_model_that_asks_for_more_than_the_kernel_has_is_refused(
     assert says in refusal(kind, **fields)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_is_accepted_if_its_documents_stay_apart(
     use: Callable[..., None], kind: str, dtype: torch.dtype
@@ -177,7 +172,7 @@ def test_a_model_is_accepted_if_its_documents_stay_apart(
     """Tried with a small model whose windows are the large one's: one without windows passes too."""
     use(kernel)
     assert refusal(kind, dtype) == "None"
-    for wrong in [mixing, unwindowed][: 2 if kind in ("mistral", "gemma3_text") else 1]:
+    for wrong in [mixing, *([unwindowed] if kind == "gemma3_text" else [])]:
         use(wrong)
         assert "logits that differ by" in refusal(kind, dtype)
 
@@ -185,29 +180,26 @@ def test_a_model_is_accepted_if_its_documents_stay_apart(
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("llama", None),
-        ("granite", None),  # logits that are scaled
         ("opt", "opt lets packed documents see each other: set --task.packing=false"),
         ("mamba", "mamba lets packed documents see each other: set --task.packing=false"),
         ("bert", "bert is no decoder that can be trained here: Bert gives logits that differ by"),
     ],
 )
-def test_a_kind_of_model_that_would_be_trained_on_the_wrong_thing_is_refused(kind: str, says: str | None) -> None:
+def test_a_kind_of_model_that_would_be_trained_on_the_wrong_thing_is_refused(kind: str, says: str) -> None:
     config = AutoConfig.for_model(kind)
-    if says is None:
-        return require_decoder(config, packing=True)
     with pytest.raises(UserError, match=says):
         require_decoder(config, packing=True)
     if "packing" in says:
         require_decoder(config, packing=False)
-    return None
 
 
 def test_logits_that_are_not_those_of_the_last_layer_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried without the comparison: the loss is another one, silently."""
+    config = AutoConfig.for_model("granite")
+    require_decoder(config, packing=True)
     monkeypatch.setattr(GraniteForCausalLM, "forward", halved(GraniteForCausalLM.forward))
     with pytest.raises(UserError, match="granite is no decoder that can be trained here: Granite gives logits"):
-        require_decoder(AutoConfig.for_model("granite"), packing=True)
+        require_decoder(config, packing=True)
 
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -221,7 +213,6 @@ def task(**settings: Any) -> CausalLM:
     ("settings", "device", "dtype", "chosen"),
     [
         ({}, "cuda", HALF, "varlen"),
-        ({}, "cuda", torch.float16, "varlen"),
         ({}, "cuda", FULL, "sdpa"),
         ({}, "cpu", HALF, "sdpa"),
         ({"packing": False}, "cuda", HALF, "sdpa"),
@@ -244,7 +235,7 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
     assert compared.build_model().hf.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "olmo", "phi", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt"])
 def test_the_small_model_that_is_tried_has_heads_of_the_models_own_size(model_type: str) -> None:
     """Kernels refuse some. Tried with a width of 64 for all: 16."""
     sizes: dict[str, Any] = {"hidden_size": 120, "num_attention_heads": 10, "vocab_size": 64}

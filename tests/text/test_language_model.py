@@ -1,7 +1,5 @@
 """Any decoder of transformers as the loop calls it: packed documents apart, the loss exact and lean on memory."""
 
-import logging
-import re
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -30,7 +28,6 @@ DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0},
     "llama": SMALL,
     "qwen3": SMALL | {"tie_word_embeddings": True},
-    "gemma": SMALL,
     "gemma2": SMALL | {"sliding_window": 4},
     "gemma3_text": SMALL | {"sliding_window": 4},
     "granite": SMALL | {"logits_scaling": 3.0},
@@ -116,11 +113,8 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_the_logits_are_never_there_all_at_once(
-    monkeypatch: pytest.MonkeyPatch, precision: torch.dtype | None, kind: str
-) -> None:
-    model = build(kind, vocab_size=4096)
+def test_the_logits_are_never_there_all_at_once(monkeypatch: pytest.MonkeyPatch, precision: torch.dtype | None) -> None:
+    model = build("gemma2", vocab_size=4096)
     monkeypatch.setattr(causal_lm, "CHUNK", 4096 * 20)  # logits of 20 of the 100 tokens
     tokens, places = torch.randint(1, 4096, (1, 100)), torch.arange(100)
     inputs = {"input_ids": tokens, "position_ids": places[None], "index": places, "targets": tokens[0]}
@@ -184,27 +178,6 @@ def test_a_block_is_compiled_at_most_four_times(  # room: compile
     assert 2 <= counters["stats"]["unique_graphs"] <= 4
 
 
-@pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("fresh_compiler")
-def test_one_line_says_that_torch_compiles_no_more(monkeypatch: pytest.MonkeyPatch) -> None:  # room: compile
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch._dynamo.convert_frame")
-    logger.addHandler(handler)
-    model = build("llama")
-    transformed(model, compile=True)
-    torch.compiler.config.recompile_limit = 1
-    model("loss", **batch())
-    with torch.no_grad():
-        model("score", **batch())
-        model("score", **batch())
-    logger.removeHandler(handler)
-    (line,) = lines
-    assert re.fullmatch(r"compile=true: 'forward\w*' \(\S+\) runs UNCOMPILED, .* 1 kinds of input: .*grad_mode.*", line)
-
-
 def test_activations_inside_of_the_blocks_are_not_kept() -> None:  # room: compile
     def kept(checkpointed: bool) -> int:
         model = build("llama")
@@ -223,9 +196,8 @@ def test_activations_inside_of_the_blocks_are_not_kept() -> None:  # room: compi
 
 
 def test_adapters_say_the_revision_of_the_model_that_they_belong_to() -> None:
-    for revision in ("v2", None):
-        adapted: Any = Lora(r=2).add_adapters(build("llama").hf, "CAUSAL_LM", revision)
-        assert adapted.peft_config["default"].revision == revision
+    adapted: Any = Lora(r=2).add_adapters(build("llama").hf, "CAUSAL_LM", "v2")
+    assert adapted.peft_config["default"].revision == "v2"
 
 
 def test_what_text_does_not_pass_through_is_not_trained() -> None:
@@ -238,4 +210,3 @@ def test_what_text_does_not_pass_through_is_not_trained() -> None:
     assert trained == {name for name, _ in model.named_parameters() if "language_model" in name or "lm_head" in name}
     model("loss", **batch()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    assert all(parameter.requires_grad for parameter in build("llama").parameters())
