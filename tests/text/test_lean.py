@@ -281,8 +281,9 @@ def measure() -> None:
 
     def load_checkpoint(run: Any) -> None:
         resume(run)
-        run.accelerator.wait_for_everyone()
-        os._exit(0)
+        if run.resume.checkpoint:
+            run.accelerator.wait_for_everyone()
+            os._exit(0)
 
     def save(checkpoints: CheckpointWriter, state: Any) -> None:
         start_saving(checkpoints, state)

@@ -14,8 +14,8 @@ from src.tasks.text.pretrained import fsdp_blocks, without_adapters
 
 # it is on the GPU that computes, while offloaded weights are on the CPU until they are gathered
 warnings.filterwarnings("ignore", "You are calling .generate.. with the `input_ids` being on a device type different")
-CHUNK, CHUNK_ON_GPU = 2**24, 7 * 2**24
-"""Logits that are computed at once: 64 MiB in fp32; 448 MiB on a GPU, which small products leave idle."""
+CHUNK, CHUNK_ON_GPU = 2**24, 3 * 2**24
+"""Logits that are computed at once: 64 MiB in fp32; 192 MiB on a GPU, which small products leave idle."""
 TILE = 128
 """Rows that a GPU's matrix products compute together: the last of 1,046 rows would leave most of a tile idle."""
 
@@ -123,7 +123,10 @@ class LanguageModel(nn.Module):
         return self.hf.base_model(**inputs).last_hidden_state
 
     def _logits(self, states: Tensor) -> Tensor:
-        logits = self.hf.get_output_embeddings()(states)
+        return self._finished(self.hf.get_output_embeddings()(states))
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """Return the logits as the model changes them after its last layer."""
         if self._scale != 1:
             logits = logits * self._scale
         return logits if self._softcap is None else (logits / self._softcap).tanh() * self._softcap
@@ -132,9 +135,7 @@ class LanguageModel(nn.Module):
         """Return the last layer's outputs; with targets, the loss."""
         if targets is None:
             return type(head).forward(head, states)
-        return linear_cross_entropy(
-            states, head.weight, targets, self._scale, self._softcap, self._rows_at_once(states)
-        )
+        return linear_cross_entropy(states, head.weight, targets, self._finished, self._rows_at_once(states))
 
     def _rows_at_once(self, states: Tensor) -> int:
         vocabulary = self.hf.config.get_text_config().vocab_size
