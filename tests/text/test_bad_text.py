@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load, save
 
 from src.checkpoint.folder import run_settings
+from src.config.errors import UserError
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from tests.launching import Launch
 from tests.text import tiny
-from tests.text.ending import build, end_of
 
 Files = dict[str, Any]
 
@@ -51,14 +51,16 @@ def command(*arguments: str) -> list[str]:
 
 
 def built(*arguments: str) -> tuple[Any, Any, Any, Any]:
-    return build(command(*arguments))
+    """Return the task, its two datasets and its model, built as train.py does it."""
+    task: Any = run_settings(command(*arguments)).task
+    return task, *task.build_datasets(), task.build_model()
 
 
 def refused(*arguments: str) -> list[str]:
-    """The lines that train.py ends with before it trains; that its exit code is 2 is checked."""
-    code, lines = end_of(command(*arguments))
-    assert code == 2
-    return lines
+    """The lines that train.py ends with before it trains."""
+    with pytest.raises(UserError) as error:
+        built(*arguments)
+    return str(error.value).splitlines()
 
 
 def write(files: Files) -> str:
@@ -158,6 +160,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     # Models and architectures.
     (CLASSIFIER, "task.model is not set: name a model on the Hub or a local folder"),
     ((*CLASSIFIER, "model=./nowhere/at/all"), "task.model=./nowhere/at/all: no such folder"),
+    ((*CLASSIFIER, "model=team/unknown"), "task.model=team/unknown: cannot be loaded, ***"),
     (
         (*LM, *architecture(model_type="lama")),
         "task.architecture.model_type=lama: transformers has no such causal language model, did you mean llama?",

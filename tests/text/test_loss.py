@@ -1,6 +1,5 @@
 """The loss from the last states: as exact in half precision as products of it allow, lean on memory, nothing twice."""
 
-
 import pytest
 import torch
 from torch import Tensor
