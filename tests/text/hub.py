@@ -75,7 +75,9 @@ class Handler(BaseHTTPRequestHandler):
         # Also of what is refused: the next request of the connection starts after it.
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.requests.append(f"{self.command} {path}")
-        status, content, headers = 401, {}, {}
+        status = 401
+        content: object = {}
+        headers: dict[str, str] = {}
         if self.command != "POST" or "Authorization" in self.headers:
             try:
                 status, (content, headers) = 200, self.server.answer(path, body)
