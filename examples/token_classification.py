@@ -80,8 +80,7 @@ class TokenClassification(TextClassification):
         return batch["targets"]
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        logits, labels = model(**batch["inputs"]).logits.float().transpose(1, 2), batch["labels"]
-        return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
+        return self.evaluate(model, batch)[0]
 
     def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         logits, labels = model(**batch["inputs"]).logits.float().transpose(1, 2), batch["labels"]

@@ -20,7 +20,7 @@ def export_model(run: Run) -> None:
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
     with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished_place(folder)) as incomplete:
         accelerator.wait_for_everyone()
-        if accelerator.is_fsdp2 and run.resume.is_disk_shared:  # room: text
+        if accelerator.is_fsdp2:  # room: text
             is_done = run.task.export_sharded(model, incomplete, accelerator)
             if is_done:
                 return

@@ -48,7 +48,7 @@ class Checkpoint(Settings):
     metric: Reopens[str] = "eval/loss"  # room: best wandb
     """Metric that ranks the evaluations for keep_best and export_best."""
     mode: Reopens[Literal["min", "max"] | None] = None  # room: best wandb
-    """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
+    """Whether lower or higher is better; null: lower for a loss or perplexity, else higher."""
     export_best: Reopens[bool] = False  # room: best
     """Export the best checkpoint at the end instead of the last. Implies keep_best=1."""
     accept_changes: bool = False
@@ -66,7 +66,7 @@ class EarlyStopping(Settings):  # room: best
     metric: str | None = None
     """Evaluation metric to watch, such as eval/loss; null: no early stopping."""
     mode: Literal["min", "max"] | None = None
-    """Whether lower or higher is better; null: lower for a loss, perplexity or bits_per_byte, else higher."""
+    """Whether lower or higher is better; null: lower for a loss or perplexity, else higher."""
     patience: PositiveInt = 3
     """Evaluations in a row without an improvement after which to stop."""
     min_delta: NonNegativeFloat = 0.0

@@ -165,8 +165,8 @@ class Task(Settings, ABC):
             (folder / DATA_STATE).write_text(json.dumps(state))
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:  # room: text
-        """Write what `export` would from a sharded model, on all processes, none of which then has to hold the whole of
-        it. Return False, before anything is written, if that is not possible. Collective."""
+        """Write what `export` would from a sharded model, so that no process has to hold the whole of it. Return
+        False, before anything is written, if that is not possible. Collective."""
         return False
 
     def load_export(self, folder: Path) -> nn.Module:  # room: evaluate generate checkpoints

@@ -4,7 +4,7 @@ import math
 import sys
 from typing import Literal
 
-LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+LESS_IS_BETTER = ("loss", "perplexity")
 """Endings of metric names for which less is better."""
 
 

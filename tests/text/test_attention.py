@@ -75,7 +75,7 @@ def collated(*rows: list[int], length: int = 24, **settings: Any) -> dict[str, A
 
     def chunk(size: int) -> dict[str, Any]:
         ids, labels = draw.integers(1, 64, (2, size), dtype=np.int32)
-        return {"input_ids": ids, "labels": np.where(np.arange(size) % 3, labels, -100), "bytes": size}
+        return {"input_ids": ids, "labels": np.where(np.arange(size) % 3, labels, -100)}
 
     return task.collate([[chunk(size) for size in row] for row in rows])
 
@@ -135,8 +135,8 @@ def test_a_batch_says_where_its_documents_are_without_asking_a_device() -> None:
     inputs = batch["inputs"]
     assert inputs["cu_seq_lens"].tolist() == [0, 5, 14, 21, 24, 34, 48, 48, 48]
     assert inputs["cu_seq_lens"].dtype == torch.int32
-    counts = {"tokens": batch["tokens"], "attention_pairs": batch["attention_pairs"], "max": inputs["max_length"]}
-    assert counts == {"tokens": 31, "attention_pairs": 15 + 45 + 28 + 55, "max": 16}
+    counts = {"tokens": batch["tokens"], "pairs": batch["pairs"], "max": inputs["max_length"]}
+    assert counts == {"tokens": 31, "pairs": 15 + 45 + 28 + 55, "max": 16}
     assert all(type(count) is int for count in counts.values())
     for rows in ([[1, 2, 3, 18], [12, 9]], [[20], [17]]):  # few shapes occur
         lengths = collated(*rows)["inputs"]
@@ -252,15 +252,11 @@ def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ------------------------------------------------------------------------------------------------------ with the rest
-def test_a_model_without_masks_generates_as_one_with_them(use: Callable[..., None], tmp_path: Path) -> None:
-    """Then, it is as it was. What it exports names no attention, which `from_pretrained` would look for."""
+def test_an_export_names_no_attention_which_from_pretrained_would_look_for(
+    use: Callable[..., None], tmp_path: Path
+) -> None:
     use(kernel)
-    masked = build("mistral", **SMALL, sliding_window=4)
-    prompt, options = torch.tensor([[5, 3, 8, 1, 9, 2, 7]]), {"max_new_tokens": 12, "do_sample": False}
-    expected = masked("generate", prompt, attention_mask=torch.ones_like(prompt), **options)
-    model = varlen(masked)
-    use(None)
-    assert torch.equal(model("generate", prompt, attention_mask=torch.ones_like(prompt), **options), expected)
+    model = varlen(build("mistral", **SMALL, sliding_window=4))
     assert model.hf.config._attn_implementation == "varlen"
     model.hf.save_pretrained(tmp_path)
     assert "varlen" not in (tmp_path / "config.json").read_text()

@@ -79,31 +79,30 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
 
 
 @pytest.mark.parametrize(
-    ("row_format", "given", "learns", "num_bytes"),
+    ("row_format", "given", "learns"),
     [
-        (TEXT, {"t": ["héllo €"]}, f"héllo €{END}", [10]),
-        (PAIR, PAIRS, f"4{END}ö!{END}", [1, 3]),
-        (PAIR, {**PAIRS, "train_on_prompts": True}, f"2+2=4{END}äö!{END}", [5, 5]),
-        (PAIR, LONG, f"abcb{END}", [3, 1]),  # the rest is cut off
-        (PAIR, {"q": ["def f():"], "a": ["\n  return 1\n"], "post_processor": TRIMS}, f"\n  return 1\n{END}", [12]),
-        (CHATS, {"m": [CHAT]}, f"Yo{END}Ciao{END}", [6]),
+        (TEXT, {"t": ["héllo €"]}, f"héllo €{END}"),
+        (PAIR, PAIRS, f"4{END}ö!{END}"),
+        (PAIR, {**PAIRS, "train_on_prompts": True}, f"2+2=4{END}äö!{END}"),
+        (PAIR, LONG, f"abcb{END}"),  # the rest is cut off
+        (PAIR, {"q": ["def f():"], "a": ["\n  return 1\n"], "post_processor": TRIMS}, f"\n  return 1\n{END}"),
+        (CHATS, {"m": [CHAT]}, f"Yo{END}Ciao{END}"),
         # Templates may write the last turn or the end otherwise.
-        (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n", [34]),
-        (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n", [27]),
-        (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}", [20]),
-        (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>", [7]),
+        (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n"),
+        (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n"),
+        (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}"),
+        (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>"),
         # Marks decide where there are any. Tried without: the assistant's name is learnt; others are refused.
-        (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!", [0, 3]),
+        (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!"),
         (
             CHATS, {"m": [CHAT[2:4], CHAT[2:]], "template": BEGINNING},
-            "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n", [8, 34],
+            "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n",
         ),
     ],
 )  # fmt: skip
-def test_what_is_learnt(row_format: RowFormat, given: dict[str, Any], learns: str, num_bytes: list[int]) -> None:
+def test_what_is_learnt(row_format: RowFormat, given: dict[str, Any], learns: str) -> None:
     table = chunks(row_format, **given)
     assert learnt(table) == learns
-    assert table["bytes"] == num_bytes
     for chunk in table:
         ids, labels = chunk["input_ids"], chunk["labels"]
         assert ids[0] == 256 or row_format == CHATS or "post_processor" in given
@@ -119,7 +118,6 @@ def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted
     table = chunks(TEXT, length=10, t=texts)
     assert learnt(table) == "".join(text + END for text in texts)
     assert max(table["length"]) == 10
-    assert sum(table["bytes"]) == len("".join(texts).encode())
     assert not any(table["truncated"])
     assert chunks(PAIR, **LONG)["truncated"] == [True, False]
     monkeypatch.setattr("src.tasks.text.documents.SLICE", 7)
@@ -139,7 +137,6 @@ def test_an_answer_of_weight_0_is_not_learnt() -> None:
     chat = [{"weight": 0 if m["content"] == "Yo" else None, **m} for m in CHAT]
     whole, part = (chunks(CHATS, m=[messages]) for messages in (CHAT, chat))
     assert learnt(whole) == f"Yo{END}{learnt(part)}"
-    assert whole[0]["bytes"] - part[0]["bytes"] == len("Yo")
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
@@ -188,7 +185,7 @@ def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
 
 def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     task = CausalLM(dataset="x", architecture=LLAMA, sequence_length=8)
-    chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32), "bytes": 2}
+    chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32)}
     batch = task.collate([[chunk, chunk], [chunk]])
     assert batch["inputs"]["position_ids"].tolist() == [
         [0, 1, 2, 0, 1, 2, 3, 4],
@@ -196,7 +193,6 @@ def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     ]  # padding goes on
     assert batch["inputs"]["index"].tolist() == [0, 2, 3, 5, 8, 10]
     assert batch["inputs"]["targets"].tolist() == [6, 8] * 3
-    assert batch["bytes"].tolist() == [4, 2]
     assert task.count_tokens(batch) == (9, 16)
 
 

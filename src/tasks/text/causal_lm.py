@@ -6,28 +6,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from pydantic import NonNegativeFloat, PositiveInt, PrivateAttr
+from pydantic import PositiveInt, PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from src.config.errors import UserError, cause
+from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
-from src.tasks.base import Table
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, RowFormat, find_row_format, split_text
-from src.tasks.text.flops import causal_pairs
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lean import Tensors
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
-from src.tasks.text.pretrained import check_fit, load_exported, max_length, save, save_merged
-from src.tasks.text.samples import continuation
+from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
 from src.tasks.text.source import table_checksum
 from src.tasks.text.trial import failure, require_decoder
+
+SUMS = ("nats", "targets", "correct")
+"""What an evaluation sums up over a sequence: the loss, the number of targets, and of those that were the likeliest."""
 
 
 class CausalLM(Decoder):
@@ -55,13 +54,7 @@ class CausalLM(Decoder):
     attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
     """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
     precision on a GPU, if the model can, else by a mask."""
-    sample_prompts: ResumeSafe[list[str]] = []
-    """Prompts to continue at each evaluation, for the record."""
-    sample_tokens: ResumeSafe[PositiveInt] = 64
-    """Most tokens to generate for each prompt."""
-    sample_temperature: ResumeSafe[NonNegativeFloat] = 0.8
-    """Temperature to sample at; 0: the likeliest token each time."""
-    metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte", "accuracy")
+    metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
     _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
     _attention: str = PrivateAttr("sdpa")
 
@@ -71,10 +64,6 @@ class CausalLM(Decoder):
             yield "task.prompt_column and task.completion_column: set both"
         if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
             yield "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one"
-        try:
-            self._read_chat_template()
-        except (OSError, UnicodeDecodeError) as error:
-            yield f"task.chat_template: cannot be read, {cause(error)}"
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
@@ -98,11 +87,10 @@ class CausalLM(Decoder):
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = self.new_tokenizer()
-        tokenizer.chat_template = self._read_chat_template() or tokenizer.chat_template
+        if self.chat_template:
+            with explained("task.chat_template: cannot be read, ", (OSError, UnicodeDecodeError)):
+                tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         return tokenizer
-
-    def _read_chat_template(self) -> str | None:
-        return Path(self.chat_template).read_text(encoding="utf-8") if self.chat_template else None
 
     def build_datasets(self) -> tuple[Sequences, Sequences]:
         rows = self.load_rows()
@@ -137,14 +125,11 @@ class CausalLM(Decoder):
     def collate(self, samples: list[list[dict[str, Any]]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         width = self.sequence_length if self.packing else max(map(sum, lengths))
-        window = getattr(self._config.get_text_config(), "sliding_window", None)
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
         return {
             "inputs": inputs | document_lengths(ends),
-            "bytes": torch.tensor([sum(int(chunk["bytes"]) for chunk in sample) for sample in samples]),
             "tokens": sum(map(sum, lengths)),
-            "attention_pairs": sum(causal_pairs(n) for row in lengths for n in row),
-            "window_pairs": sum(causal_pairs(n, window) for row in lengths for n in row),
+            "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
         }
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
@@ -157,7 +142,7 @@ class CausalLM(Decoder):
         return len(batch["inputs"]["targets"])
 
     def flops(self, model: LanguageModel, batch: Batch) -> float:
-        counts = batch["tokens"], self.count_targets(batch), batch["attention_pairs"], batch["window_pairs"]
+        counts = batch["tokens"], self.count_targets(batch), batch["pairs"]
         return model.flops.total(*counts) if model.flops else 0.0
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
@@ -168,30 +153,12 @@ class CausalLM(Decoder):
         nats, correct = model("score", **inputs)
         values = torch.stack([nats, torch.ones_like(nats), correct], 1)
         rows = inputs["index"] // inputs["input_ids"].shape[1]
-        sums = values.new_zeros(len(batch["bytes"]), 3).index_add(0, rows, values)
-        return nats.sum(), {"bytes": batch["bytes"], "sums": sums}
+        sums = values.new_zeros(len(inputs["input_ids"]), 3).index_add(0, rows, values)
+        return nats.sum(), dict(zip(SUMS, sums.unbind(1), strict=True))
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
-        nats, targets, correct = outputs["sums"].double().sum(0).tolist()
-        return {
-            "perplexity": math.exp(min(nats / targets, 700.0)),
-            "bits_per_byte": nats / math.log(2) / max(outputs["bytes"].sum().item(), 1),
-            "accuracy": correct / targets,
-        }
-
-    def predictions(self, outputs: Tensors, dataset: Sequences) -> dict[str, list[Any]]:
-        sequences = dataset.__getitems__(list(range(len(dataset))))
-        texts = [self._tokenizer.decode(np.concatenate([c["input_ids"] for c in chunks])) for chunks in sequences]
-        nats, targets, correct = outputs["sums"].T
-        columns = {"targets": targets.long(), "loss": nats / targets, "accuracy": correct / targets}
-        return {"text": texts} | {name: column.tolist() for name, column in columns.items()}
-
-    def report(self, model: Any, device: torch.device) -> dict[str, Table]:
-        is_chat, limit = self._row_format.messages is not None, max_length(self._config, self._tokenizer)
-        options = is_chat, limit, self.sample_tokens, self.sample_temperature, device
-        samples = {prompt: continuation(model, self._tokenizer, prompt, *options) for prompt in self.sample_prompts}
-        rows = [{"prompt": prompt, "continuation": text} for prompt, text in samples.items()]
-        return {"samples": rows} if rows else {}
+        nats, targets, correct = (outputs[name].double().sum().item() for name in SUMS)
+        return {"perplexity": math.exp(min(nats / targets, 700.0)), "accuracy": correct / targets}
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> None:
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}

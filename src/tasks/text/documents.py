@@ -23,10 +23,9 @@ SLICE, TOGETHER = 2**16, 16
 memory of the text."""
 INTS, INT = List(Value("int32")), Value("int32")
 CHUNK_FEATURES = Features(
-    {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "bytes": INT, "truncated": Value("bool")}
+    {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": Value("bool")}
 )
-"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss, `bytes` the size in UTF-8 of those
-that are no special tokens."""
+"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ class Chunker:
         prefix, suffix = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)
         encoded = _encode([text for text, _ in rows], self.tokenizer, prefix, suffix)
         chunks: list[dict[str, Any]] = []
-        for (text, spans), tokens in zip(rows, encoded, strict=True):
-            chunks += self._cut(text, spans, tokens, len(suffix))
+        for (_, spans), tokens in zip(rows, encoded, strict=True):
+            chunks += self._cut(spans, tokens, len(suffix))
         return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
 
     def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None]:
@@ -102,22 +101,16 @@ class Chunker:
         text = prompt + completion
         return text, None if self.train_on_prompts else [(len(prompt), len(text))]
 
-    def _cut(self, text: str, spans: Spans | None, tokens: np.ndarray, num_suffix: int) -> Iterator[dict[str, Any]]:
+    def _cut(self, spans: Spans | None, tokens: np.ndarray, num_suffix: int) -> Iterator[dict[str, Any]]:
         """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
         the last `num_suffix` always contribute to the loss."""
         ids, starts, ends = tokens
-        so_far = np.maximum.accumulate(ends)
         # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
-        starts = np.where(starts == ends, np.concatenate([[0], so_far])[:-1], starts)
+        starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
         loss_mask = np.full(len(ids), spans is None)
         for first, last in spans or []:
             loss_mask |= (ends > first) & (starts < last) & (ends > starts)
         loss_mask[len(ids) - num_suffix :] = True
-        characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        sizes = np.searchsorted([0x80, 0x800, 0x10000], characters, side="right") + 1  # in UTF-8
-        bytes_until = np.concatenate([[0], sizes.cumsum()])
-        is_counted = loss_mask & ~np.isin(ids, self.tokenizer.all_special_ids)
-        num_bytes = np.diff(bytes_until[so_far], prepend=0) * is_counted
         labels = np.where(loss_mask, ids, -100)
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
         splits = self.row_format.text is not None
@@ -129,7 +122,6 @@ class Chunker:
                 "labels": labels[predicted],
                 "length": last - first,
                 "targets": loss_mask[predicted].sum(),
-                "bytes": num_bytes[predicted].sum(),
                 "truncated": last < size and not splits,
             }
 

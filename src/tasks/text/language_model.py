@@ -1,6 +1,5 @@
 """Decoders of transformers and their loss, in little memory."""
 
-import warnings
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -12,8 +11,6 @@ from src.tasks.text.chunked_loss import linear_cross_entropy
 from src.tasks.text.flops import Flops, count_flops
 from src.tasks.text.pretrained import fsdp_blocks, without_adapters
 
-# it is on the GPU that computes, while offloaded weights are on the CPU until they are gathered
-warnings.filterwarnings("ignore", "You are calling .generate.. with the `input_ids` being on a device type different")
 CHUNK, CHUNK_ON_GPU = 2**24, 3 * 2**24
 """Logits that are computed at once: 64 MiB in fp32; 192 MiB on a GPU, which small products leave idle."""
 TILE = 128
@@ -44,7 +41,7 @@ class LanguageModel(nn.Module):
         used = {*self.hf.get_decoder().parameters(), *head.parameters()}
         for parameter in {*self.hf.parameters()} - used:  # such as a vision tower: DDP would wait for its gradients
             parameter.requires_grad_(False)
-        self._masked, self._takes_lengths = self.hf.config._attn_implementation, attention == "varlen"
+        self._takes_lengths = attention == "varlen"
         if self._takes_lengths:
             self.hf.set_attn_implementation("varlen")
 
@@ -66,7 +63,7 @@ class LanguageModel(nn.Module):
         """Return the last layer."""
         return self.hf.get_output_embeddings()
 
-    def forward(self, method: Literal["loss", "score", "generate"], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, method: Literal["loss", "score"], *args: Any, **kwargs: Any) -> Any:
         """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone."""
         return getattr(self, method)(*args, **kwargs)
 
@@ -102,15 +99,6 @@ class LanguageModel(nn.Module):
     def logits(self, input_ids: Tensor, position_ids: Tensor, **lengths: Any) -> Tensor:
         """Return the logits of all tokens, from which `loss` and `score` are computed."""
         return self._logits(self._states(input_ids, position_ids, **lengths))
-
-    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
-        """Return `input_ids` with their continuation by transformers' generate, whose cache needs masked attention."""
-        chosen = self.hf.config._attn_implementation
-        self.hf.set_attn_implementation(self._masked)
-        try:
-            return self.hf.generate(input_ids, **options)
-        finally:
-            self.hf.set_attn_implementation(chosen)
 
     def _states(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor | None = None, max_length: int | None = None

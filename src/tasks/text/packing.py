@@ -13,7 +13,7 @@ from torch import Tensor
 Batch = dict[str, Any]
 """What a task's `collate` returns."""
 Chunk = dict[str, Any]
-"""`input_ids` and `labels` of shape (length,), int32, and `bytes`, an int."""
+"""`input_ids` and `labels` of shape (length,), int32."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,8 @@ class Sequences:
     def __getitems__(self, indices: list[int]) -> list[list[Chunk]]:
         groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
         table = self.chunks[np.concatenate(groups)]
-        names = ("input_ids", "labels", "bytes")
-        values = zip(*(_values(table[name]) for name in names), strict=True)
-        chunks = (dict(zip(names, chunk, strict=True)) for chunk in values)
+        rows = zip(_arrays(table["input_ids"]), _arrays(table["labels"]), strict=True)
+        chunks = ({"input_ids": ids, "labels": labels} for ids, labels in rows)
         return [[next(chunks) for _ in group] for group in groups]
 
     def describe(self, sequence_length: int) -> dict[str, float]:
@@ -74,10 +73,7 @@ def batch_tensors(samples: list[list[Chunk]], width: int, padding: int) -> tuple
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, ends
 
 
-def _values(column: pa.ChunkedArray) -> list[Any]:
-    """Return a column's values, numbers or lists of them, as ints or arrays."""
-    if not pa.types.is_list(column.type):
-        return column.to_pylist()
+def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
     lists = column.combine_chunks()
     return np.split(lists.flatten().to_numpy(), np.cumsum(lists.value_lengths())[:-1])
 

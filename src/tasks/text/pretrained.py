@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from src.config.errors import UserError, explained
 from src.tasks.text.lean import Tensors, saved_weights
-from src.tasks.text.sharded_files import write_sharded
+from src.tasks.text.sharded_files import write_gathered
 
 
 def load_exported(folder: Path) -> Any:
@@ -72,7 +72,7 @@ def save_sharded(
         model.merge_adapter()
     if accelerator.is_main_process:
         save(own, tokenizer, {}, folder)
-    write_sharded(weights, folder, accelerator)
+    write_gathered(weights, folder, accelerator)
     return True
 
 

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from datasets import Dataset
-from pydantic import Field, PositiveInt, PrivateAttr
+from pydantic import PositiveInt, PrivateAttr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
@@ -45,8 +45,6 @@ class TextClassification(FineTuning):
     """Column of labels, names or numbers. Only those in the training data exist."""
     sequence_length: PositiveInt = 256
     """Tokens that the model sees at most. Longer texts are cut off."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the training target that all labels share equally; the evaluation's loss has none."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
     auto_class: ClassVar[Any] = AutoModelForSequenceClassification
     adapters_for: ClassVar[Literal["SEQ_CLS"]] = "SEQ_CLS"
@@ -113,15 +111,11 @@ class TextClassification(FineTuning):
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
     def collate(self, samples: list[Batch]) -> Batch:
-        width = max(sample["length"] for sample in samples)
-        pads = {"input_ids": self._tokenizer.pad_token_id, "token_type_ids": 0, "attention_mask": 0}
-        inputs = {
-            name: torch.tensor([sample[name] + [pad] * (width - sample["length"]) for sample in samples])
-            for name, pad in pads.items()
-            if name in samples[0]
-        }
+        names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
+        rows = [{name: sample[name] for name in names} for sample in samples]
+        inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
         labels = torch.tensor([sample["label"] for sample in samples])
-        return {"inputs": inputs, "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
+        return {"inputs": dict(inputs), "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
 
     def finish(self, model: Any) -> Any:
         model._no_split_modules = fsdp_blocks(model)
@@ -159,8 +153,7 @@ class TextClassification(FineTuning):
         return len(batch["labels"])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
-        return cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
+        return self.evaluate(model, batch)[0]
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensors]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
