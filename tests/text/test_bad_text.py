@@ -102,15 +102,12 @@ TRAIN: Files = {"data/train.jsonl": ROWS}
 NUMBERS: Files = {"a.jsonl": [{"text": i} for i in range(20)]}
 KINDS = "must be a file, or a folder with files, of one of the kinds .txt, .jsonl, .json, .csv, .tsv, .parquet"
 UNUSABLE = "{} rows in the data to train on cannot be used, the first is row {}: {}; fix them, or leave them***"
-PROMPTS = [{"prompt": "a prompt that fills the sequence", "completion": "x"}] * 20
 DATA: list[tuple[Files, tuple[str, ...], str]] = [
-    *(({f"a{kind}": ""}, NEW, "***") for kind in (".txt", ".json", ".csv", ".parquet")),
+    *(({f"a{kind}": ""}, NEW, "***") for kind in (".json", ".csv")),
     ({"a.txt": "a"}, NEW, "task.dataset: the text is too short to keep a part of it for evaluation"),
-    ({"a.jsonl": ROWS[:3]}, (*NEW, TEXT), "3 rows are too few to keep 0.1 of them for evaluation (task.eval_fraction)"),
     ({"data/test.jsonl": ROWS}, NEW, "task.train_split=train: data has test"),
     ({"a.jsonl": '{"text": "a"}\n{"text": \n'}, NEW, "***JSON parse error: ***"),
     ({"a.csv": "text\ncafé\n".encode("latin-1")}, NEW, "***utf-8***"),
-    ({"a.jsonl": '{"text": "café"}\n'.encode("latin-1")}, NEW, "***utf-8***"),
     # Tried without: the first field is lost, as pandas takes it for an index; or the last one.
     ({"a.csv": "text,label\none,even,1\ntwo,odd,2\n"}, NEW, "***Length of header or names does not match***"),
     # Columns. A table such as Excel writes it in much of Europe has one.
@@ -121,7 +118,6 @@ DATA: list[tuple[Files, tuple[str, ...], str]] = [
         UNUSABLE.format("2 of 12", 2, "text is empty"),
     ),
     (NUMBERS, (*NEW, SKIP), UNUSABLE.format("20 of 20", 1, "text is int, not text")),
-    ({"a.jsonl": PROMPTS}, NEW, "the training data has nothing to predict: ***"),
     ({"a.jsonl": [{"messages": CHAT[:1]}] * 20}, NEW, "the training data has nothing to predict: ***"),
     # Labels.
     (
@@ -138,11 +134,9 @@ DATA: list[tuple[Files, tuple[str, ...], str]] = [
     ),
 ]  # fmt: skip
 TOO_LONG = "task.sequence_length=16: the model sees at most 8 tokens"
-ONE_OF_TWO = "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
 OLMOE = tiny.LLAMA | {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 8}
 ENCODER = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SETTINGS: list[tuple[tuple[str, ...], str]] = [
-    ((*NEW, "prompt_column=q", "completion_column=a"), "***no column q nor a in ***; its columns are text, label"),
     (
         (*NEW, TEXT, "prompt_column=label"),
         "task.prompt_column and task.completion_column: set both\n"
@@ -151,7 +145,6 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     # Sequence lengths, tokenizers, and a template in place of its file's name.
     ((*LLAMA, "sequence_length=257"), "task.sequence_length=257: the model sees at most 256 tokens"),
     ((*LM, *architecture(model_type="gpt2", n_embd=32, n_head=2, n_positions=8)), TOO_LONG),
-    ((*NEW, "tokenizer=./nowhere"), "task.tokenizer=./nowhere: ***"),
     (
         (*NEW, *architecture(vocab_size=100)),
         "the tokenizer has 258 tokens, but the model knows 100 (task.tokenizer, task.architecture.vocab_size)",
@@ -159,7 +152,6 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*NEW, "chat_template=" + "{{ a }}\n" * 99), "task.chat_template: cannot be read, ***long***"),
     # Models and architectures.
     (CLASSIFIER, "task.model is not set: name a model on the Hub or a local folder"),
-    ((*CLASSIFIER, "model=./nowhere/at/all"), "task.model=./nowhere/at/all: no such folder"),
     ((*CLASSIFIER, "model=team/unknown"), "task.model=team/unknown: cannot be loaded, ***"),
     (
         (*LM, *architecture(model_type="lama")),
@@ -170,29 +162,24 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
         "task.architecture.hiden_size: llama has no such field, did you mean hidden_size?\n"
         "task.architecture.num_layers: llama has no such field, did you mean num_hidden_layers?",
     ),
-    (LM, ONE_OF_TWO),
-    ((*NEW, "model=llama"), ONE_OF_TWO),
     (
         (*LM, *architecture(hidden_size=32)),
         "task.architecture.model_type is not set: name an architecture of transformers, such as llama",
     ),
     ((*NEW, *architecture(num_attention_heads=5)), "task.architecture: llama refuses it, ***(32)***"),
-    ((*NEW, *architecture(hidden_act="reluu")), "task.architecture: llama refuses it, ***reluu***"),
     # It can be built, but does not run; it would see the tokens that it has to predict.
     ((*LM, *architecture(**OLMOE)), "***olmoe***fails on a few tokens, ***"),
     ((*LM, *architecture(**ENCODER, num_attention_heads=2), "packing=false"), "***bert***"),
     # LoRA. Without a rank, its other settings would adapt nothing.
     ((*LORA, "lora.target_modules=[q_proj, q_prj]"), "task.lora.target_modules: *** q_prj***"),
-    ((*LORA, "lora.target_modules=[input_layernorm]"), "task.lora.target_modules: Target module LlamaRMSNorm***"),
     ((*NEW, "lora.r=2"), "task.lora adapts an existing model: set task.model, not task.architecture"),
     ((*LLAMA, "lora.merge=true"), "***task.lora.r***"),
+    (LM, "task.model or task.architecture: set one, to start from that model, or to train that from scratch"),
 ]  # fmt: skip
 CALL = [{"function": {"name": "f", "arguments": "{"}}]
 BAD_CHATS: list[tuple[Any, str]] = [
     ([], "is not a list of messages"),
-    (["hi"], "has a message 1 with neither role and content nor from and value"),
     ([CHAT[0], {"role": "assistant", "content": None}], "has a message 2 whose content is not text"),
-    ([{"role": "user", "content": [{"type": "image"}]}], "has a message 1 whose content is not text"),
     ([{"role": "assistant", "tool_calls": CALL}], "has a message 1 with a tool call without a name, or arguments"),
 ]
 NO_USABLE = "1 of 20 rows in the data to train on cannot be used, the first is row 20: messages "
@@ -290,21 +277,19 @@ def test_a_csv_as_other_programs_write_it(content: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- labels
-LABELS: list[tuple[Any, list[str]]] = [
-    ([0, 1, None] * 7, ["0", "1"]),
-    (["pos", "neg", "pos ", "\tneg"] * 5, ["neg", "pos"]),
-    ([10, 9] * 10, ["9", "10"]),
-]
-
-
-@pytest.mark.parametrize(("labels", "names"), LABELS)
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        ([0, 1, None] * 7, ["0", "1"]), (["pos", "neg", "pos ", "\tneg"] * 5, ["neg", "pos"]),
+        ([10, 9] * 10, ["9", "10"]),
+    ],
+)  # fmt: skip
 def test_labels_as_files_have_them(labels: list[Any], names: list[str]) -> None:
     """Tried without: all rows are refused, `pos` and `pos ` are two classes."""
     table = labelled(pd.Series(labels, dtype=object))
     for content in ({"a.jsonl": table.to_dict("records")}, {"a.csv": table.to_csv(index=False)}):
         task, *_, model = built(*BERT, write(content), SKIP)
-        assert task.data_state()["labels"] == names
-        assert model.config.label2id.keys() == {*names}
+        assert task.data_state()["labels"] == [*model.config.label2id] == names
 
 
 # ------------------------------------------------------------------------------------------------------ tokenizers
@@ -323,40 +308,29 @@ def test_a_tokenizer_without_a_pad_token_pads_with_the_end() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- models
-@pytest.mark.parametrize("is_known", [True, False])
-def test_code_that_comes_with_a_model_is_never_run(is_known: bool) -> None:
+def test_code_that_comes_with_a_model_is_never_run() -> None:
     auto_map = {"AutoConfig": "configuration.Mine", "AutoModelForSequenceClassification": "modeling.Mine"}
     code = "open('it_ran', 'w')\nclass Mine: pass\n"
     data = write({
         **{f"bert/{name}.py": code for name in ("configuration", "modeling", "tokenization")},
-        "bert/config.json": {"auto_map": auto_map, **({} if is_known else {"model_type": "mine"})},
+        "bert/config.json": {"auto_map": auto_map},
         "bert/tokenizer_config.json": {"auto_map": {"AutoTokenizer": [None, "tokenization.Mine"]}},
     })  # fmt: skip
-    if is_known:  # transformers' own code for this model_type takes its place
-        *_, model = built(*BERT, data)
-        assert type(model).__module__ == "transformers.models.bert.modeling_bert"
-    else:
-        assert refused(*BERT, data) == [
-            "task.model=bert: wants to run code of its own, which is not allowed here; use one that transformers has"
-        ]
+    *_, model = built(*BERT, data)  # transformers' own code for this model_type takes its place
+    assert type(model).__module__ == "transformers.models.bert.modeling_bert"
+    write({"a.jsonl": ROWS, "bert/config.json": {"model_type": "mine"}})
+    assert refused(*BERT, data) == [
+        "task.model=bert: wants to run code of its own, which is not allowed here; use one that transformers has"
+    ]
     assert not Path("it_ran").exists()
 
 
 def test_the_auxiliary_loss_of_a_mixture_of_experts() -> None:
     """Tried without: it is dropped, silently."""
     mixture = (*LM, *architecture(**tiny.LLAMA, model_type="mixtral", num_local_experts=4), write({}))
-    says = (
-        "mixtral: output_router_logits is true, but the auxiliary loss of a mixture of experts would differ with the "
-        "number of processes: set it to false"
-    )
-    assert refused(*mixture, "architecture.output_router_logits=True") == [says]
-    *_, model = built(*mixture, "architecture.output_router_logits=False")
-    model.hf.save_pretrained("mixture")
-    byte_tokenizer().save_pretrained("mixture")
-    arguments = (*LM, "model=mixture", write({}))
-    built(*arguments)
-    write({"a.jsonl": ROWS, "mixture/config.json": {"output_router_logits": True}})
-    assert refused(*arguments) == [says]
+    (says,) = refused(*mixture, "architecture.output_router_logits=True")
+    assert says.startswith("mixtral: output_router_logits is true, but the auxiliary loss of a mixture of experts")
+    built(*mixture, "architecture.output_router_logits=False")
 
 
 def test_fields_within_fields_are_numbers_too() -> None:

@@ -102,17 +102,9 @@ def test_longer_sequences_than_the_model_has_positions_for_are_refused(tmp_path:
 def test_what_would_be_another_model_is_refused(runs: dict[str, Run], models: Path) -> None:
     """With all other mistakes."""
     with pytest.raises(UserError) as error:
-        main(
-            [
-                str(runs["classifier"].folder),
-                f"--task.model={models}/llama",
-                "--task.lora.r=8",
-                "--task.dataset=nowhere.tsv",
-            ]
-        )
+        main([str(runs["classifier"].folder), f"--task.model={models}/llama", "--task.dataset=nowhere.tsv"])
     other = "does not say which data to evaluate on, as other settings of the task do"
     assert str(error.value).splitlines() == [
         f"--task.model={models}/llama: {other}",
-        f"--task.lora.r=8: {other}",
         "task.dataset=nowhere.tsv: no such file or folder",
     ]

@@ -2,10 +2,7 @@
 
 import io
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.config.errors import UserError
 from src.tools.generate import main
-from tests.launching import PROJECT, Launch, Run, clean_environment
+from tests.launching import Launch, Run
 from tests.text import tiny
 
 pytestmark = [
@@ -149,23 +146,3 @@ def test_what_is_no_language_model_is_one_line(models: Path, tmp_path: Path) -> 
     ):
         with pytest.raises(UserError, match=says):
             main([str(tmp_path / folder), "--prompt=x"])
-
-
-@pytest.mark.slow
-def test_signals_end_it_without_a_traceback(runs: dict[str, Run]) -> None:
-    """Ctrl-C in a chat, and a reader that has enough. Tried without: BrokenPipeError."""
-    words = [sys.executable, "-m", "src.tools.generate", str(runs["bytes"].folder)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    options: dict[str, Any] = {"cwd": PROJECT, "env": clean_environment(), "text": True, **pipes}
-    with subprocess.Popen([*words, "--prompt=the", "--temperature=9"], **options) as piped:
-        piped.stdout.close()  # type: ignore[union-attr]
-        with subprocess.Popen(
-            words, **options, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-        ) as chat:
-            assert "each line is continued" in chat.stdout.readline()  # type: ignore[union-attr]
-            time.sleep(0.1)
-            chat.send_signal(signal.SIGINT)
-            assert chat.stderr.read() == ""  # type: ignore[union-attr]
-            assert chat.wait() == 0
-        assert piped.stderr.read() == ""  # type: ignore[union-attr]
-        assert piped.wait() == -signal.SIGPIPE

@@ -4,12 +4,9 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from src.checkpoint.folder import run_settings
 from src.checkpoint.hub import push_to_hub
@@ -58,12 +55,7 @@ def test_a_model_and_a_dataset_are_found_by_name_and_the_second_time_offline(
     assert offline.losses == pytest.approx(online.losses, rel=1e-6)
 
 
-def logits(model: Any, tokenizer: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**tokenizer(["by the of", "in"], padding=True, return_tensors="pt")).logits
-
-
-def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(  # room: hub
+def test_what_is_pushed_is_what_the_run_exported(  # room: hub
     online: Run, server: Hub
 ) -> None:
     folders = server.folder / "models/me/mine", online.folder / "model"
@@ -72,9 +64,6 @@ def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(pushed)
     assert b"base_model: team/model" in pushed["README.md"]
     assert b"- team/data" in pushed["README.md"]
-    models = [AutoModelForSequenceClassification.from_pretrained(folder) for folder in folders]
-    assert models[0].config.id2label == {0: "falling", 1: "rising"}
-    assert torch.equal(*(logits(model, AutoTokenizer.from_pretrained(model.name_or_path)) for model in models))
 
 
 # --------------------------------------------------------------------------------------------------------- uploading

@@ -32,7 +32,7 @@ from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.text_classification import TextClassification
 from tests.launching import Launch, Rounding, Whole, slow
-from tests.text.tiny import LLAMA, questions
+from tests.text.tiny import LLAMA, NEW_LLAMA, questions
 
 SHAPES: dict[str, dict[str, Any]] = {
     "70M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 8_000},
@@ -125,9 +125,7 @@ def test_files_that_are_broken_are_refused_before_anything_is_exchanged(tmp_path
 
 
 def test_a_model_from_scratch_is_built_whole_which_is_said(launch: Launch, tmp_path: Path) -> None:
-    arguments = [*on_text(tmp_path), *(f"--task.architecture.{name}={value}" for name, value in LLAMA.items()),
-        "--task.architecture.model_type=llama", "--task.sequence_length=16", "--global_batch_size=2",
-        "--max_steps=1"]  # fmt: skip
+    arguments = [*on_text(tmp_path), *NEW_LLAMA, "--task.sequence_length=16", "--global_batch_size=2", "--max_steps=1"]
     run = launch("fsdp", *arguments, processes=2).succeeded()
     assert run.summary["built_whole"]
     assert "each process built all of it first" in run.stdout

@@ -57,9 +57,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def settings(data: Path, models: Path) -> dict[str, list[str]]:
     """Of each kind of run. Language models: packed, with masked prompts."""
-    architecture = [f"--task.architecture.{name}={value}" for name, value in tiny.LLAMA.items()]
     base = ["--task.name=causal_lm", f"--task.dataset={data}/questions.jsonl", "--task.sequence_length=128", *EARLY]
-    lm = [*base, "--task.architecture.model_type=llama", *architecture]
+    lm = [*base, *tiny.NEW_LLAMA]
     classifier = ["--task.name=text_classification", f"--task.dataset={data}/reviews", *EARLY]
     classifier += [f"--task.model={models}/bert"]
     adapters = ["--task.lora.r=4", "--optim.lr=1e-3"]
@@ -246,12 +245,9 @@ def test_an_exported_classifier_knows_its_labels(
     assert model.config.id2label == {0: "falling", 1: "rising"}
     rows = [line.split("\t") for line in (data / "reviews" / "dev.tsv").read_text().splitlines()[1:]]
     assert summary["eval/examples"] == len(rows) == 37
-    losses, hits = [], 0
+    losses = []
     for text, label in rows:
         with torch.no_grad():
             logits = model(**tokenizer(text, return_tensors="pt")).logits
-        target = torch.tensor([model.config.label2id[label]])
-        losses.append(F.cross_entropy(logits, target).item())
-        hits += int(logits.argmax() == target)
+        losses.append(F.cross_entropy(logits, torch.tensor([model.config.label2id[label]])).item())
     assert sum(losses) / len(rows) == pytest.approx(summary["eval/loss"], rel=1e-5)
-    assert hits / len(rows) == pytest.approx(summary["eval/accuracy"])
