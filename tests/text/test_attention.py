@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import AutoConfig
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 
 from src.config.errors import UserError
@@ -222,7 +222,7 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
 
 def test_the_small_model_that_is_tried_has_heads_of_the_models_own_size() -> None:
     """Kernels refuse some. Tried with a width of 64 for all: 16."""
-    own = CONFIG_MAPPING["llama"](hidden_size=120, num_attention_heads=10, vocab_size=64)
+    own = AutoConfig.for_model("llama", hidden_size=120, num_attention_heads=10, vocab_size=64)
     assert small_model(own).config.head_dim == 12
 
 
