@@ -83,6 +83,7 @@ def test_all_rows_of_another_file_count(
     predictions = pq.read_table(output).to_pydict()
     assert set(predictions["label"]) == {"rising"}
     assert metrics["eval/accuracy"] == (predictions["prediction"][0] == "rising")
+    output.unlink()
     other.write_text("text\tlabel\nof the and\trising\nof\tflat\n")
     with pytest.raises(UserError, match="flat is in the data to evaluate on, but not in the data to train on"):
         evaluated(capsys, *arguments)
