@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError
 from src.tasks.text.decoder import Decoder
-from src.tasks.text.documents import Chunker, RowFormat
+from src.tasks.text.documents import Chunker
 from src.tasks.text.pretrained import fsdp_blocks, load_exported, save
 
 
@@ -75,7 +75,7 @@ class Dpo(Decoder):
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
         parts = self.usable_parts(*self.load_rows(), {"prompt": "text", "chosen": "text", "rejected": "text"})
         length = self.sequence_length
-        formats = [RowFormat(prompt="prompt", completion=answer) for answer in ("chosen", "rejected")]
+        formats = [{"prompt": "prompt", "completion": answer} for answer in ("chosen", "rejected")]
         chunkers = [Chunker(columns, self._tokenizer, length, train_on_prompts=False) for columns in formats]
         train, evaluation = ([*zip(*(c.make_chunks(rows, "answers") for c in chunkers), strict=True)] for rows in parts)
         if full := sum(not all(answer["targets"] for answer in pair) for pair in train + evaluation):

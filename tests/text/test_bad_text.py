@@ -139,8 +139,7 @@ ENCODER = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "nu
 SETTINGS: list[tuple[tuple[str, ...], str]] = [
     (
         (*NEW, TEXT, "prompt_column=label"),
-        "task.prompt_column and task.completion_column: set both\n"
-        "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one",
+        "which of the dataset's columns ***",
     ),
     # Sequence lengths, tokenizers, and a template in place of its file's name.
     ((*LLAMA, "sequence_length=257"), "task.sequence_length=257: the model sees at most 256 tokens"),

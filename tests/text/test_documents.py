@@ -12,16 +12,16 @@ from tokenizers import processors
 
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.documents import Chunker, RowFormat
+from src.tasks.text.documents import Chunker, Columns
 from src.tasks.text.packing import pack, unpacked
 
 END = "<|endoftext|>"
 LLAMA = {"model_type": "llama"}
-TEXT, PAIR, CHATS = RowFormat(text="t"), RowFormat(prompt="q", completion="a"), RowFormat(messages="m")
+TEXT, PAIR, CHATS = {"text": "t"}, {"prompt": "q", "completion": "a"}, {"messages": "m"}
 
 
 def chunks(
-    row_format: RowFormat,
+    row_format: Columns,
     length: int = 512,
     train_on_prompts: bool = False,
     template: str | None = None,
@@ -100,7 +100,7 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         ),
     ],
 )  # fmt: skip
-def test_what_is_learnt(row_format: RowFormat, given: dict[str, Any], learns: str) -> None:
+def test_what_is_learnt(row_format: Columns, given: dict[str, Any], learns: str) -> None:
     table = chunks(row_format, **given)
     assert learnt(table) == learns
     for chunk in table:
@@ -151,7 +151,7 @@ def test_calls_of_tools_are_learnt(arguments: object) -> None:
         {**nothing, "role": "assistant", "content": "Rain."},
     ]
     tools = [json.dumps([{"function": {"name": "weather"}}])]
-    form = RowFormat(messages="m", tools="t")
+    form = {"messages": "m", "tools": "t"}
     for without, begins in ((chat, r"Bern\?"), (CHAT[1:3], "Hi")):
         with pytest.raises(
             ValueError, match=f"leaves out the tools or their calls in the chat that begins with '{begins}'"
@@ -269,19 +269,13 @@ def test_each_kind_of_file_is_read_as_it_stands(tmp_path: Path, name: str, conte
     assert evaluation is None
 
 
-def splits(folder: Path, **settings: str) -> tuple[list[str], list[str]]:
-    """The texts to train and to evaluate on."""
-    train, evaluation = CausalLM(dataset=str(folder), **settings).load_rows()
-    assert evaluation is not None
-    return train["text"][:], evaluation["text"][:]
-
-
 def test_names_of_files_say_their_split(tmp_path: Path) -> None:
     """Hidden ones are not read. Tried without: the backup is trained on too."""
     for name in ("my-train-0", "training", "my_dev", "testData", "train_test_split_test", ".train_backup"):
         Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "data" / f"{name}.parquet")
-    assert splits(tmp_path / "data") == (["my-train-0", "training"], ["my_dev"])
-    assert splits(tmp_path / "data", eval_split="test")[1] == ["testData", "train_test_split_test"]
+    for asked, found in ((None, ["my_dev"]), ("test", ["testData", "train_test_split_test"])):
+        parts = CausalLM(dataset=f"{tmp_path}/data", eval_split=asked).load_rows()
+        assert [part["text"][:] for part in parts if part] == [["my-train-0", "training"], found]
 
 
 def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:

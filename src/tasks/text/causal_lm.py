@@ -1,7 +1,6 @@
 """Next-token prediction with any decoder of transformers, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
 import math
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,14 +16,16 @@ from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.decoder import Decoder
-from src.tasks.text.documents import Chunker, RowFormat, find_row_format, split_text
+from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lean import Tensors
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
-from src.tasks.text.source import table_checksum
+from src.tasks.text.source import ColumnKind, table_checksum
 from src.tasks.text.trial import failure, require_decoder
 
+KINDS: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
+"""Columns whose values are not text."""
 SUMS = ("nats", "targets", "correct")
 """What an evaluation sums up over a sequence: the loss, the number of targets, and of those that were the likeliest."""
 
@@ -55,15 +56,8 @@ class CausalLM(Decoder):
     """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
     precision on a GPU, if the model can, else by a mask."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
-    _row_format: RowFormat = PrivateAttr(default_factory=RowFormat)
+    _columns: Columns = PrivateAttr(default_factory=dict)
     _attention: str = PrivateAttr("sdpa")
-
-    def validation_errors(self) -> Iterator[str]:
-        yield from super().validation_errors()
-        if (self.prompt_column is None) != (self.completion_column is None):
-            yield "task.prompt_column and task.completion_column: set both"
-        if sum(c is not None for c in (self.text_column, self.prompt_column, self.messages_column)) > 1:
-            yield "task.text_column, task.prompt_column and task.messages_column: the rows are of one kind, set one"
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
@@ -94,23 +88,24 @@ class CausalLM(Decoder):
 
     def build_datasets(self) -> tuple[Sequences, Sequences]:
         rows = self.load_rows()
-        form = RowFormat(self.text_column, self.prompt_column, self.completion_column, self.messages_column)
-        self._row_format = find_row_format(form, rows[0].column_names)
-        train, evaluation = self.usable_parts(*rows, self._row_format.columns)
-        if self._row_format.messages and not self._tokenizer.chat_template:
+        asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
+        self._columns = find_columns(asked, rows[0].column_names)
+        kinds = {column: KINDS.get(role, "text") for role, column in self._columns.items()}
+        train, evaluation = self.usable_parts(*rows, kinds)
+        if "messages" in self._columns and not self._tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template: set --task.chat_template to a Jinja file with one")
         _ = self._config  # sequence_length is checked before the work begins
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
 
     def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
-        column = self._row_format.text
+        column = self._columns.get("text")
         if column is None or len(rows) > 1 or self.eval_from == "all":
             return super().split(rows)
         return split_text(rows, column, 1 - self.eval_fraction)
 
     def _sequences(self, rows: Dataset, part: str) -> Sequences:
         length = self.sequence_length
-        chunks = Chunker(self._row_format, self._tokenizer, length, self.train_on_prompts).make_chunks(rows, part)
+        chunks = Chunker(self._columns, self._tokenizer, length, self.train_on_prompts).make_chunks(rows, part)
         if not chunks.with_format("numpy")["targets"][:].any():
             says = f"no row has a completion, or a turn of the assistant, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")

@@ -6,7 +6,7 @@ masked out of the loss. Raw text that is longer makes several chunks; prompts an
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError
 from src.tasks.text.chats import Spans, normalize_chat, normalize_tools, render_chat
-from src.tasks.text.source import ColumnKind, cached_map
+from src.tasks.text.source import cached_map
 
 SLICE, TOGETHER = 2**16, 16
 """Characters in a slice of text, and slices that are tokenized at once: a tokenizer's Python objects take 260 times the
@@ -28,38 +28,26 @@ CHUNK_FEATURES = Features(
 """Columns of a table of chunks: `targets` is how many tokens contribute to the loss."""
 
 
-@dataclass(frozen=True)
-class RowFormat:
-    """Which columns hold what; either text, or prompt and completion, or messages, with tools or without."""
-
-    text: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    messages: str | None = None
-    tools: str | None = None
-
-    @property
-    def columns(self) -> dict[str, ColumnKind]:
-        """The columns and what their values are."""
-        kinds: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
-        return {name: kinds.get(role, "text") for role, name in vars(self).items() if name}
+Columns = dict[str, str]
+"""Which columns hold what, by role: text; or prompt and completion; or messages, with tools or without."""
+USUAL: tuple[Columns, ...] = (
+    {"messages": "messages"},
+    {"messages": "conversations"},
+    {"prompt": "prompt", "completion": "completion"},
+    {"text": "text"},
+)
 
 
-def find_row_format(asked: RowFormat, names: list[str]) -> RowFormat:
-    """Return which of these columns hold what: as asked for, or else as they are usually called."""
-    chats = [name for name in ("messages", "conversations") if name in names]
-    found = asked
-    if found == RowFormat():
-        if chats:
-            found = RowFormat(messages=chats[0])
-        elif {"prompt", "completion"} <= {*names}:
-            found = RowFormat(prompt="prompt", completion="completion")
-        elif "text" in names:
-            found = RowFormat(text="text")
-        else:
-            hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
-            raise UserError(f"which of the dataset's columns {', '.join(names)} to train on? Set {hint}")
-    return replace(found, tools="tools") if found.messages and "tools" in names else found
+def find_columns(asked: dict[str, str | None], names: list[str]) -> Columns:
+    """Return which of these columns hold what: as asked for, or else as they are usually called. Raise a UserError if
+    the roles of those asked for don't belong together, or none has a usual name."""
+    chosen = {role: column for role, column in asked.items() if column}
+    kinds = [usual for usual in USUAL if ({*chosen} == {*usual} if chosen else {*usual.values()} <= {*names})]
+    if not kinds:
+        hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
+        raise UserError(f"which of the dataset's columns {', '.join(names)} to train on? Set {hint}")
+    found = chosen or kinds[0]
+    return found | {"tools": "tools"} if "messages" in found and "tools" in names else found
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,7 @@ class Chunker:
     """Makes chunks from rows. With `train_on_prompts`, prompts and all turns have labels too, not only completions and
     the assistant's turns."""
 
-    row_format: RowFormat
+    columns: Columns
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
     train_on_prompts: bool
@@ -75,14 +63,14 @@ class Chunker:
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table with the columns of CHUNK_FEATURES; the second time, even in another process, from the cache.
         Raise a UserError if a chat template does not work (see `render_chat`)."""
-        rows = rows.select_columns([*self.row_format.columns])
+        rows = rows.select_columns([*self.columns.values()])
         return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Return the columns of CHUNK_FEATURES for a batch of rows."""
         rows = [self._render(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
-        prefix, suffix = ([], []) if self.row_format.messages else _special_tokens(self.tokenizer)
+        prefix, suffix = ([], []) if "messages" in self.columns else _special_tokens(self.tokenizer)
         encoded = _encode([text for text, _ in rows], self.tokenizer, prefix, suffix)
         chunks: list[dict[str, Any]] = []
         for (_, spans), tokens in zip(rows, encoded, strict=True):
@@ -91,15 +79,14 @@ class Chunker:
 
     def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None]:
         """Return a row as one text, and which parts of it contribute to the loss (None: all)."""
-        columns = self.row_format
-        if columns.text:
-            return row[columns.text], None
-        if columns.messages:
-            chat, tools = normalize_chat(row[columns.messages]), normalize_tools(row.get(columns.tools))
+        values = {role: row[column] for role, column in self.columns.items()}
+        if "text" in values:
+            return values["text"], None
+        if "messages" in values:
+            chat, tools = normalize_chat(values["messages"]), normalize_tools(values.get("tools"))
             return render_chat(chat, tools, self.tokenizer, self.train_on_prompts)
-        prompt, completion = row[columns.prompt], row[columns.completion]
-        text = prompt + completion
-        return text, None if self.train_on_prompts else [(len(prompt), len(text))]
+        text = values["prompt"] + values["completion"]
+        return text, None if self.train_on_prompts else [(len(values["prompt"]), len(text))]
 
     def _cut(self, spans: Spans | None, tokens: np.ndarray, num_suffix: int) -> Iterator[dict[str, Any]]:
         """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
@@ -113,7 +100,7 @@ class Chunker:
         loss_mask[len(ids) - num_suffix :] = True
         labels = np.where(loss_mask, ids, -100)
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
-        splits = self.row_format.text is not None
+        splits = "text" in self.columns
         for first in range(0, size if splits else min(size, 1), self.sequence_length):
             last = min(first + self.sequence_length, size)
             predicted = slice(first + 1, last + 1)
