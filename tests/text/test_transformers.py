@@ -98,7 +98,7 @@ def trained(launch: Launch, settings: dict[str, list[str]]) -> Trained:
         slow("lm with adapters", "ddp", 2, ()),
         slow("classifier", "ddp", 2, ()),
         ("classifier", "fsdp", 2, CHECKPOINTED),
-        slow("classifier with adapters", "fsdp", 2, ()),
+        slow("classifier with adapters", "fsdp", 2, CHECKPOINTED),
     ],
 )
 def test_the_curve_is_the_same(
