@@ -33,7 +33,8 @@ def counted(model: LanguageModel, length: int) -> tuple[int, float]:
     tokens, positions = torch.randint(64, (2, length)), torch.arange(length).expand(2, -1)
     index = torch.tensor([i for i in range(2 * length) if i % 3])
     with FlopCounterMode(display=False) as counter:
-        model("loss", tokens, positions, index, torch.randint(64, index.shape)).backward()
+        targets = torch.randint(64, index.shape)
+        model("loss", index, targets, input_ids=tokens, position_ids=positions).backward()
     assert model.flops
     return counter.get_total_flops(), model.flops.total(2 * length, len(index), 2 * length**2)
 

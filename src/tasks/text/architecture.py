@@ -30,7 +30,7 @@ def new_config(
     positions fit the tokenizer and the sequences unless it names them. Raise a UserError if there is no such
     architecture, it has no such fields, or it refuses their values."""
     fields = dict(architecture)
-    kind = fields.pop("model_type")
+    kind = str(fields.pop("model_type", None))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
         close = nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
         raise UserError(f"task.architecture.model_type={kind}: transformers has no such causal language model{close}")

@@ -31,8 +31,6 @@ class Decoder(FineTuning):
         yield from super().validation_errors()
         if bool(self.model) == bool(self.architecture):
             yield "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
-        elif self.architecture and not isinstance(self.architecture.get("model_type"), str):
-            yield "task.architecture.model_type is not set: name an architecture of transformers, such as llama"
         if self.lora.r and not self.model:
             yield "task.lora adapts an existing model: set task.model, not task.architecture"
 

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, load_dataset
 from pandas.errors import ParserWarning
 
@@ -58,17 +59,10 @@ def read_files(files: list[Path], column_names: list[str]) -> Dataset:
     try:
         with bar(f"reading {files[0].name}"), warnings.catch_warnings():
             warnings.simplefilter("error", ParserWarning)  # rows have more fields than the header: the rest is lost
-            content = "".join(map(_checksum, files)).encode()  # else the cache goes by path and time alone
-            cache = hashlib.sha256(content).hexdigest()
-            return load_dataset(LOADERS[suffix], cache, data_files=names, split="train", **options)
+            content = hashlib.sha256()  # else the cache goes by path and time alone
+            for file in files:
+                content.update(np.memmap(file, mode="r").data)
+            return load_dataset(LOADERS[suffix], content.hexdigest(), data_files=names, split="train", **options)
     except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
         reason = cause(error.__cause__ or error)[:200]
         raise UserError(f"task.dataset={files[0] if len(files) == 1 else files[0].parent}: {reason}") from error
-
-
-def _checksum(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()

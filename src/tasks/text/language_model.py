@@ -63,31 +63,26 @@ class LanguageModel(nn.Module):
         """Return the last layer."""
         return self.hf.get_output_embeddings()
 
-    def forward(self, method: Literal["loss", "score"], *args: Any, **kwargs: Any) -> Any:
-        """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone."""
-        return getattr(self, method)(*args, **kwargs)
-
-    def loss(self, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, **lengths: Any) -> Tensor:
-        """Return the loss summed over the targets, shape (), fp32.
+    def forward(self, method: Literal["loss", "score"], index: Tensor, targets: Tensor, **inputs: Any) -> Any:
+        """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone.
 
         Args:
-            input_ids: shape (batch, length), int64; padding at the end, where nothing that counts sees it.
-            position_ids: of the same shape; where they start anew, another document begins.
             index: positions with a target, in the flattened batch; shape (targets,), int64.
             targets: the tokens to predict there; of the same shape.
-            lengths: those of `document_lengths`, for an attention that takes them.
+            inputs: those of `logits`.
         """
-        states = self._states(input_ids, position_ids, **lengths).flatten(0, 1).index_select(0, index)
+        states = self._states(**inputs).flatten(0, 1).index_select(0, index)
+        return self._loss(states, targets) if method == "loss" else self._score(states, targets)
+
+    def _loss(self, states: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss summed over the targets, shape (), fp32."""
         if self._is_plain_head:
             return self.hf.get_output_embeddings()(states, targets)
         return F.cross_entropy(self._logits(states).float(), targets, reduction="sum")
 
-    def score(
-        self, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, **lengths: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return, for the arguments of `loss`, what each target contributes to it, and 1 if it was the likeliest token,
-        else 0; both of shape (targets,), fp32. Without gradients."""
-        states = self._states(input_ids, position_ids, **lengths).flatten(0, 1).index_select(0, index)
+    def _score(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what each target contributes to the loss, and 1 if it was the likeliest token, else 0; both of shape
+        (targets,), fp32. Without gradients."""
         losses, correct = [], []
         rows = self._rows_at_once(states)
         for chunk, expected in zip(states.split(rows), targets.split(rows), strict=True):
@@ -96,9 +91,15 @@ class LanguageModel(nn.Module):
             correct.append((logits.argmax(-1) == expected).float())
         return torch.cat(losses), torch.cat(correct)
 
-    def logits(self, input_ids: Tensor, position_ids: Tensor, **lengths: Any) -> Tensor:
-        """Return the logits of all tokens, from which `loss` and `score` are computed."""
-        return self._logits(self._states(input_ids, position_ids, **lengths))
+    def logits(self, **inputs: Any) -> Tensor:
+        """Return the logits of all tokens.
+
+        Args:
+            inputs: `input_ids`, shape (batch, length), int64; padding at the end, where nothing that counts sees it.
+                `position_ids`, of the same shape; where they start anew, another document begins. What
+                `document_lengths` returns, for an attention that takes it.
+        """
+        return self._logits(self._states(**inputs))
 
     def _states(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor | None = None, max_length: int | None = None

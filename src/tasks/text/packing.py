@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 Batch = dict[str, Any]
 """What a task's `collate` returns."""
 Chunk = dict[str, Any]
-"""`input_ids` and `labels` of shape (length,), int32."""
+"""`input_ids` and `labels` of shape (length,), int64."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Sequences:
     """Sequences of one or more chunks: a map-style dataset of which an example is a list of chunks."""
 
     chunks: Dataset
-    """A table of chunks: see documents.py. In arrow's format, as datasets is slow to make arrays of it."""
+    """A table of chunks: see documents.py. In numpy's format."""
     rows: np.ndarray
     """The chunks' rows in the table, sequence by sequence; shape (chunks,), int64."""
     starts: np.ndarray
@@ -33,13 +32,13 @@ class Sequences:
     def __getitems__(self, indices: list[int]) -> list[list[Chunk]]:
         groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
         table = self.chunks[np.concatenate(groups)]
-        rows = zip(_arrays(table["input_ids"]), _arrays(table["labels"]), strict=True)
+        rows = zip(table["input_ids"], table["labels"], strict=True)
         chunks = ({"input_ids": ids, "labels": labels} for ids, labels in rows)
         return [[next(chunks) for _ in group] for group in groups]
 
     def describe(self, sequence_length: int) -> dict[str, float]:
         """Return counts, and the share of `padding` if each sequence is padded to `sequence_length`."""
-        columns = self.chunks.with_format("numpy").select_columns(["length", "targets", "truncated"])[:]
+        columns = self.chunks.select_columns(["length", "targets", "truncated"])[:]
         tokens = int(columns["length"].sum(dtype=np.int64))
         return {
             "sequences": len(self),
@@ -73,14 +72,9 @@ def batch_tensors(samples: list[list[Chunk]], width: int, padding: int) -> tuple
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, ends
 
 
-def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
-    lists = column.combine_chunks()
-    return np.split(lists.flatten().to_numpy(), np.cumsum(lists.value_lengths())[:-1])
-
-
 def unpacked(chunks: Dataset) -> Sequences:
     """Return a sequence for each chunk."""
-    return Sequences(chunks.with_format("arrow"), np.arange(len(chunks)), np.arange(len(chunks) + 1))
+    return Sequences(chunks.with_format("numpy"), np.arange(len(chunks)), np.arange(len(chunks) + 1))
 
 
 def pack(chunks: Dataset, sequence_length: int) -> Sequences:
@@ -90,7 +84,8 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
     Source: Johnson 1973, "Near-optimal bin packing algorithms"; for language models Ding et al. 2024,
     https://arxiv.org/abs/2404.10830.
     """
-    lengths = chunks.with_format("numpy")["length"][:]
+    chunks = chunks.with_format("numpy")
+    lengths = chunks["length"][:]
     order = np.argsort(-lengths, kind="stable")
     sequences: list[list[int]] = []
     by_room: list[list[list[int]]] = [[] for _ in range(sequence_length + 1)]  # sequences by the room left in them
@@ -111,4 +106,4 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
                 insort(rooms, left)
             by_room[left].append(sequence)
     starts = np.cumsum([0, *map(len, sequences)])
-    return Sequences(chunks.with_format("arrow"), np.concatenate(sequences), starts)
+    return Sequences(chunks, np.concatenate(sequences), starts)

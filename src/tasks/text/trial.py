@@ -21,12 +21,9 @@ ROUNDING = 0.05
 def require_decoder(config: PreTrainedConfig, packing: bool) -> None:
     """Raise a UserError if models of this kind cannot be trained: they fail, see the tokens that they have to predict
     or other documents of their row, or their logits are not those that a LanguageModel makes."""
-    if not (says := failure(config, "sdpa", packing, "cpu", torch.float32)):
-        return
-    hint = "lets packed documents see each other: set --task.packing=false"
-    if not packing or failure(config, "sdpa", False, "cpu", torch.float32):
-        hint = f"is no decoder that can be trained here: {says}"
-    raise UserError(f"{config.model_type} {hint}")
+    if says := failure(config, "sdpa", packing, "cpu", torch.float32):
+        hint = " (packed documents may see each other: try --task.packing=false)" if packing else ""
+        raise UserError(f"{config.model_type} cannot be trained here: {says}{hint}")
 
 
 def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str, dtype: torch.dtype) -> str | None:
@@ -69,9 +66,8 @@ def small_model(config: PreTrainedConfig) -> Any:
         few |= {"num_hidden_layers": len(set(kinds)), "layer_types": list(dict.fromkeys(kinds))}
     heads = getattr(own, "num_attention_heads", None)
     is_grouped = getattr(own, "num_key_value_heads", heads) != heads
-    is_head_implied = heads and not vars(own).get("head_dim")
-    width = 4 * (own.hidden_size // heads) if is_head_implied else 64  # heads of its own size: kernels refuse some
-    narrow = {"hidden_size": width, "intermediate_size": 64, "num_attention_heads": 4}
+    head = getattr(own, "head_dim", None) or own.hidden_size // (heads or 4)  # of its own size: kernels refuse some
+    narrow = {"hidden_size": 4 * head, "intermediate_size": 64, "num_attention_heads": 4}
     narrow["num_key_value_heads"] = 2 if is_grouped else 4
     with suppress(Exception):  # narrower than the class allows
         small = _of_sizes(config, few | narrow)
