@@ -1,7 +1,5 @@
 """What is relied on in libraries where transformers is used."""
 
-import subprocess
-import sys
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -11,7 +9,6 @@ import torch
 from transformers import AttentionInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
-from tests.launching import PROJECT
 from tests.test_canaries import launched
 
 
@@ -37,13 +34,6 @@ except TypeError:
     }
     run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config=fsdp)
     assert run.stdout.split() == ["failed", "failed"]
-
-
-@pytest.mark.slow
-def test_evaluate_imports_transformers_pipelines() -> None:
-    """src/tasks/__init__.py: why a metric is imported when it is first needed."""
-    probe = "import sys, evaluate; sys.exit('transformers.pipelines' not in sys.modules)"
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", probe], cwd=PROJECT).returncode == 0
 
 
 def causal_mask(attention: str) -> Any:

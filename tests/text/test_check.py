@@ -8,12 +8,10 @@ from tests.check.test_check import assert_all_is_well, rows
 from tests.launching import Launch
 from tests.text import tiny
 
-LLAMA = ["--task.architecture.model_type=llama", *(f"--task.architecture.{n}={v}" for n, v in tiny.LLAMA.items())]
-
 
 @pytest.mark.parametrize(("yaml", "lora"), [("ddp", False), ("fsdp", True)])
 def test_a_language_model_with_ragged_counts_is_well(launch: Launch, tmp_path: Path, yaml: str, lora: bool) -> None:
-    model = [f"--task.model={tiny.llama(tmp_path / 'llama')}", "--task.lora.r=4"] if lora else LLAMA
+    model = [f"--task.model={tiny.llama(tmp_path / 'llama')}", "--task.lora.r=4"] if lora else tiny.NEW_LLAMA
     data = tiny.questions(tmp_path / "questions.jsonl")
     run = launch(
         yaml, "--check", "--task.name=causal_lm", f"--task.dataset={data}", "--task.sequence_length=64", *model,
@@ -40,7 +38,7 @@ def going_on(samples, width, padding):
 causal_lm.batch_tensors = going_on
 """
     task = ("--task.name=causal_lm", f"--task.dataset={data}", "--task.sequence_length=64", "--global_batch_size=8")
-    run = launch("ddp", "--check", *task, *LLAMA, before=before)
+    run = launch("ddp", "--check", *task, *tiny.NEW_LLAMA, before=before)
     assert run.exit_code == 1
     (failed,) = [row for row in rows(run) if row["means"]]
     assert failed["check"] == "Evaluation"

@@ -12,8 +12,9 @@ from tests.text import tiny
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
 
-@pytest.mark.parametrize("lora", [(), ("--task.lora.r=4",)], ids=["whole", "adapters"])
-@pytest.mark.parametrize("task", ["causal_lm", "text_classification"])
+@pytest.mark.parametrize(
+    ("task", "lora"), [("causal_lm", ("--task.lora.r=4",)), ("text_classification", ())], ids=["adapters", "whole"]
+)
 def test_export_of_a_transformer(
     launch: Launch, models: Path, tmp_path: Path, task: str, lora: tuple[str, ...]
 ) -> None:

@@ -62,44 +62,43 @@ def test_other_data_are_another_run(models: Path, tmp_path: Path) -> None:
     """Labels that are renamed or swapped, texts that are edited or moved, as long as before: each is named. Tried with
     comparing the number of examples."""
     reviews = tiny.reviews(tmp_path / "reviews")
-    original = {file: file.read_text() for file in (reviews / "train.tsv", reviews / "dev.tsv")}
+    train, dev = reviews / "train.tsv", reviews / "dev.tsv"
 
-    def facts(reviews: Path = reviews) -> dict[str, Any]:
+    def facts() -> dict[str, Any]:
         task = TextClassification(model=f"{models}/bert", dataset=str(reviews))
         data = task.build_datasets()
         return {"examples": 110, "data_state": task.data_state(), "data": [task.fingerprint(part) for part in data]}
 
+    def backwards(text: str) -> str:
+        return "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]])
+
     then = facts()
     resume._require_same_data(Path("step"), then, facts())
     swapped = {"falling": "rising", "rising": "falling"}
-    train, dev = original
     for files, edit, says in (
-        (
-            [train, dev],
-            lambda text: text.replace("falling", "low"),
-            'labels ["falling", "rising"] -> ["low", "rising"]',
-        ),
+        ([train, dev], lambda text: text.replace("falling", "low"), '["falling", "rising"] -> ["low", "rising"]'),
         ([train], lambda text: re.sub("falling|rising", lambda m: swapped[m[0]], text), "labels to train on"),
         ([dev], lambda text: text.replace("the", "teh"), "other text, images or labels to evaluate on"),
-        ([train], lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
+        ([train], backwards, "other text, images"),
     ):
-        for file in files:
-            file.write_text(edit(original[file]))
+        original = {file: file.read_text() for file in files}
+        for file, text in original.items():
+            file.write_text(edit(text))
         with pytest.raises(ValueError, match=re.escape(says)):
             resume._require_same_data(Path("step"), then, facts())
-        for file in files:
-            file.write_text(original[file])
-    resume._require_same_data(Path("step"), then, facts(Path(shutil.move(reviews, tmp_path / "moved"))))
+        for file, text in original.items():
+            file.write_text(text)
+    reviews = reviews.rename(tmp_path / "moved")
+    resume._require_same_data(Path("step"), then, facts())
 
 
 def test_a_change_within_a_mapping_is_a_change() -> None:
     """Tried with comparing only what is no mapping."""
-    then, now = (
-        config_from(
-            {"task": {"name": "causal_lm", "architecture": {"model_type": "llama", **more}}, "output_dir": "nowhere"},
-            TASKS,
-        )
-        for more in ({"hidden_size": 32}, {"hidden_size": 32, "hidden_act": "relu"})
-    )
+
+    def config(**fields: Any) -> Any:
+        architecture = {"model_type": "llama", **fields}
+        return config_from({"task": {"name": "causal_lm", "architecture": architecture}, "output_dir": "run"}, TASKS)
+
+    then, now = config(), config(hidden_act="relu")
     assert list(changed_settings(now, then.model_dump(mode="json"))) == ["task.architecture"]
     assert changed_settings(now, now.model_dump(mode="json")) == {}

@@ -35,9 +35,8 @@ def test_labels_are_found_and_kept_with_the_model(classifier: Classifier) -> Non
     train, evaluation = task.build_datasets()
     model: Any = task.build_model()
     assert model.config.id2label == {0: "maybe", 1: "no", 2: "yes"}
-    assert model.config.label2id["yes"] == 2 == evaluation[0]["label"]
+    assert evaluation["label"][:] == [2]
     assert train["label"][:] == [1, 2, 0]
-    assert model.classifier.out_features == 3
 
 
 def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them() -> None:
@@ -70,20 +69,12 @@ def test_dropout_is_set_everywhere_but_for_whole_layers() -> None:
     assert {name: getattr(config, name) for name in rates} == {**dict.fromkeys(rates, 0.3), "layerdrop": 0.0}
 
 
-def test_pairs_are_read_together(classifier: Classifier) -> None:
+def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(classifier: Classifier) -> None:
     columns = {"text_column": "a", "text_pair_column": "b", "label_column": "same"}
-    task = classifier("a,b,same\nhi,ho,0\nab,ab,1\n", "a,b,same\nx,y,0\n", **columns)
-    train, _ = task.build_datasets()
-    assert train["length"][:] == [6, 6]  # both texts, each after the byte tokenizer's <|endoftext|>
-    batch = task.collate([train[0], train[1]])
-    assert task.build_model()(**batch["inputs"]).logits.shape == (2, 2)
-
-
-def test_long_texts_are_cut_off_and_counted(classifier: Classifier) -> None:
-    task = classifier(f"text,label\n{'a' * 50},0\nb,1\n", "text,label\nc,0\n", sequence_length=10)
+    task = classifier(f"a,b,same\nhi,ho,0\nab,{'b' * 50},1\n", "a,b,same\nx,y,0\n", sequence_length=10, **columns)
     train, evaluation = task.build_datasets()
-    assert train["length"][:] == [10, 2]
-    counted = {"tokens": 12, "truncated": 1, "skipped_rows": 0}
+    assert train["length"][:] == [6, 10]  # both texts, each after the byte tokenizer's <|endoftext|>
+    counted = {"tokens": 16, "truncated": 1, "skipped_rows": 0}
     assert task.describe("train", train) == counted | {"labels": 2, "label 0": 1, "label 1": 1}
     assert task.describe("eval", evaluation)["truncated"] == 0
 
@@ -105,11 +96,8 @@ def test_batches_have_similar_lengths_and_come_at_random() -> None:
 
     order = epoch(0)
     assert sorted(order) == list(range(1003))
-    assert (order == epoch(0)).all()
     assert (order != epoch(1)).any()
     batches = [lengths[order[i : i + 8]] for i in range(0, 1000, 8)]
     padding = 1 - sum(batch.sum() for batch in batches) / sum(8 * batch.max() for batch in batches)
     assert padding < 0.05  # 0.4 in a random order
-    longest = [int(batch.max()) for batch in batches]
-    assert longest != sorted(longest)
-    assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.3
+    assert abs(np.corrcoef(np.arange(125), [batch.max() for batch in batches])[0, 1]) < 0.3

@@ -25,17 +25,15 @@ ARGUMENTS = (
 
 
 @pytest.fixture(scope="module")
-def language_model(launch: Launch, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    data = tiny.questions(tmp_path_factory.mktemp("data") / "questions.jsonl")
-    task = ("--task.name=causal_lm", f"--task.model={models}/llama", f"--task.dataset={data}")
-    return launch("fsdp", *task, *ARGUMENTS, processes=2).succeeded()
+def runs(launch: Launch, models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("data")
+    data = {"causal_lm": tiny.questions(folder / "rows.jsonl"), "text_classification": tiny.reviews(folder / "reviews")}
 
+    def trained(task: str, model: str) -> Run:
+        words = (f"--task.name={task}", f"--task.model={models}/{model}", f"--task.dataset={data[task]}")
+        return launch("fsdp", *words, *ARGUMENTS, processes=2).succeeded()
 
-@pytest.fixture(scope="module")
-def classifier(launch: Launch, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    data = tiny.reviews(tmp_path_factory.mktemp("data") / "reviews")
-    task = ("--task.name=text_classification", f"--task.model={models}/bert", f"--task.dataset={data}")
-    return launch("fsdp", *task, *ARGUMENTS, processes=2).succeeded()
+    return {"lm": trained("causal_lm", "llama"), "classifier": trained("text_classification", "bert")}
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, float]:
@@ -46,12 +44,12 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dic
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_language_models_metrics_are_the_trainings_own(
-    language_model: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+    runs: dict[str, Run], capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
 ) -> None:
     """Of adapters. Tried without loading them from the checkpoint: another loss."""
     output = tmp_path / "predictions.parquet"
-    metrics = evaluated(capsys, language_model.folder / part, f"--output={output}")
-    assert metrics == pytest.approx({name: language_model.summary[name] for name in metrics}, rel=1e-6)
+    metrics = evaluated(capsys, runs["lm"].folder / part, f"--output={output}")
+    assert metrics == pytest.approx({name: runs["lm"].summary[name] for name in metrics}, rel=1e-6)
     assert {"eval/loss", "eval/perplexity", "eval/accuracy"} < set(metrics)
     table = pq.read_table(output).to_pydict()
     assert len(table["nats"]) == metrics["eval/examples"]
@@ -60,35 +58,35 @@ def test_a_language_models_metrics_are_the_trainings_own(
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_classifiers_metrics_are_the_trainings_own(
-    classifier: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+    runs: dict[str, Run], capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
 ) -> None:
     output = tmp_path / "predictions.parquet"
-    metrics = evaluated(capsys, classifier.folder / part, f"--output={output}")
-    assert metrics == pytest.approx({name: classifier.summary[name] for name in metrics}, rel=1e-6)
+    metrics = evaluated(capsys, runs["classifier"].folder / part, f"--output={output}")
+    assert metrics == pytest.approx({name: runs["classifier"].summary[name] for name in metrics}, rel=1e-6)
     assert {"eval/loss", "eval/accuracy", "eval/f1", "eval/matthews_correlation"} < set(metrics)
     rows = sorted(pq.read_table(output).to_pylist(), key=lambda row: row["row"])
-    file = Path(saved_settings(classifier.folder)["task"]["dataset"]) / "dev.tsv"
+    file = Path(saved_settings(runs["classifier"].folder)["task"]["dataset"]) / "dev.tsv"
     assert [f"{row['text']}\t{row['label']}" for row in rows] == file.read_text().splitlines()[1:]
     for row in rows:
         assert row["prediction"] == max(("falling", "rising"), key=lambda label: row[f"probability_{label}"])
 
 
-@pytest.mark.parametrize("part", PARTS)
 def test_all_rows_of_another_file_count(
-    classifier: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+    runs: dict[str, Run], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Its labels need not be all, and keep their numbers. Tried without: a tenth of the rows."""
-    other = tmp_path / "other.tsv"
+    other, output = tmp_path / "other.tsv", tmp_path / "predictions.parquet"
     other.write_text("text\tlabel\n" + "of the and\trising\n" * 30)
-    output = tmp_path / "predictions.parquet"
-    metrics = evaluated(capsys, classifier.folder / part, f"--output={output}", f"--task.dataset={other}")
+    arguments = (runs["classifier"].folder, f"--output={output}", f"--task.dataset={other}")
+    metrics = evaluated(capsys, *arguments)
     assert metrics["eval/examples"] == 30
     predictions = pq.read_table(output).to_pydict()
     assert set(predictions["label"]) == {"rising"}
     assert metrics["eval/accuracy"] == (predictions["prediction"][0] == "rising")
+    output.unlink()
     other.write_text("text\tlabel\nof the and\trising\nof\tflat\n")
     with pytest.raises(UserError, match="flat is in the data to evaluate on, but not in the data to train on"):
-        main([str(classifier.folder / part), f"--output={tmp_path}/x.parquet", f"--task.dataset={other}"])
+        evaluated(capsys, *arguments)
 
 
 def test_longer_sequences_than_the_model_has_positions_for_are_refused(tmp_path: Path) -> None:
@@ -102,15 +100,12 @@ def test_longer_sequences_than_the_model_has_positions_for_are_refused(tmp_path:
         CausalLM(architecture=gpt2, sequence_length=100_000).load_export(tmp_path)
 
 
-def test_what_would_be_another_model_is_refused(classifier: Run, language_model: Run, models: Path) -> None:
+def test_what_would_be_another_model_is_refused(runs: dict[str, Run], models: Path) -> None:
     """With all other mistakes."""
     with pytest.raises(UserError) as error:
-        main([str(classifier.folder), f"--task.model={models}/llama", "--task.lora.r=8", "--task.dataset=nowhere.tsv"])
+        main([str(runs["classifier"].folder), f"--task.model={models}/llama", "--task.dataset=nowhere.tsv"])
     other = "does not say which data to evaluate on, as other settings of the task do"
     assert str(error.value).splitlines() == [
         f"--task.model={models}/llama: {other}",
-        f"--task.lora.r=8: {other}",
         "task.dataset=nowhere.tsv: no such file or folder",
     ]
-    with pytest.raises(UserError, match="--task.tokenizer=bytes: does not say which data"):
-        main([str(language_model.folder), "--task.tokenizer=bytes"])

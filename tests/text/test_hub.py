@@ -1,166 +1,81 @@
-"""Models and data by their name on the Hub, the way back there, and what is said where it cannot be had."""
+"""Models and data by their name on the Hub, and the way there; nothing is asked of it."""
 
-import json
-import re
 import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from datasets import Dataset, DatasetDict
 
 from src.checkpoint.folder import run_settings
 from src.checkpoint.hub import push_to_hub
-from tests.launching import PROJECT, Run, run_command
-from tests.text import tiny
-from tests.text.ending import End
-from tests.text.hub import Hub, hub
-
-CLASSIFIER = ("--task.name=text_classification", "--task.sequence_length=32")
-NAMES = ("--task.model=team/model", "--task.dataset=team/data")
-RUN = (*CLASSIFIER, *NAMES, "--global_batch_size=8", "--max_steps=3", "--log_every=1")
+from src.tasks.text import source
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.lean import weight_files
+from tests.launching import mistakes
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    """With models and datasets of `team`."""
-    folder = tmp_path_factory.mktemp("hub")
-    model = tiny.bert(folder / "models/team/model")
-    shutil.copytree(model, folder / "models/team/weightless", ignore=shutil.ignore_patterns("*.safetensors"))
-    code = Path(shutil.copytree(model, folder / "models/team/code"))
-    (code / "mine.py").write_text("raise SystemExit('it ran')")
-    classes = {"AutoConfig": "mine.Config", "AutoModelForSequenceClassification": "mine.Model"}
-    (code / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": classes}))
-    (folder / "datasets/team").mkdir(parents=True)
-    tiny.reviews(folder / "datasets/team/data")
-    for name, file, text in (
-        ("malformed", "train.jsonl", '{"text": "a", "label": 0}\n{"text'),
-        ("empty", ".gitattributes", ""),
-        ("script", "script.py", "raise SystemExit('it ran')"),
-    ):
-        (folder / "datasets/team" / name).mkdir()
-        (folder / "datasets/team" / name / file).write_text(text)
-    with hub(folder) as server:
-        yield server
-
-
-def trained(server: Hub, folder: Path, *arguments: str, **environment: str) -> Run:
-    """A run from names, in a process of its own: the libraries read the environment when they are imported."""
-    command = [sys.executable, "train.py", *RUN, "--wandb.mode=disabled", f"--output_dir={folder}", *arguments]
-    return run_command(command, folder, PROJECT, **(server.environment | environment)).succeeded()
-
-
-@pytest.fixture(scope="module")
-def online(server: Hub, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run from names to a name."""
-    return trained(server, tmp_path_factory.mktemp("online") / "run", "--push_to_hub=me/mine")
-
-
-# ----------------------------------------------------------------------------------------------------- there and back
-def test_a_model_and_a_dataset_are_found_by_name_and_the_second_time_offline(
-    online: Run, server: Hub, tmp_path: Path
+def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert online.summary["eval/examples"] == 37
-    asked = [re.sub("/resolve/[^/]+/", " ", request) for request in server.requests]
-    assert {"GET /team/model model.safetensors", "GET /datasets/team/data train.tsv"} <= set(asked)
-    offline = trained(server, tmp_path / "run", HF_HUB_OFFLINE="1")
-    assert len(server.requests) == len(asked)
-    assert offline.losses == pytest.approx(online.losses, rel=1e-6)
+    """Offline. Its card names it, and the data."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    fetched = tmp_path / "models--team--model"
+    shutil.copytree(models / "llama", fetched / "snapshots" / "0123abcd")
+    (fetched / "refs").mkdir()
+    (fetched / "refs" / "v2").write_text("0123abcd")
+    task = CausalLM(model="team/model", revision="v2", dataset="team/data", sequence_length=16)
+    here = CausalLM(model=f"{models}/llama", sequence_length=16)
+    named, local = (model.state_dict() for model in (task.build_model(), here.build_model()))
+    assert all(weight.equal(local[name]) for name, weight in named.items())
+    assert weight_files("team/model", "v2") == [str(fetched / "snapshots/0123abcd/model.safetensors")]
+    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task.card().items()
 
 
-def logits(model: Any, tokenizer: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**tokenizer(["by the of", "in"], padding=True, return_tensors="pt")).logits
-
-
-def test_what_is_pushed_is_what_the_run_exported_and_loads_with_from_pretrained(  # room: hub
-    online: Run, server: Hub
-) -> None:
-    folders = server.folder / "models/me/mine", online.folder / "model"
-    pushed, exported = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
-    assert pushed == exported
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(pushed)
-    assert b"base_model: team/model" in pushed["README.md"]
-    assert b"- team/data" in pushed["README.md"]
-    models = [AutoModelForSequenceClassification.from_pretrained(folder) for folder in folders]
-    assert models[0].config.id2label == {0: "falling", 1: "rising"}
-    assert torch.equal(*(logits(model, AutoTokenizer.from_pretrained(model.name_or_path)) for model in models))
-
-
-# ---------------------------------------------------------------------------------------------------------- refusals
-def ends(*runs: tuple[str, ...], **environment: str) -> list[End]:
-    """All in one process, as imports take seconds."""
-    command = [sys.executable, "-m", "tests.text.ending", json.dumps([[*CLASSIFIER, *run] for run in runs])]
-    run = run_command(command, Path(), PROJECT, **environment).succeeded()
-    return [(code, lines) for code, lines in map(json.loads, run.stdout.splitlines())]
-
-
-UNUSABLE = {
-    "model=team/unknown": r"task\.model=team/unknown: cannot be loaded, ",
-    "dataset=team/unknown": r"task\.dataset=team/unknown: cannot be loaded, ",
-    "revision=v9": r"task\.model=team/model: .*v9",
-    "model=team/weightless": r"task\.model=team/weightless: .*model\.safetensors",
-    "model=team/code": r"task\.model=team/code: wants to run code of its own, which is not allowed here",
-    "dataset=team/empty": r"task\.dataset=team/empty: .*doesn't contain any data files",
-    "dataset=team/script": r"task\.dataset=team/script: .*script\.py",
-    "dataset_config=large": r"task\.dataset=team/data: .*large",
-    "dataset=team/malformed": r"task\.dataset=team/malformed: cannot be loaded, ",
-}
-
-
-@pytest.mark.slow
-def test_what_the_hub_has_not_or_in_no_usable_form_is_one_line(server: Hub) -> None:
-    found = ends(*[(*NAMES, f"--task.{setting}") for setting in UNUSABLE], **server.environment)
-    assert [code for code, _ in found] == [2] * len(UNUSABLE), found
-    for (_, (says,)), expected in zip(found, UNUSABLE.values(), strict=True):
-        assert re.match(expected, says)
+def test_a_dataset_is_found_by_its_name_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = DatasetDict(train=Dataset.from_dict({"text": ["a"]}), test=Dataset.from_dict({"text": ["b"]}))
+    monkeypatch.setattr(source, "load_dataset", lambda *asked: {("team/data", "small"): found}[asked])
+    rows, evaluation = CausalLM(dataset="team/data", dataset_config="small").load_rows()
+    assert [rows, evaluation] == [found["train"], found["test"]]
 
 
 # --------------------------------------------------------------------------------------------------------- uploading
-NO_CREDENTIALS = "push_to_hub=me/mine: no credentials; `hf auth login` first"
-OFFLINE = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
-
-
-@pytest.mark.parametrize(  # room: hub
-    ("name", "is_offline", "says"),
-    [
-        ("me/mine", False, NO_CREDENTIALS),
-        ("mine", False, "push_to_hub=mine: must be USER/NAME"),
-        ("me/mine", True, OFFLINE),
-    ],
-)
-def test_an_upload_that_must_fail_is_refused(  # room: hub
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_offline: bool, says: str
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 (all of its text is compared)
-        run_settings([f"--output_dir={tmp_path}/run", f"--push_to_hub={name}"])
-    assert str(refused.value) == says
-
-
-@pytest.mark.parametrize("failure", ["refused", "unreachable"])  # room: hub
-def test_an_upload_that_fails_after_training_says_how_to_repeat_it(  # room: hub
-    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
-) -> None:
-    # The stand-in answers 401 where there is no token, as if it had expired during the run; nobody listens on port 9.
-    endpoint = {"refused": server.url, "unreachable": "http://127.0.0.1:9"}[failure]
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # room: hub
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setenv("HF_TOKEN", "dummy")
-    config = run_settings([f"--output_dir={tmp_path}/run", "--push_to_hub=me/other"])
+
+
+@pytest.mark.usefixtures("online")
+def test_an_upload_that_must_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # room: hub
+    assert mistakes("--push_to_hub=mine") == ["push_to_hub=mine: must be USER/NAME"]
     monkeypatch.delenv("HF_TOKEN")
-    folder = config.folder / "model"
-    folder.mkdir(parents=True)
+    assert mistakes("--push_to_hub=me/mine") == ["push_to_hub=me/mine: no credentials; `hf auth login` first"]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    says = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
+    assert mistakes("--push_to_hub=me/mine") == [says]
+
+
+@pytest.mark.usefixtures("online")
+def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(  # room: hub
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_settings([f"--output_dir={tmp_path}/run", "--push_to_hub=me/other"])
     with pytest.raises(SystemExit) as end:
         push_to_hub(config)
     says = str(end.value.code)  # text: it is printed, and the exit code is 1
     assert says.startswith("train.py: push_to_hub=me/other: ")
-    assert says.endswith(f"; the run is complete, upload its model with `hf upload me/other {folder}`")
+    assert says.endswith(f"; the run is complete, upload its model with `hf upload me/other {config.folder}/model`")
     assert "\n" not in says
+    asked: list[Any] = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda _, name, **more: asked.append((name, more)))
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda _, **more: asked.append(more))
+    push_to_hub(config)
+    assert asked == [
+        ("me/other", {"private": True, "exist_ok": True}),
+        {"repo_id": "me/other", "folder_path": config.folder / "model", "commit_message": config.run_name},
+    ]

@@ -1,20 +1,14 @@
 """The loss from the last states: as exact in half precision as products of it allow, lean on memory, nothing twice."""
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from src.tasks.text import language_model as causal_lm
 from src.tasks.text.chunked_loss import linear_cross_entropy
-from src.tasks.text.language_model import CHUNK_ON_GPU, LanguageModel
-from src.tasks.text.lora import Lora
-from tests.text.test_language_model import batch, build, gradients
+from src.tasks.text.language_model import CHUNK_ON_GPU
 
 TOKENS, WIDTH, VOCABULARY = 1216, 128, 2048
 
@@ -53,36 +47,6 @@ def test_in_bf16_the_gradients_are_those_of_fp32_however_many_chunks_there_are(
     assert relative_error(weight.grad, rounded[1].grad) < bound
 
 
-class Operations(TorchDispatchMode):
-    """Counts bytes that are allocated and not yet freed, and remembers each operation's name and largest result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.most_bytes = 0
-        self.sizes: list[tuple[str, int]] = []
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._known.update(a.untyped_storage()._cdata for a in args if isinstance(a, Tensor))
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor):
-                self.sizes.append((func.overloadpacket.__name__, value.numel()))
-                self._count(value.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self.bytes += storage.nbytes()
-            self.most_bytes = max(self.most_bytes, self.bytes)
-            weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.bytes -= size
-
-
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_gpu_needs_less_than_a_gigabyte_for_150_thousand_words_and_16_thousand_tokens(is_frozen: bool) -> None:
     """Besides states and weight, and their gradients, of which the weight's is summed in fp32: 0.8 GB of logits. Tried
@@ -92,48 +56,11 @@ def test_a_gpu_needs_less_than_a_gigabyte_for_150_thousand_words_and_16_thousand
         states = torch.empty(tokens, width, requires_grad=True)
         weight = torch.empty(words, width, requires_grad=not is_frozen)
         targets = torch.empty(tokens, dtype=torch.int64)
-        with Operations() as operations:
+        with MemTracker() as tracker:
             loss = linear_cross_entropy(states, weight, targets, lambda logits: logits, CHUNK_ON_GPU // words)
+    left, peak = (tracker.get_tracker_snapshot(when)[states.device]["Total"] for when in ("current", "peak"))
     of_gradients = 4 * states.numel() + (0 if is_frozen else 4 * weight.numel())
-    assert operations.bytes == pytest.approx(of_gradients, rel=1e-3)  # what is left for the backward pass
-    assert operations.most_bytes - of_gradients < 1e9
+    given = sum(tensor.nbytes for tensor in (states, weight, targets))
+    assert left == pytest.approx(given + of_gradients, rel=1e-3)  # what is left for the backward pass
+    assert peak - given - of_gradients < 1e9
     assert loss.dtype == torch.float32
-
-
-def test_a_frozen_head_gets_no_gradient() -> None:
-    """Of adapters' models; not computed and dropped either."""
-    model: Any = LanguageModel(Lora(r=2).add_adapters(build("llama").hf, "CAUSAL_LM", None))
-    with Operations() as operations:
-        model("loss", **batch()).backward()
-    head = model.hf.lm_head.weight
-    assert head.grad is None
-    assert not [name for name, size in operations.sizes if name.startswith("addmm") and size == head.numel()]
-
-
-def test_a_head_with_adapters_has_the_loss_and_gradients_of_the_models_own_logits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(causal_lm, "CHUNK", 64 * 5)
-    adapted = Lora(r=2, target_modules=["q_proj", "lm_head"]).add_adapters(build("llama").hf, "CAUSAL_LM", None)
-    inputs = batch()
-    for parameter in adapted.parameters():  # adapters begin with zeros
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
-    logits = adapted(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
-    expected = F.cross_entropy(logits[0][inputs["index"]], inputs["targets"], reduction="sum")
-    wanted = torch.autograd.grad(expected, [p for p in adapted.parameters() if p.requires_grad])
-    loss, found = gradients(LanguageModel(adapted), inputs)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, wanted, strict=True))
-
-
-def test_torchs_own_rounds_the_loss_to_half_precision() -> None:
-    """src/tasks/text/chunked_loss.py: why it is not used."""
-    states, weight, targets = layer(torch.bfloat16)
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=64, acc_dtype=torch.float32)
-    loss = F.linear_cross_entropy(states, weight, targets, reduction="sum", options=options)
-    loss.backward()
-    exact = [tensor.detach().float().requires_grad_() for tensor in (states, weight)]
-    F.cross_entropy(F.linear(*exact), targets, reduction="sum").backward()
-    assert loss.dtype == torch.bfloat16
-    assert relative_error(weight.grad, exact[1].grad) > 2e-3

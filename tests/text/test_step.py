@@ -19,7 +19,7 @@ from src.checkpoint.folder import run_settings
 from src.distributed.stop import StopSignal
 from src.tasks.text import attention
 from tests.launching import Launch
-from tests.text.tiny import LLAMA
+from tests.text.tiny import NEW_LLAMA
 
 WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
 """Operators whose result, or its shape, the host has to know: torch.cuda.set_sync_debug_mode lists them."""
@@ -46,8 +46,7 @@ def test_a_step_of_four_micro_batches_asks_only_whether_it_is_finite(launch: Lau
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 80)
     arguments = ("--task.name=causal_lm", f"--task.dataset={text}", "--task.sequence_length=32",
-                 *(f"--task.architecture.{name}={value}" for name, value in LLAMA.items()),
-                 "--task.architecture.model_type=llama", "--optim.max_grad_norm=1",
+                 *NEW_LLAMA, "--optim.max_grad_norm=1",
                  "--global_batch_size=8", "--micro_batch_size=2")  # fmt: skip
     run = launch("cpu", *arguments, script="tests/text/test_step.py").succeeded()
     assert json.loads(run.stdout.splitlines()[-1]) == [{"_local_scalar_dense": 1}] * 2

@@ -12,6 +12,8 @@ from src.tasks.text.byte_tokenizer import byte_tokenizer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
+NEW_LLAMA = ("--task.architecture.model_type=llama", *(f"--task.architecture.{n}={v}" for n, v in LLAMA.items()))
+"""A Llama from scratch, on the command line."""
 WORDS = ["the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with"]
 
 
