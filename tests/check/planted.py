@@ -297,17 +297,17 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 
 GROUP_FAULTS: tuple[tuple[Any, ...], ...] = (
-    ("weight decay on norms and biases", "fsdp", "weight_decay", 0.01, 0.0),
-    ("weight decay ignored", "cpu", "weight_decay", 0.0, 0.01),
-    ("betas ignored", "cpu", "betas", (0.9, 0.999), (0.8, 0.9), "--optim.betas=[0.8,0.9]"),
-    ("another eps", "cpu", "eps", 1e-4, 1e-8),
-    ("momentum ignored", "cpu", "momentum", 0, 0.9, "--optim.name=sgd"),
-    ("Nesterov's momentum", "cpu", "nesterov", True, False, "--optim.name=sgd"),
-    ("Muon at a rate of its own", "cpu", "adjust_lr_fn", None, "match_rms_adamw", "--optim.name=muon"),
+    ("weight decay on norms and biases", "fsdp", "weight_decay", 0.01),
+    ("weight decay ignored", "cpu", "weight_decay", 0.0),
+    ("betas ignored", "cpu", "betas", (0.9, 0.999), "--optim.betas=[0.8,0.9]"),
+    ("another eps", "cpu", "eps", 1e-4),
+    ("momentum ignored", "cpu", "momentum", 0, "--optim.name=sgd"),
+    ("Nesterov's momentum", "cpu", "nesterov", True, "--optim.name=sgd"),
+    ("Muon at a rate of its own", "cpu", "adjust_lr_fn", None, "--optim.name=muon"),
 )
-"""Name, yaml, setting, its value, the right one, arguments."""
-for name, yaml, setting, value, right, *arguments in GROUP_FAULTS:
-    says = f", {setting}={max(value, right, key=str)}"
+"""Name, yaml, setting, its wrong value, arguments."""
+for name, yaml, setting, value, *arguments in GROUP_FAULTS:
+    says = f", {setting}={value}"
     fault(name, yaml, "Same start", says, *arguments)(partial(change_groups, setting=setting, value=value))
 
 
