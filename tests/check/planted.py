@@ -277,7 +277,7 @@ FAULTS = [
 
     Fault("a parameter group left out of the optimizer", "fsdp", "Same start", "conv1.bias: AdamW, amsgrad=False",
           "train.build_optimizers", without_vectors),
-    Fault("the last layer in Muon's group", "ddp", "Same start", "fc2.weight: AdamW, amsgrad",
+    Fault("the last layer in Muon's group", "ddp", "Same start", "fc2.weight: Muon, ",
           "train.build_optimizers", last_layer_in_muon, ("--optim.name=muon",)),
     Fault("the learning rate stepped once per process", "ddp", "Steps", "a prepared scheduler steps once per process",
           "train.lr_at", lambda lr_at, step, *rest: lr_at(2 * step, *rest)),

@@ -84,7 +84,7 @@ def bytes_after_a_step(accelerator: Accelerator, shape: str) -> dict[str, int]:
     model = prepare(accelerator, model)
     (optimizer,) = build_optimizers(Optim(), model)
     tokens = torch.arange(8)
-    accelerator.backward(model("loss", tokens[None], tokens[None], tokens, tokens))
+    accelerator.backward(model("loss", tokens, tokens, input_ids=tokens[None], position_ids=tokens[None]))
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -94,18 +94,18 @@ def bytes_after_a_step(accelerator: Accelerator, shape: str) -> dict[str, int]:
 def sharded_and_whole(accelerator: Accelerator, kind: str) -> dict[str, Any]:
     """Loss and norm of the gradients of a decoder, sharded and not."""
     tokens = torch.arange(16)
-    batch = (tokens[None], tokens[None] % 8, tokens, tokens.flip(0))  # two packed documents
+    packed = {"input_ids": tokens[None], "position_ids": tokens[None] % 8}  # two documents
     set_seed(0)
     architecture = {"model_type": kind, **DECODERS[kind]}
     whole = CausalLM(dataset="none", architecture=architecture, sequence_length=16, dropout=0.0).build_model()
     alone = copy.deepcopy(whole)
-    loss = alone("loss", *batch)
+    loss = alone("loss", tokens, tokens.flip(0), **packed)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm()
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # it remembers the last model's blocks
     model = prepare(accelerator, whole)
     with patch.object(causal_lm, "CHUNK", 5 * alone.hf.config.vocab_size):  # five tokens at a time
-        sharded_loss = model("loss", *batch)
+        sharded_loss = model("loss", tokens, tokens.flip(0), **packed)
     accelerator.backward(sharded_loss)
     squares = accelerator.reduce(grad_square_sum(local_gradients(model.parameters())), "sum")
     return {
