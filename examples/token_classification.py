@@ -13,9 +13,11 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
 from src.config.errors import UserError
-from src.tasks.tables import MOST_MISTAKES
 from src.tasks.text.source import PART_NAMES
 from src.tasks.text.text_classification import TextClassification
+
+MOST_MISTAKES = 24
+"""Rows of the table of mistakes."""
 
 
 class TokenClassification(TextClassification):
