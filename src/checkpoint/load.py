@@ -43,8 +43,9 @@ def load_model(path: Path, config: Config) -> nn.Module:
     set_seed(config.seed)
     if not is_checkpoint(path):
         return config.task.load_export(path)
-    config.task.load_data_state(read_state(path).data_state)  # room: text examples
+    state = read_state(path)  # room: text examples
+    config.task.load_data_state(state.data_state)  # room: text examples
     model = config.task.build_model()
-    require_same_frozen(path, read_state(path).frozen_norm, frozen_norm(model))  # room: text examples
+    require_same_frozen(path, state.frozen_norm, frozen_norm(model))  # room: text examples
     load_tensors(path, model)
     return model

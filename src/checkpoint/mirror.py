@@ -100,11 +100,13 @@ class Mirror:
         Return its path on this machine, and what is still wrong with it. Collective."""
         if checkpoint.parent != self._of_main or (self.is_shared and not lacks):
             return checkpoint, lacks
-        checkpoint, wrong = self._own / checkpoint.name, list[str]()
+        checkpoint, files, wrong = self._own / checkpoint.name, None, list[str]()
         with explained(self._says, raises=RunError):
-            if self._is_main and checkpoint not in self._manifests() and not any(problems(checkpoint)):
-                self._copy(checkpoint)  # a single machine's, which had not copied it yet
-            files = gather_object([self._manifests().get(checkpoint)])[0]  # others might see less than the main process
+            if self._is_main:  # others might see less of the mirror
+                if checkpoint not in self._manifests() and not any(problems(checkpoint)):
+                    self._copy(checkpoint)  # a single machine's, which had not copied it yet
+                files = self._manifests().get(checkpoint)
+            files = gather_object([files])[0]
             if files is None:
                 wrong = [*lacks, "not in the mirror"]
             elif self._is_first:
@@ -212,8 +214,10 @@ class Mirror:
         """Return the facts about the files of each complete checkpoint in the mirror, the newest first."""
         self._fs.invalidate_cache()
         found = {}
-        for path in sorted(self._fs.glob(f"{self._root}/step_[0-9]*/{MANIFEST}"), reverse=True):
-            files = parse(self._fs.cat_file(path)).get("files", {})
+        there = self._fs.glob(f"{self._root}/step_[0-9]*/{MANIFEST}")
+        paths = {self._own / Path(path).parent.name: path for path in there}
+        for checkpoint in sorted(paths, key=format.step_of, reverse=True):
+            files = parse(self._fs.cat_file(paths[checkpoint])).get("files", {})
             if files and all(Path(name).name == name for name in files):  # nor is a path that leads elsewhere
-                found[self._own / Path(path).parent.name] = files
+                found[checkpoint] = files
         return found

@@ -163,7 +163,7 @@ def new_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, the same on all processes, and facts about it by name.
 
-    `is_sharded`: FSDP will shard it.
+    `is_sharded` says whether FSDP will shard the model.
     """
     tuned: list[str] = []
     tuned += config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))  # room: text

@@ -62,11 +62,9 @@ class ResumePoint:
         return f"after step {state.progress.step:,}, {where}"
 
     @property
-    def is_disk_shared(self) -> bool:  # room: mirror text
+    def is_disk_shared(self) -> bool:  # room: mirror
         """Return whether all machines see the same output folder, as they must without a mirror."""
-        if self.mirror:  # room: mirror
-            return self.mirror.is_shared
-        return True
+        return self.mirror is None or self.mirror.is_shared
 
     def is_own(self, config: Config) -> bool:
         """Return whether the checkpoint is of the run in this output folder, not of one that it branches off from."""
