@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from src.checkpoint.folder import parent_checkpoint, run_settings
-from src.config.settings import write_yaml
+from src.config.errors import UserError
+from src.config.settings import Settings, validate, write_yaml
 from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
 
@@ -159,6 +160,17 @@ def test_yaml_that_has_no_end_or_no_such_value_is_one_line() -> None:
         Path("a.yaml").write_text(text)
         (line,) = mistakes("--config=a.yaml")
         assert line.startswith(f"--config=a.yaml: cannot be read as yaml, {says}")
+
+
+def test_a_setting_without_a_default_must_be_given() -> None:
+    """With the other mistakes. Tried without: RecursionError."""
+
+    class Mine(Settings):
+        size: int
+        rate: float = 0.1
+
+    with pytest.raises(UserError, match=r"^--rate=fast: must be a valid number, .*\nsize: Field required$"):
+        validate(Mine, {"rate": "fast"}, {"rate": "--rate=fast"}, [])
 
 
 def test_a_switch_is_on_by_itself_and_may_have_a_hyphen() -> None:

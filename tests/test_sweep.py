@@ -121,9 +121,9 @@ def test_a_trial_that_fails_does_not_end_the_sweep_and_is_tried_again(folder: Pa
 
 
 def test_mistakes_of_a_file_get_a_line_each(folder: Path) -> None:
-    bad = {"a": {"min": "1e-4", "max": 1}, "b": {"values": [1], "distribution": "normal"}}
+    bad = {"a": {"min": "1e-4", "max": 1}, "b": {"values": [1], "distribution": "normal"}, "c": 3}
     file = write(folder, parameters=bad, method="genetic", goal=1)
-    with pytest.raises(UserError, match=rf"^{file}: .*(\n{file}: .*){{4}}$"):
+    with pytest.raises(UserError, match=rf"^{file}: .*(\n{file}: .*){{5}}$"):
         read_sweep(file)
     with pytest.raises(UserError, match="method: random has no end: add --trials=8"):
         main([write(folder, method="random", parameters={"optim.lr": {"min": 0.1, "max": 0.9}})])

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from src.config.errors import cause, explained
+from src.config.errors import UserError, cause, explained
 
 
 class Change(Enum):
@@ -99,6 +99,9 @@ def validate(
 
     Returns:
         The settings with every refused value replaced by its default, and the names of those refused.
+
+    Raises:
+        UserError: a setting without a default is missing.
     """
     known = dict(fields(model))
     given = {}
@@ -119,22 +122,28 @@ def validate(
         names = [name for name in given if f"{where}.".startswith(f"{name}.")]
         # a whole group may be unknown
         for name in names or [name for name in given if name.startswith(f"{where}.")]:
-            mistakes.append(f"{written.get(name, name)}: {complaint(problem, name, list(known))}")
+            match problem["type"]:
+                case "extra_forbidden":
+                    says = f"unknown setting{nearest(name, list(known))}"
+                case "model_type":
+                    example = next(setting for setting in known if setting.startswith(f"{name}."))
+                    says = f"{name} is a group; write, for example, --{example}=…"
+                case _:
+                    says = complaint(problem)
+            mistakes.append(f"{written.get(name, name)}: {says}")
             bad.add(name)
+    if not bad:  # a setting without a default was not given, and there is nothing to go on with
+        lines = [f"{'.'.join(map(str, problem['loc']))}: {complaint(problem)}" for problem in problems]
+        raise UserError("\n".join([*mistakes, *lines]))
     good = {name: value for name, value in given.items() if name not in bad}
     # one mistake can hide another: --task=mnist that of --task.dropout=9
     settings, more = validate(model, good, written, mistakes)
     return settings, bad | more
 
 
-def complaint(problem: Any, name: str = "", known: list[str] | None = None) -> str:
-    """Return what is wrong with the value that was given for `name`, from pydantic's error. `known` are all names."""
+def complaint(problem: Any) -> str:
+    """Return what is wrong with a value, from pydantic's error."""
     match problem["type"]:
-        case "extra_forbidden":
-            return f"unknown setting{nearest(name, known or [])}"
-        case "model_type":
-            example = next(setting for setting in known or [] if setting.startswith(f"{name}."))
-            return f"{name} is a group; write, for example, --{example}=…"
         case "string_type":
             return "must be text: write it in quotes"
         case "string_too_short":
