@@ -21,18 +21,19 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from src.check import run_checks
 from src.checkpoint.best import load_best
 from src.checkpoint.export import export_model
-from src.checkpoint.folder import run_settings
 from src.checkpoint.hub import push_to_hub, write_card
+from src.checkpoint.occupied import folder_errors
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_checkpoint
 from src.checkpoint.write import CheckpointWriter
-from src.config.config import Config
+from src.config.config import Config, load_config
 from src.distributed.accelerator import build_accelerator, leave, prepare
 from src.distributed.launcher import resume_command
 from src.distributed.machines import join
 from src.distributed.stop import StopSignal
+from src.tasks import TASKS
 from src.tasks.returned import require_sum
+from src.tracking.dry_run import dry_run
 from src.tracking.performance import Performance
-from src.tracking.summary import dry_run
 from src.tracking.tracker import Tracker, stop_at_start
 from src.tracking.wandb import fetch_artifacts
 from src.training.batches import CountedSteps, MicroBatch, TrainStep, evaluation_batches, training_steps
@@ -52,7 +53,7 @@ def main() -> None:
 
 @exit_codes()
 def train_or_check(argv: list[str]) -> None:
-    config = settings(argv)
+    config = run_settings(argv)
     join(config)  # room: machines
     run = build(config)
     if run is None:  # it has already finished
@@ -61,7 +62,7 @@ def train_or_check(argv: list[str]) -> None:
         is_right = run_checks(run, train_step, evaluate, load_checkpoint)
         leave(run.accelerator)
         sys.exit(0 if is_right else 1)
-    if config.dry_run:
+    if config.dry_run:  # room: dry_run
         dry_run(run)
         leave(run.accelerator)
         return
@@ -75,11 +76,13 @@ def train_or_check(argv: list[str]) -> None:
         sys.exit(1)
 
 
-def settings(argv: list[str]) -> Config:
+def run_settings(argv: list[str]) -> Config:
     """Return the settings of the run; raise a UserError with all their mistakes."""
-    return run_settings(
+    return load_config(
         argv,
-        fetch_artifacts,  # room: wandb
+        TASKS,
+        also=folder_errors,  # room: safeguards
+        fetch=fetch_artifacts,  # room: wandb
     )
 
 
@@ -95,10 +98,7 @@ def build(config: Config) -> Run | None:
         accelerator.print(f"{config.folder} {says}")
         leave(accelerator)
         return None
-    saves = not config.dry_run
-    if config.check:  # room: check
-        saves = False
-    if not saves:
+    if not config.saves:
         SIGNALS.release()
     elif accelerator.is_main_process:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))

@@ -25,12 +25,11 @@ from torch.utils.data import DataLoader
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import Side, arguments, launch
-from src.checkpoint.folder import run_settings
 from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks.metrics import Accuracy
 from src.tasks.mnist import MnistCnn, mnist
-from train import evaluate
+from train import evaluate, run_settings
 
 ROUNDS, TESTED = 9, 10_000
 

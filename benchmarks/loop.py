@@ -23,11 +23,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CNN, Side, arguments, take_turns
-from src.checkpoint.folder import run_settings
 from src.tasks import TASKS
 from src.tasks.mnist import Digits, Mnist
 from src.training.run import new_model
-from train import train_or_check
+from train import run_settings, train_or_check
 
 BATCH, LOG_EVERY, ROUNDS = 64, 50, 5
 MLP_EXAMPLES = 200 * BATCH

@@ -20,11 +20,13 @@ FILES = {
     "compile": "src/training/transforms.py",
     "cpu": "src/training/cpu tests/test_cpu.py",
     "cuda_graphs": "src/training/cuda_graph.py",
+    "dry_run": "src/tracking/dry_run.py tests/test_dry_run.py",
     "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",
     "examine": "src/tasks/returned.py tests/test_returned.py",
     "generate": "src/tools/generate.py tests/text/test_generate.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md",
     "hub": "src/checkpoint/hub.py",
+    "integrity": "tests/faults/test_damage.py",
     "launch_guard": "src/distributed/launch_guard.py tests/test_guard.py",
     "machines": "src/distributed/machines.py launchers tests/machines accelerate_configs/multi_node_*.yaml"
     " docs/machines.md docs/slurm.md docs/kubernetes.md",
@@ -32,6 +34,7 @@ FILES = {
     "performance": "src/tracking/performance.py tests/test_performance.py tests/text/test_performance.py"
     " docs/performance.md",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
+    "safeguards": "src/checkpoint/occupied.py src/checkpoint/same_run.py",
     "tables": "src/tasks/tables.py tests/test_tables.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/shakespeare.yaml configs/sst2.yaml sweeps/shakespeare.yaml"
@@ -51,6 +54,7 @@ FILES = {
 """The files and folders of each room."""
 SHARED = {
     "src/training/alone.py": {"check", "evaluate"},
+    "src/checkpoint/integrity.py": {"integrity", "best", "checkpoints", "evaluate", "generate", "mirror"},
     "src/checkpoint/load.py": {"checkpoints", "evaluate", "generate"},
     "src/training/score.py": {"best", "report", "wandb"},
     "src/config/trackers.py": {"wandb", "trackers"},

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from src.checkpoint.folder import run_settings
 from src.config.errors import UserError
 from src.distributed.process import exit_codes
+from train import run_settings
 
 PROJECT = Path(__file__).parent.parent
 SHARED = next(

@@ -15,10 +15,10 @@ from typing import Any
 from accelerate import Accelerator
 from fsspec.implementations.local import LocalFileSystem
 
-from src.checkpoint.folder import run_settings
-from src.checkpoint.format import STATE, file_facts, problems, publish, read_state
+from src.checkpoint.format import STATE, file_facts, publish, read_state
+from src.checkpoint.integrity import first_valid, problems
 from src.checkpoint.mirror import Mirror, copier
-from src.checkpoint.resume import first_valid
+from train import run_settings
 
 FOLDER, STATE_FILE = Path(sys.argv[1]), Path(sys.argv[2])
 ACCELERATOR = Accelerator(cpu=True)
@@ -27,7 +27,7 @@ ACCELERATOR = Accelerator(cpu=True)
 def mirror_of(name: str) -> Mirror:
     """As a start with this output folder sees it."""
     arguments = [f"--output_dir={FOLDER / name}", f"--checkpoint.mirror={FOLDER}/mirror", "--checkpoint.keep_last=2"]
-    return Mirror(ACCELERATOR, run_settings(arguments), lambda folder: None)
+    return Mirror(ACCELERATOR, run_settings(arguments))
 
 
 def save(step: int) -> Path:

@@ -12,12 +12,12 @@ from accelerate import Accelerator
 from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
-from src.checkpoint.folder import run_settings
 from src.checkpoint.mirror import Mirror, copier
 from src.checkpoint.resume import find_checkpoint
 from src.config.errors import RunError, UserError
 from tests.faults.runs import assert_same_run, lines
 from tests.launching import QUIET, Launch, Run, Whole
+from train import run_settings
 
 TINY = ("--max_steps=14", "--log_every=1", "--save_every=4", "--eval_every=14", "--global_batch_size=8")
 STOP: dict[str, Any] = {"FAULT": "die", "FAULT_STEP": "13"}
@@ -205,7 +205,7 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
     shutil.copytree(whole("cpu", *TINY).folder, tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
-    mirror = Mirror(Accelerator(cpu=True), run_settings(arguments), lambda _: None)
+    mirror = Mirror(Accelerator(cpu=True), run_settings(arguments))
     mirror.start(checkpoint)
     mirror.wait()
     says = f"{tmp_path}/mirror/mnist takes more than half of timeout_minutes=0.0001"

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint import resume
-from src.checkpoint.folder import read_lines, run_settings
+from src.checkpoint.folder import read_lines
+from src.checkpoint.same_run import require_whole_record
 from src.config.errors import UserError
 from src.tracking import tracker as tracking
 from src.training.progress import Progress
+from train import run_settings
 
 WHOLE = [{"step": 10, "train/loss": 1.0}, {"step": 20, "train/loss": None, "eval/mistakes": [{"label": "3"}]}]
 DAMAGED = [b'{"step": 5, "train/loss": 1', b"\0" * 90, b"\xff\xfe", b"5", b'{"train/loss": 9}', b"[" * 10**5, b""]
@@ -43,7 +44,7 @@ def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
         stream.seek(2**40)
         stream.write(last)
     state: Any = SimpleNamespace(metrics_bytes=2**40 + len(last), wandb_id=None)
-    resume._require_whole_record(config, tmp_path / "step_00000010", state)
+    require_whole_record(config, tmp_path / "step_00000010", state)
     start: Any = SimpleNamespace(state=state, checkpoint=tmp_path, is_own=lambda _: True)
     of_the_run = {"progress": Progress(step=10), "metadata": {"data": []}, "launch": SimpleNamespace(as_dict=dict)}
     run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, **of_the_run)
@@ -52,4 +53,4 @@ def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
         assert tracker.state()["metrics_bytes"] == state.metrics_bytes
     state.metrics_bytes += 1
     with pytest.raises(UserError, match="bring it back"):
-        resume._require_whole_record(config, tmp_path / "step_00000010", state)
+        require_whole_record(config, tmp_path / "step_00000010", state)

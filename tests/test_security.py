@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from src.checkpoint import format
+from src.checkpoint.integrity import problems
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
 from src.tasks.mnist import MnistCnn
@@ -52,12 +53,12 @@ def test_a_payload_in_any_file_stays_inert(checkpoint: Path, tmp_path: Path, nam
         manifest["files"][name] = format.file_facts(checkpoint / name)
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     else:
-        assert any(name in problem for problem in format.problems(checkpoint))
+        assert any(name in problem for problem in problems(checkpoint))
     for read in (
         lambda: format.read_state(checkpoint),
         lambda: load_tensors(checkpoint, MnistCnn()),
         lambda: restore_random_state(checkpoint / "rng_00001.json", torch.device("cpu")),
-        lambda: list(format.problems(checkpoint)),
+        lambda: list(problems(checkpoint)),
     ):
         with contextlib.suppress(ValueError, SafetensorError, CheckpointException):
             read()

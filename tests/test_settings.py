@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from src.checkpoint.folder import parent_checkpoint, run_settings
+from src.checkpoint.folder import parent_checkpoint
 from src.config.errors import UserError
 from src.config.settings import Settings, validate, write_yaml
 from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
+from train import run_settings
 
 needs_wandb, needs_text = needs("src/config/tracking.py"), needs("src/tasks/text/causal_lm.py")
 needs_trackers = needs("src/tracking/accelerate_trackers.py")

@@ -8,10 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from src.checkpoint.folder import run_settings
 from src.config.errors import UserError
-from src.tracking.wandb import fetch_artifacts
 from tests.launching import Whole
+from train import run_settings
 
 EXPECTED = "resume=wandb:me/digits/checkpoint-x:best: cannot be downloaded, "
 ARGUMENTS = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best")
@@ -19,7 +18,7 @@ ARGUMENTS = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best
 
 def mistakes(*arguments: str) -> list[str]:
     with pytest.raises(UserError) as refusal:
-        run_settings([*arguments], fetch_artifacts)
+        run_settings([*arguments])
     return str(refusal.value).splitlines()
 
 
@@ -40,7 +39,7 @@ def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setattr("wandb.Api", lambda: type("Api", (), {"artifact": artifact})())
     for _ in range(2):
-        config = run_settings([*ARGUMENTS, "--max_steps=8"], fetch_artifacts)
+        config = run_settings([*ARGUMENTS, "--max_steps=8"])
         assert config.resume == "artifacts/me/digits/checkpoint-x:v3"
     assert len(downloads) == 1
 
@@ -58,5 +57,5 @@ def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_nothing_is_downloaded_for_help_or_beside_other_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wandb.login", None)
     with pytest.raises(SystemExit):
-        run_settings([*ARGUMENTS, "--help"], fetch_artifacts)
+        run_settings([*ARGUMENTS, "--help"])
     assert mistakes(*ARGUMENTS, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from src.checkpoint.folder import run_settings
 from src.tools.sweep import command_of, read_sweep
 from tests.launching import PROJECT
+from train import run_settings
 
 
 @pytest.mark.parametrize("file", sorted((PROJECT / "sweeps").glob("*.yaml")), ids=lambda file: file.name)

@@ -13,13 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, ".")  # the project's root, where the command is run: train.py and src are there
 
-from src.checkpoint.folder import run_settings
 from src.distributed.stop import StopSignal
 from src.training.batches import CountedSteps, training_steps
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import mean_loss
 from src.training.run import new_model
-from train import build, train_step
+from train import build, run_settings, train_step
 
 STEPS, MAIN_THREAD = 3, threading.get_ident()
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
-from src.checkpoint.folder import run_settings
-from src.config.config import Config
+from src.config.config import Config, load_config
 from src.distributed.process import exit_codes
+from src.tasks import TASKS
 from src.tasks.base import Examples, Task
 from src.tasks.returned import require_sum
 from src.training.batches import fetch
@@ -85,7 +85,7 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 def main(argv: list[str]) -> None:
     """Train, and print each step's loss."""
-    config = run_settings(argv)
+    config = load_config(argv, TASKS)
     task = config.task
     dist.init_process_group()  # NCCL for tensors on GPUs, gloo for others
     rank, world_size = dist.get_rank(), dist.get_world_size()

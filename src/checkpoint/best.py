@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import step_of
-from src.checkpoint.resume import first_valid
+from src.checkpoint.integrity import first_valid
 from src.checkpoint.rotation import best_first
 from src.checkpoint.tensors import load_tensors
 from src.training.run import Run

@@ -6,7 +6,8 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from src.checkpoint.folder import list_checkpoints, saved_settings
-from src.checkpoint.format import MANIFEST, STATE, problems, read_state
+from src.checkpoint.format import MANIFEST, STATE, read_state
+from src.checkpoint.integrity import problems
 from src.checkpoint.tensors import frozen_norm, load_tensors, require_same_frozen
 from src.config.config import Config, config_from
 from src.config.errors import UserError

@@ -25,7 +25,9 @@ from fsspec.core import url_to_fs
 
 from src.checkpoint import format
 from src.checkpoint.folder import list_checkpoints, parse
-from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, problems, write_text
+from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, write_text
+from src.checkpoint.integrity import problems, quarantine
+from src.checkpoint.occupied import lock
 from src.checkpoint.rotation import superfluous
 from src.config.config import Config
 from src.config.errors import RunError, cause, explained
@@ -41,8 +43,8 @@ def copier() -> ThreadPool:
 class Mirror:
     """The copies of one run's checkpoints. A checkpoint, local or mirrored, is named by its local path."""
 
-    def __init__(self, accelerator: Accelerator, config: Config, lock: Callable[[Path], None]) -> None:
-        """Raise a UserError if the mirror cannot be written. Where the disks are not shared, `lock` the run's folder on
+    def __init__(self, accelerator: Accelerator, config: Config) -> None:
+        """Raise a UserError if the mirror cannot be written. Where the disks are not shared, lock the run's folder on
         the other machines. Collective."""
         self._config, self._own, self._is_main = config, config.folder / "checkpoints", accelerator.is_main_process
         name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # each trial of a sweep has its own
@@ -63,7 +65,7 @@ class Mirror:
         self._is_first = self._is_main if self.is_shared else accelerator.is_local_main_process
         """Whether this process fetches: one where the disks are shared, and elsewhere one on each machine."""
         if self._is_first and not self._is_main:
-            lock(config.folder)
+            lock(config.folder)  # room: safeguards
             format.remove_incomplete(self._own)
 
     def _is_disk_shared(self, accelerator: Accelerator) -> bool:
@@ -81,19 +83,22 @@ class Mirror:
             return []
         return sorted({*list_checkpoints(self._own), *self._manifests()}, key=format.step_of, reverse=True)
 
-    def bring_record(self) -> list[Path]:
+    def checkpoints(self) -> list[Path]:
+        """Return the mirrored checkpoints, the newest first."""
+        return list(self._manifests())
+
+    def bring_record(self) -> None:
         """Fetch the run's record if the newest checkpoint is in the mirror. Keep a local record that begins with it,
-        and set any other aside. Return the mirrored checkpoints."""
-        there = list(self._manifests())
+        and set any other aside."""
+        there = self.checkpoints()
         if not there or self._config.resume == "never" or there[0] != self.candidates()[0]:
-            return there
+            return
         for name in RECORD:
             file, content = self._config.folder / name, self._fs.cat_file(self._path(there[0], name))
             if file.suffix == ".jsonl" and file.exists() and not file.read_bytes().startswith(content):
-                format.quarantine(file)
+                quarantine(file)
             if not file.exists():
                 write_text(file, content.decode())
-        return there
 
     def fetch(self, checkpoint: Path, lacks: list[str]) -> tuple[Path, list[str]]:
         """Fetch a checkpoint of the run's own: where the disks are shared, only if it is damaged, as `lacks` says.

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.format import STATE, file_facts, publish, sync, unfinished, whole_checkpoints, write_json
+from src.checkpoint.folder import list_checkpoints
+from src.checkpoint.format import STATE, file_facts, publish, sync, unfinished, write_json
+from src.checkpoint.integrity import is_whole
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.rotation import delete, superfluous
 from src.checkpoint.tensors import rank_state_dict, run_tensors
@@ -169,7 +171,9 @@ class StorageWriter(HuggingFaceStorageWriter):
     def rotate(self) -> None:
         """Delete the checkpoints here that are not to be kept."""
         settings, evaluations = self._run.config.checkpoint, self.state.progress.evaluations
-        paths = superfluous(whole_checkpoints(self.checkpoint.parent), settings, evaluations)
+        whole = list_checkpoints(self.checkpoint.parent)
+        whole = [path for path in whole if is_whole(path)]  # room: integrity
+        paths = superfluous(whole, settings, evaluations)
         if self._mirror:  # room: mirror
             paths = [path for path in paths if path != self._mirror.copying]
         for path in paths:

@@ -87,7 +87,7 @@ class Config(Settings):
     """What records the run besides metrics.jsonl: wandb, trackio, tensorboard."""
     check: ResumeSafe[bool] = False  # room: check
     """Check whether this run would be right, instead of training; `--check` is enough: docs/check.md."""
-    dry_run: ResumeSafe[bool] = False
+    dry_run: ResumeSafe[bool] = False  # room: dry_run
     """Do all up to the first step, write nothing, and say what the run would do; `--dry-run` alone is enough."""
     push_to_hub: SafeReopens[str | None] = None  # room: hub
     """Repository on the Hub, USER/NAME, that the model is uploaded to at the end; private if new; null: none."""
@@ -107,6 +107,16 @@ class Config(Settings):
         trial = f"-{os.environ['WANDB_RUN_ID']}" if "WANDB_SWEEP_ID" in os.environ else ""
         return Path(self.output_dir.replace("{run_name}", self.run_name + trial))
 
+    @property
+    def saves(self) -> bool:
+        """Return whether the run writes into its folder."""
+        saves = True
+        if self.check:  # room: check
+            saves = False
+        if self.dry_run:  # room: dry_run
+            saves = False
+        return saves
+
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
         """Return the optimizer steps to take, and those that the learning-rate schedule spans."""
         planned = (self.epochs or 0) * steps_per_epoch
@@ -125,7 +135,7 @@ class Config(Settings):
 def load_config(
     argv: list[str],
     tasks: Mapping[str, str],
-    also: Callable[[Config], Iterator[str]] | None = None,
+    also: Callable[[Config], Iterator[str]] | None = None,  # room: safeguards
     fetch: Callable[[Config, list[str]], set[str]] | None = None,  # room: wandb
 ) -> Config:
     """Read the settings; if `argv` asks for --help, print them and exit with code 0.
@@ -170,7 +180,7 @@ def load_config(
         mistakes.extend(_hub_errors(config.push_to_hub))
     if fetch:  # room: wandb
         bad |= fetch(config, mistakes)
-    if also and not bad & {"run_name", "output_dir", "resume"}:
+    if also and not bad & {"run_name", "output_dir", "resume"}:  # room: safeguards
         mistakes.extend(also(config))
     if not any(name.startswith("task") for name in bad):
         mistakes.extend(config.task.validation_errors())

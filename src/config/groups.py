@@ -51,7 +51,7 @@ class Checkpoint(Settings):
     """Whether lower or higher is better; null: lower for a loss or perplexity, else higher."""
     export_best: Reopens[bool] = False  # room: best
     """Export the best checkpoint at the end instead of the last. Implies keep_best=1."""
-    accept_changes: bool = False
+    accept_changes: bool = False  # room: safeguards
     """Continue even if changed settings or data make this a different run from the one that was saved."""
 
     @property  # room: best

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from src.checkpoint.export import export_weights, replacing
 from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import MANIFEST, STATE, problems, read_state
+from src.checkpoint.format import MANIFEST, STATE, read_state
 from src.checkpoint.hub import write_card
+from src.checkpoint.integrity import problems
 from src.checkpoint.load import config_of, load_model
 from src.checkpoint.rng import absent_random_file
 from src.config.errors import UserError

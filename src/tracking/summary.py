@@ -1,4 +1,4 @@
-"""What a run says at its start: what is about to run, or with --dry-run, what would."""
+"""What a run says at its start: what is about to run."""
 
 from src.config.terminal import say
 from src.distributed.accelerator import processes
@@ -32,17 +32,6 @@ def print_summary(run: Run, recorders: dict[str, str]) -> None:
         *(f"  {title:<10} {text}" for title, text in rows.items() if text),
         *(f"  {note}" for note in run.resume.notes),
     )
-
-
-def dry_run(run: Run) -> None:
-    """Print what the run would do. Nothing is written."""
-    if run.is_main:
-        print_summary(run, {})
-        config, left = run.config, run.total_steps - run.progress.step
-        course = (
-            f"an evaluation every {config.eval_every or run.steps_per_epoch}, a checkpoint every {config.save_every}"
-        )
-        say(f"dry run: {left} of {run.total_steps} steps to take, {course}; nothing was written")
 
 
 def _model(run: Run) -> str:

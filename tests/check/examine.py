@@ -15,8 +15,8 @@ from accelerate.state import AcceleratorState
 import train
 from src.check import CHECKS, examine
 from src.check.subject import Subject
-from src.checkpoint.folder import run_settings
 from tests.check.planted import FAULTS, Fault, build_smaller, put
+from train import run_settings
 
 
 def failures(fault: Fault, settings: list[str]) -> list[dict[str, str]]:

@@ -10,12 +10,12 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from src.checkpoint.folder import run_settings
 from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.tensors import read, saved_tensors
 from src.config.errors import UserError
 from src.training.state import ResumePoint
 from tests.launching import Launch, Run, Started
+from train import run_settings
 
 SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
 """An epoch has 23 steps: checkpoints at 8, 16, 24 and 30, evaluations at 23 and 30. With dropout."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.checkpoint import format
+from src.checkpoint.integrity import problems
 from src.checkpoint.tensors import load_tensors
 from src.tasks.mnist import MnistCnn
 from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back, refusal
@@ -63,11 +63,11 @@ def swap(checkpoint: Path) -> None:
 def test_each_damage_is_found(run: Path, damage: Callable[[Path], object], says: str) -> None:
     """Tried without: comparing sizes, checksums, the list of files; each lets some pass."""
     checkpoint = run / "checkpoints" / "step_00000024"
-    assert list(format.problems(checkpoint)) == []
+    assert list(problems(checkpoint)) == []
     damage(checkpoint)
-    assert says in "; ".join(format.problems(checkpoint))
-    shares = [problem for rank in range(3) for problem in format.problems(checkpoint, share=(rank, 3))]
-    assert set(shares) == set(format.problems(checkpoint))
+    assert says in "; ".join(problems(checkpoint))
+    shares = [problem for rank in range(3) for problem in problems(checkpoint, share=(rank, 3))]
+    assert set(shares) == set(problems(checkpoint))
 
 
 def test_checkpoints_whose_names_were_swapped_are_not_taken_for_each_other(run: Path) -> None:
@@ -83,7 +83,7 @@ def test_checkpoints_whose_names_were_swapped_are_not_taken_for_each_other(run: 
     ]
     assert checkpoints(run) == [22, 24]
     copy = older.rename(run / "the last one")  # any other name will do
-    assert list(format.problems(copy)) == []
+    assert list(problems(copy)) == []
 
 
 def test_the_newest_whole_one_is_taken_and_the_reason_said(launch: Launch, run: Path, whole: Whole) -> None:
@@ -125,4 +125,4 @@ def test_one_that_may_not_be_read_is_not_set_aside(run: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(ValueError, match="cannot be read, Permission denied: ask for permission to read it"):
-        list(format.problems(checkpoint))
+        list(problems(checkpoint))

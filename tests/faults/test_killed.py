@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
-from src.checkpoint.format import problems
+from src.checkpoint.integrity import problems
 from src.config.errors import UserError
 from src.distributed.process import Signals, exit_codes
 from tests.faults.runs import EACH_STEP, SHORT, WORKER, assert_same_run, checkpoints, found

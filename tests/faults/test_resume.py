@@ -14,8 +14,9 @@ import pytest
 import torch
 import yaml
 
-from src.checkpoint import format, resume
-from src.checkpoint.folder import run_settings
+from src.checkpoint import format, occupied
+from src.checkpoint.occupied import lock
+from src.checkpoint.same_run import note_changes, require_same_data
 from src.config.config import config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
@@ -35,6 +36,7 @@ from tests.faults.runs import (
     weights,
 )
 from tests.launching import WANDB, Launch, Rounding, Started, Whole, mistakes, slow
+from train import run_settings
 
 
 def test_a_killed_cnn_goes_on_to_the_last_bit(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -182,9 +184,9 @@ def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
         config = config_from(state.config | now, TASKS)
         if is_refused:
             with pytest.raises(ValueError, match="the learning rate's schedule then spans 2[0-9]+ steps, not "):
-                resume._note_changes(config, Path("step_00000024"), saved)
+                note_changes(config, Path("step_00000024"), saved)
         else:
-            resume._note_changes(config, Path("step_00000024"), saved)
+            note_changes(config, Path("step_00000024"), saved)
 
 
 def test_changed_settings_are_refused_unless_asked_for(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -257,16 +259,16 @@ def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_
 
 def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tried with a lock that can be shared."""
-    monkeypatch.setattr(resume, "PATIENCE_SECONDS", 1)
-    resume._lock(tmp_path)
+    monkeypatch.setattr(occupied, "PATIENCE_SECONDS", 1)
+    lock(tmp_path)
     with pytest.raises(ValueError, match="another process is writing this run"):
-        resume._lock(tmp_path)
+        lock(tmp_path)
 
 
 def test_a_value_that_is_no_number_is_the_same_after_a_checkpoint(tmp_path: Path) -> None:
     """Such as the mean of an empty column, in what a task keeps of its data. Tried without: NaN differs from NaN."""
     facts = {"examples": 5, "data": ["one", "other"], "data_state": {"mean": {"a": math.nan, "b": 1.0}}}
-    resume._require_same_data(tmp_path, json.loads(json.dumps(facts)), facts)
+    require_same_data(tmp_path, json.loads(json.dumps(facts)), facts)
     changed = {**facts, "data_state": {"mean": {"a": math.nan, "b": 2.0}}}
     with pytest.raises(UserError, match="mean"):
-        resume._require_same_data(tmp_path, json.loads(json.dumps(facts)), changed)
+        require_same_data(tmp_path, json.loads(json.dumps(facts)), changed)

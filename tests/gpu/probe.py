@@ -78,10 +78,10 @@ def main(result: str, *arguments: str) -> None:
     import torch.distributed as dist
 
     import train
-    from src.checkpoint.folder import run_settings
     from src.distributed.stop import StopSignal
     from src.training.batches import CountedSteps, evaluation_batches, training_steps
     from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
+    from train import run_settings
 
     null: Any = ctypes.CDLL("libcuda.so.1")
     null.null_gpu_kind_name.restype = ctypes.c_char_p

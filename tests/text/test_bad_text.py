@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from src.checkpoint.folder import run_settings
 from src.config.errors import UserError
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from tests.launching import Launch
 from tests.text import tiny
+from train import run_settings
 
 Files = dict[str, Any]
 

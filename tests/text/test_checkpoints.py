@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint import resume
-from src.checkpoint.folder import changed_settings
+from src.checkpoint.same_run import changed_settings, require_same_data
 from src.config.config import config_from
 from src.tasks import TASKS
 from src.tasks.text.text_classification import TextClassification
@@ -73,7 +72,7 @@ def test_other_data_are_another_run(models: Path, tmp_path: Path) -> None:
         return "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]])
 
     then = facts()
-    resume._require_same_data(Path("step"), then, facts())
+    require_same_data(Path("step"), then, facts())
     swapped = {"falling": "rising", "rising": "falling"}
     for files, edit, says in (
         ([train, dev], lambda text: text.replace("falling", "low"), '["falling", "rising"] -> ["low", "rising"]'),
@@ -85,11 +84,11 @@ def test_other_data_are_another_run(models: Path, tmp_path: Path) -> None:
         for file, text in original.items():
             file.write_text(edit(text))
         with pytest.raises(ValueError, match=re.escape(says)):
-            resume._require_same_data(Path("step"), then, facts())
+            require_same_data(Path("step"), then, facts())
         for file, text in original.items():
             file.write_text(text)
     reviews = reviews.rename(tmp_path / "moved")
-    resume._require_same_data(Path("step"), then, facts())
+    require_same_data(Path("step"), then, facts())
 
 
 def test_a_change_within_a_mapping_is_a_change() -> None:

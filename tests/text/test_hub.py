@@ -8,12 +8,12 @@ import huggingface_hub
 import pytest
 from datasets import Dataset, DatasetDict
 
-from src.checkpoint.folder import run_settings
 from src.checkpoint.hub import push_to_hub
 from src.tasks.text import source
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.lean import weight_files
 from tests.launching import mistakes
+from train import run_settings
 
 
 def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(

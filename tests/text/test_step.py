@@ -15,11 +15,11 @@ from accelerate.utils import set_seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from src.checkpoint.folder import run_settings
 from src.distributed.stop import StopSignal
 from src.tasks.text import attention
 from tests.launching import Launch
 from tests.text.tiny import NEW_LLAMA
+from train import run_settings
 
 WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
 """Operators whose result, or its shape, the host has to know: torch.cuda.set_sync_debug_mode lists them."""

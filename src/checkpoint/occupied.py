@@ -1,0 +1,168 @@
+"""Why a run must not write into its output folder: another run is there, or it cannot be written to."""
+
+import atexit
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from src.checkpoint.folder import list_checkpoints, parse, saved_settings
+from src.checkpoint.same_run import LENGTH_SETTINGS, changed_settings
+from src.config import terminal
+from src.config.config import Config
+from src.config.errors import UserError
+from src.config.settings import nearest
+from src.distributed.process import SIGNALS
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
+"""What a run writes into its output folder, besides status.json, which even a run stopped at its start leaves."""
+ELSEWHERE = "choose another --run_name or --output_dir"
+PATIENCE_SECONDS = 40
+"""How long a launcher gives its processes to end, and a little more."""
+
+
+def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterator[str]:
+    """Yield why the run, or its check, must not write into its folder as it is now, one line each. `mirrored` are the
+    checkpoints in its mirror: as long as they are not known, the folder may lack anything."""
+    folder = config.folder
+    try:
+        if any(len(os.fsencode(part)) > 255 for part in folder.parts):
+            yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
+            return
+        if config.check and config.dry_run:  # room: check+dry_run
+            yield "dry_run: writes nothing, and check writes check.json; choose one of them"
+        is_known = True
+        if config.checkpoint.mirror:  # room: mirror
+            is_known = mirrored is not None
+        if config.check:  # room: check
+            is_known = False
+        if is_known:
+            yield from _run_errors(config, mirrored or [])
+        yield from _write_errors(folder)
+    except OSError as error:
+        yield f"output_dir={folder}: cannot look at {error.filename}, {error.strerror}; {ELSEWHERE}"
+
+
+def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
+    """Yield what is wrong with the run that the folder, or its mirror, holds."""
+    folder, saved = config.folder, saved_settings(config.folder)
+    held = [name for name in RUN_FILES if _is_held(folder / name)]
+    checkpoints = list_checkpoints(folder / "checkpoints") or mirrored
+    if mirrored:  # room: mirror
+        held.append("checkpoint.mirror")
+    elsewhere = f"{ELSEWHERE}, or move that folder away"
+    lost = f"output_dir={folder}: its run saved checkpoints, but none are there: restore {folder / 'checkpoints'}"
+    lost = f"{lost}; or {elsewhere}"
+    holds, holds_run = f"output_dir={folder}: holds", f"a run already ({', '.join(held)})"
+    if config.resume not in ("auto", "never"):
+        source = Path(config.resume)
+        is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
+        if is_branch and checkpoints:
+            return  # it continues from its own
+        if is_branch and _had_checkpoints(folder, saved):
+            yield lost
+        elif not (source / "manifest.json").is_file():
+            there = [str(path) for path in (*source.glob("step_*"), *source.glob("checkpoints/step_*"))]
+            yield f"resume={source}: not a checkpoint{nearest(str(source), there)}; auto, never, or a folder step_…"
+        elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
+            yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}"
+    elif held and config.resume == "never":
+        yield f"{holds} {holds_run}; {elsewhere}"
+    elif held and not checkpoints:
+        if "summary.json" in held or "model" in held or not saved:
+            yield f"{holds} {holds_run}, but no checkpoint of it; {elsewhere}"
+        elif changed_settings(config, saved).keys() - LENGTH_SETTINGS:
+            yield f"{holds} the beginning of a run with other settings; {elsewhere}"
+        elif _had_checkpoints(folder, saved):
+            yield lost
+
+
+def _is_held(path: Path) -> bool:
+    """Return whether a run has written it. A folder made in advance, or a link to one on another disk, is empty."""
+    if path.name == "checkpoints":
+        return any(path.glob("*step_*"))
+    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
+
+
+def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
+    """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says."""
+    with contextlib.suppress(FileNotFoundError):
+        newest = parse((folder / "status.json").read_bytes()).get("checkpoint")
+        return newest not in (None, saved.get("resume"))
+    return False
+
+
+def _write_errors(folder: Path) -> Iterator[str]:
+    """Yield a line for each place that cannot be written to."""
+    parents, own = folder.absolute().parents, [folder / name for name in RUN_FILES]
+    for path in (*parents, folder, *own, *folder.glob("checkpoints/step_*")):
+        if path.is_symlink() and not path.exists():
+            target = os.readlink(path)
+            yield f"output_dir={folder}: {path} is a broken link to {target}: mount the disk or create the folder"
+    parent = next(path for path in (folder, *parents) if os.path.exists(path))
+    if not parent.is_dir():
+        yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
+        return
+    for path in (parent, *own):  # some may be another user's
+        try:
+            if path.is_dir():
+                tempfile.TemporaryFile(dir=path).close()
+            elif path.exists():
+                path.open("a").close()
+        except OSError as error:
+            where = f"in {path}" if path.is_dir() else path
+            yield f"output_dir={folder}: cannot write {where}, {error.strerror}; choose another --output_dir"
+
+
+def require_free(
+    config: Config,
+    mirrored: list[Path] | None = None,  # room: mirror
+) -> None:
+    """Raise a UserError if the run must not write into its folder: whoever held the lock may have changed what is
+    there."""
+    errors = folder_errors(
+        config,
+        mirrored,  # room: mirror
+    )
+    if lines := list(errors):
+        raise UserError("\n".join(lines))
+
+
+def claim(folder: Path) -> None:
+    """Lock an output folder and, if they are on another disk, its checkpoints: two runs must not share those either."""
+    lock(folder)
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_symlink() and checkpoints.exists():
+        lock(checkpoints)
+
+
+def lock(folder: Path) -> None:
+    """Wait until no other process on this machine writes this run; raise a UserError if one still does after
+    PATIENCE_SECONDS. The lock is held until this process ends."""
+    if not folder.exists():
+        atexit.register(_delete_if_empty, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    for second in range(PATIENCE_SECONDS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if SIGNALS.name:  # status.json is the other process's
+                SIGNALS.die()
+            if second == 0:
+                terminal.say(f"{folder}: another process is still writing this run; waiting for it to end")
+        except OSError:  # this file system has no locks
+            return
+        time.sleep(1)
+    raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
+
+
+def _delete_if_empty(folder: Path) -> None:
+    """Remove the empty folder that a refused run would leave behind."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
