@@ -5,28 +5,21 @@ from pathlib import Path
 
 import pytest
 
+from src.tasks.text.source import TextSource
 from src.tools.checkpoints import main
-from tests.launching import Launch
-from tests.text import tiny
+from tests.text.conftest import Trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
 
-@pytest.mark.parametrize(
-    ("task", "lora"), [("causal_lm", ("--task.lora.r=4",)), ("text_classification", ())], ids=["adapters", "whole"]
-)
+@pytest.mark.parametrize(("kind", "yaml"), [("lm with adapters", "fsdp"), ("classifier", "cpu")])
 def test_export_of_a_transformer(
-    launch: Launch, models: Path, tmp_path: Path, task: str, lora: tuple[str, ...]
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, yaml: str
 ) -> None:
     """The same files as the run's, the same weights to the last bit; a classifier's labels are known without data."""
-    questions, reviews = tiny.questions(tmp_path / "questions.jsonl"), tiny.reviews(tmp_path / "reviews")
-    model, data = ("llama", questions) if task == "causal_lm" else ("bert", reviews)
-    run = launch(
-        "fsdp" if lora else "cpu", f"--task.name={task}", f"--task.model={models}/{model}", f"--task.dataset={data}",
-        "--max_steps=3", "--global_batch_size=4", "--task.sequence_length=64", *lora,
-    ).succeeded()  # fmt: skip
-    data.rename(tmp_path / "away")
-    copy = shutil.copytree(run.folder / "checkpoints" / "step_00000003", tmp_path / "elsewhere")
+    run = trained(kind, yaml)
+    monkeypatch.delattr(TextSource, "load_rows")
+    copy = shutil.copytree(run.folder / "checkpoints" / "step_00000012", tmp_path / "elsewhere")
     assert not main(["export", str(copy), f"--output={tmp_path}/model"])
     there = {path.name for path in (run.folder / "model").iterdir()}
     assert {path.name for path in (tmp_path / "model").iterdir()} == there

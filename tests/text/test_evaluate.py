@@ -6,34 +6,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from src.checkpoint.folder import saved_settings
 from src.config.errors import UserError
 from src.tasks.text.causal_lm import CausalLM
 from src.tools.evaluate import main
-from tests.launching import Launch, Run
-from tests.text import tiny
+from tests.text.conftest import Trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
-PARTS = ["model", "checkpoints/step_00000006"]
-ARGUMENTS = (
-    "--max_steps=6",
-    "--global_batch_size=4",
-    "--task.sequence_length=64",
-    "--optim.lr=0.01",
-    "--task.lora.r=4",
-)
-
-
-@pytest.fixture(scope="module")
-def runs(launch: Launch, models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("data")
-    data = {"causal_lm": tiny.questions(folder / "rows.jsonl"), "text_classification": tiny.reviews(folder / "reviews")}
-
-    def trained(task: str, model: str) -> Run:
-        words = (f"--task.name={task}", f"--task.model={models}/{model}", f"--task.dataset={data[task]}")
-        return launch("fsdp", *words, *ARGUMENTS, processes=2).succeeded()
-
-    return {"lm": trained("causal_lm", "llama"), "classifier": trained("text_classification", "bert")}
+PARTS = ["model", "checkpoints/step_00000012"]
+PREDICTIONS = "predictions.parquet"
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, float]:
@@ -44,12 +24,12 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dic
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_language_models_metrics_are_the_trainings_own(
-    runs: dict[str, Run], capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+    trained: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
 ) -> None:
     """Of adapters. Tried without loading them from the checkpoint: another loss."""
-    output = tmp_path / "predictions.parquet"
-    metrics = evaluated(capsys, runs["lm"].folder / part, f"--output={output}")
-    assert metrics == pytest.approx({name: runs["lm"].summary[name] for name in metrics}, rel=1e-6)
+    run, output = trained("lm with adapters", "fsdp"), tmp_path / PREDICTIONS
+    metrics = evaluated(capsys, run.folder / part, f"--output={output}")
+    assert metrics == pytest.approx({name: run.summary[name] for name in metrics}, rel=1e-6)
     assert {"eval/loss", "eval/perplexity", "eval/accuracy"} < set(metrics)
     table = pq.read_table(output).to_pydict()
     assert len(table["nats"]) == metrics["eval/examples"]
@@ -58,26 +38,24 @@ def test_a_language_models_metrics_are_the_trainings_own(
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_classifiers_metrics_are_the_trainings_own(
-    runs: dict[str, Run], capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+    trained: Trained, made: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
 ) -> None:
-    output = tmp_path / "predictions.parquet"
-    metrics = evaluated(capsys, runs["classifier"].folder / part, f"--output={output}")
-    assert metrics == pytest.approx({name: runs["classifier"].summary[name] for name in metrics}, rel=1e-6)
+    run, output = trained("classifier with adapters", "fsdp"), tmp_path / PREDICTIONS
+    metrics = evaluated(capsys, run.folder / part, f"--output={output}")
+    assert metrics == pytest.approx({name: run.summary[name] for name in metrics}, rel=1e-6)
     assert {"eval/loss", "eval/accuracy", "eval/f1", "eval/matthews_correlation"} < set(metrics)
     rows = sorted(pq.read_table(output).to_pylist(), key=lambda row: row["row"])
-    file = Path(saved_settings(runs["classifier"].folder)["task"]["dataset"]) / "dev.tsv"
-    assert [f"{row['text']}\t{row['label']}" for row in rows] == file.read_text().splitlines()[1:]
+    lines = (made / "reviews" / "dev.tsv").read_text().splitlines()
+    assert [f"{row['text']}\t{row['label']}" for row in rows] == lines[1:]
     for row in rows:
         assert row["prediction"] == max(("falling", "rising"), key=lambda label: row[f"probability_{label}"])
 
 
-def test_all_rows_of_another_file_count(
-    runs: dict[str, Run], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_all_rows_of_another_file_count(trained: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its labels need not be all, and keep their numbers. Tried without: a tenth of the rows."""
-    other, output = tmp_path / "other.tsv", tmp_path / "predictions.parquet"
+    other, output = tmp_path / "other.tsv", tmp_path / PREDICTIONS
     other.write_text("text\tlabel\n" + "of the and\trising\n" * 30)
-    arguments = (runs["classifier"].folder, f"--output={output}", f"--task.dataset={other}")
+    arguments = (trained("classifier", "fsdp").folder, f"--output={output}", f"--task.dataset={other}")
     metrics = evaluated(capsys, *arguments)
     assert metrics["eval/examples"] == 30
     predictions = pq.read_table(output).to_pydict()
@@ -100,10 +78,10 @@ def test_longer_sequences_than_the_model_has_positions_for_are_refused(tmp_path:
         CausalLM(architecture=gpt2, sequence_length=100_000).load_export(tmp_path)
 
 
-def test_what_would_be_another_model_is_refused(runs: dict[str, Run], models: Path) -> None:
+def test_what_would_be_another_model_is_refused(trained: Trained, models: Path) -> None:
     """With all other mistakes."""
     with pytest.raises(UserError) as error:
-        main([str(runs["classifier"].folder), f"--task.model={models}/llama", "--task.dataset=nowhere.tsv"])
+        main([str(trained("classifier", "fsdp").folder), f"--task.model={models}/llama", "--task.dataset=nowhere.tsv"])
     other = "does not say which data to evaluate on, as other settings of the task do"
     assert str(error.value).splitlines() == [
         f"--task.model={models}/llama: {other}",
