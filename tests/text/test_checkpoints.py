@@ -17,43 +17,38 @@ from tests.launching import Launch, Whole, slow
 from tests.text import tiny
 
 
-@pytest.fixture(scope="module")
-def transformer(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """With dropout, accumulation and packing."""
-    data = tiny.questions(tmp_path_factory.mktemp("data") / "questions.jsonl", rows=400)
-    return (
-        "--task.name=causal_lm", f"--task.model={models}/llama", f"--task.dataset={data}", "--task.sequence_length=64",
-        "--task.packing=true", "--task.dropout=0.1", "--global_batch_size=8", "--micro_batch_size=2", *SHORT,
-        "--log_every=3",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("yaml", [slow("cpu"), slow("ddp"), "fsdp"])
 def test_a_killed_transformer_goes_on_to_the_last_bit(
-    launch: Launch, whole: Whole, transformer: tuple[str, ...], tmp_path: Path, yaml: str
+    launch: Launch, whole: Whole, made: Path, tmp_path: Path, yaml: str
 ) -> None:
-    """Tried without: restoring the random numbers (dropout), the optimizer, what was summed up since the last record;
-    cutting the order of the epoch and the record off where the checkpoint was made."""
-    run = killed_and_resumed(launch, yaml, transformer, tmp_path / "run")
-    assert_same_run(run, whole(yaml, *transformer))
+    """With dropout, accumulation and packing, into the second epoch. Tried without: restoring the random numbers
+    (dropout), the optimizer, what was summed up since the last record; cutting the order of the epoch and the record
+    off where the checkpoint was made."""
+    arguments = (
+        "--task.name=causal_lm", f"--task.model={made}/models/llama", f"--task.dataset={made}/questions.jsonl",
+        "--task.sequence_length=64", "--task.dropout=0.1", "--global_batch_size=8", "--micro_batch_size=2",
+        *SHORT, "--max_steps=16", "--log_every=3",
+    )  # fmt: skip
+    run = killed_and_resumed(launch, yaml, arguments, tmp_path / "run")
+    assert_same_run(run, whole(yaml, *arguments))
 
 
-def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, tmp_path: Path) -> None:
+def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, made: Path, tmp_path: Path) -> None:
     """And go on to the last bit, but only beside the weights that they were trained with. Tried with saving
     frozen weights too: it is as large as the model; without comparing their norm: it trains on beside others."""
-    model, data = tiny.llama(tmp_path / "llama"), tiny.questions(tmp_path / "questions.jsonl")
+    model = tiny.llama(tmp_path / "llama")
     arguments = (
-        "--task.name=causal_lm", f"--task.model={model}", f"--task.dataset={data}", "--task.lora.r=4",
-        "--task.sequence_length=64", "--global_batch_size=4", *SHORT,
+        "--task.name=causal_lm", f"--task.model={model}", f"--task.dataset={made}/questions.jsonl", "--task.lora.r=4",
+        "--task.sequence_length=64", "--global_batch_size=4", "--max_steps=6", "--save_every=4", "--log_every=1",
     )  # fmt: skip
     whole = launch("fsdp", *arguments).succeeded()
-    shards = (whole.folder / "checkpoints" / "step_00000030").glob("shard-*")
+    shards = (whole.folder / "checkpoints" / "step_00000006").glob("shard-*")
     assert sum(shard.stat().st_size for shard in shards) < os.path.getsize(model / "model.safetensors")
-    run = launch("fsdp", *arguments, folder=cut_back(whole, tmp_path / "run", 24)).succeeded()
+    run = launch("fsdp", *arguments, folder=cut_back(whole, tmp_path / "run", 4)).succeeded()
     assert curve(run) == curve(whole)
     tiny.llama(tmp_path / "other", seed=1)
     shutil.copy(tmp_path / "other" / "model.safetensors", model)
-    other = launch("cpu", *arguments, "--max_steps=40", folder=tmp_path / "run")
+    other = launch("cpu", *arguments, "--max_steps=8", folder=tmp_path / "run")
     assert "was trained with other frozen weights" in other.messages[0]
 
 

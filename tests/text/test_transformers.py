@@ -25,7 +25,6 @@ UNTRANSLATED = "import functools, torch\ntorch.compile = functools.partial(torch
 """As a compiler, but for the translation into C++, which takes a minute."""
 
 
-
 def evaluation(run: Run) -> dict[str, float]:
     """The metrics of its last evaluation."""
     return {name: value for name, value in run.summary.items() if name.startswith("eval/")}
