@@ -19,7 +19,7 @@ from src.tasks.text import attention, causal_lm
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.trial import failure, require_decoder, small_model
-from tests.text.test_language_model import SMALL, build
+from tests.text.test_language_model import SMALL, build, gradients
 from tests.text.tiny import LLAMA
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -29,6 +29,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "mistral": {n: v for n, v in SMALL.items() if n != "vocab_size"} | {"sliding_window": 4},
     "gemma3_text": {},  # windows in some layers
 }
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+def task(**settings: Any) -> CausalLM:
+    return CausalLM(dataset="x", architecture={"model_type": "llama", **LLAMA}, **settings)
 
 
 def kernel(
@@ -67,16 +74,16 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return partial(monkeypatch.setattr, attention, "varlen_attn")
 
 
-def collated(*rows: list[int], length: int = 24, **settings: Any) -> dict[str, Any]:
-    """A batch of rows of documents with these lengths."""
-    task = CausalLM(dataset="x", architecture={"model_type": "llama"}, sequence_length=length, **settings)
+def collated(*rows: list[int]) -> dict[str, Any]:
+    """The model's inputs for rows of documents with these lengths."""
     draw = np.random.default_rng(0)
 
     def chunk(size: int) -> dict[str, Any]:
         ids, labels = draw.integers(1, 64, (2, size), dtype=np.int32)
         return {"input_ids": ids, "labels": np.where(np.arange(size) % 3, labels, -100)}
 
-    return task.collate([[chunk(size) for size in row] for row in rows])
+    batch: Any = task(sequence_length=24).collate([[chunk(size) for size in row] for row in rows])
+    return batch["inputs"]
 
 
 def varlen(model: LanguageModel) -> LanguageModel:
@@ -92,40 +99,20 @@ def halved(forward: Any) -> Any:
     return half
 
 
-def gradients(model: LanguageModel, batch: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-    loss = model("loss", **batch["inputs"])
-    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_masked_attention(use: Callable[..., None], kind: str) -> None:
     """Tried with windows a token wider, without `scale` (gemma3_text), and with a mask made for it all the same."""
     use(kernel)
-    batch = collated([5, 9, 7], [16, 8], [1])  # with padding, none, and much
+    inputs = collated([5, 9, 7], [16, 8], [1])  # with padding, none, and much
     masked = build(kind, vocab_size=300, **KINDS[kind])
-    expected, wanted = gradients(masked, batch)
+    expected, wanted = gradients(masked, inputs)
     model = varlen(masked)
-    loss, found = gradients(model, batch)
+    loss, found = gradients(model, inputs)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for gradient, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
-    scores = model("score", **batch["inputs"])[0]
+    scores = model("score", **inputs)[0]
     torch.testing.assert_close(scores.sum(), expected, rtol=1e-5, atol=0)
-
-
-# ---------------------------------------------------------------------------------------------------------- the batch
-def test_a_batch_says_where_its_documents_are_without_asking_a_device() -> None:
-    """Padding is a document of its own; empty ones make their number, and the most tokens, a power of two."""
-    batch = collated([5, 9, 7], [10])
-    inputs = batch["inputs"]
-    assert inputs["cu_seq_lens"].tolist() == [0, 5, 14, 21, 24, 34, 48, 48, 48]
-    assert inputs["cu_seq_lens"].dtype == torch.int32
-    counts = {"tokens": batch["tokens"], "pairs": batch["pairs"], "max": inputs["max_length"]}
-    assert counts == {"tokens": 31, "pairs": 15 + 45 + 28 + 55, "max": 16}
-    assert all(type(count) is int for count in counts.values())
-    for rows in ([[1, 2, 3, 18], [12, 9]], [[20], [17]]):  # few shapes occur
-        lengths = collated(*rows)["inputs"]
-        assert (len(lengths["cu_seq_lens"]), lengths["max_length"]) in {(9, 32), (5, 32)}
 
 
 # ------------------------------------------------------------------------------------- what it can't do it doesn't do
@@ -185,13 +172,6 @@ def test_logits_that_are_not_those_of_the_last_layer_are_found_out(monkeypatch: 
     monkeypatch.setattr(GraniteForCausalLM, "forward", halved(GraniteForCausalLM.forward))
     with pytest.raises(UserError, match="granite cannot be trained here: Granite gives logits"):
         require_decoder(config, packing=True)
-
-
-HALF, FULL = torch.bfloat16, torch.float32
-
-
-def task(**settings: Any) -> CausalLM:
-    return CausalLM(dataset="x", architecture={"model_type": "llama", **LLAMA}, sequence_length=32, **settings)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from tokenizers import processors
 
@@ -184,16 +185,18 @@ def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
 
 
 def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
+    """Which are known without asking a device. Padding goes on, and is a document where lengths are given; empty ones
+    make their number, and the most tokens, a power of two, so that few shapes occur."""
     task = CausalLM(dataset="x", architecture=LLAMA, sequence_length=8)
     chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32)}
     batch = task.collate([[chunk, chunk], [chunk]])
-    assert batch["inputs"]["position_ids"].tolist() == [
-        [0, 1, 2, 0, 1, 2, 3, 4],
-        [0, 1, 2, 3, 4, 5, 6, 7],
-    ]  # padding goes on
-    assert batch["inputs"]["index"].tolist() == [0, 2, 3, 5, 8, 10]
-    assert batch["inputs"]["targets"].tolist() == [6, 8] * 3
+    inputs = batch["inputs"]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]]
+    assert inputs["index"].tolist() == [0, 2, 3, 5, 8, 10]
+    assert inputs["targets"].tolist() == [6, 8] * 3
     assert task.count_tokens(batch) == (9, 16)
+    assert inputs["cu_seq_lens"].tolist() == [0, 3, 6, 8, 11, 16, 16, 16, 16]
+    assert (inputs["cu_seq_lens"].dtype, inputs["max_length"], type(inputs["max_length"])) == (torch.int32, 8, int)
 
 
 # ----------------------------------------------------------------------------------------------------------- files
