@@ -2,8 +2,8 @@
 
 import datetime
 import json
-import re
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import huggingface_hub
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load, save
 
 from src.config.errors import UserError
 from src.tasks.text.byte_tokenizer import byte_tokenizer
@@ -22,12 +21,8 @@ from train import run_settings
 Files = dict[str, Any]
 
 
-def architecture(**fields: object) -> tuple[str, ...]:
-    return tuple(f"architecture.{name}={value}" for name, value in fields.items())
-
-
 LM = ("name=causal_lm", "sequence_length=16")
-NEW = (*LM, *architecture(model_type="llama", **tiny.LLAMA))
+NEW = (*LM, *tiny.NEW_LLAMA)
 LLAMA = (*LM, "model=llama")
 LORA = (*LLAMA, "lora.r=2")
 CLASSIFIER = ("name=text_classification", "sequence_length=16")
@@ -92,33 +87,29 @@ def labelled(labels: Any) -> pd.DataFrame:
     return pd.DataFrame({"text": [f"line {i}" for i in range(len(labels))], "label": labels})
 
 
-def fits(says: str, expected: str) -> bool:
-    """Whether it is as expected, where *** stands for anything."""
-    return re.fullmatch(".*".join(map(re.escape, expected.split("***"))), says) is not None
-
-
-# ---------------------------------------------------------------------------------------- refused, *** is anything
+# ------------------------------------------------------------------------------------------ refused, * is anything
 TRAIN: Files = {"data/train.jsonl": ROWS}
-NUMBERS: Files = {"a.jsonl": [{"text": i} for i in range(20)]}
 KINDS = "must be a file, or a folder with files, of one of the kinds .txt, .jsonl, .json, .csv, .tsv, .parquet"
-UNUSABLE = "{} rows in the data to train on cannot be used, the first is row {}: {}; fix them, or leave them***"
 DATA: list[tuple[Files, tuple[str, ...], str]] = [
-    *(({f"a{kind}": ""}, NEW, "***") for kind in (".json", ".csv")),
+    *(({f"a{kind}": ""}, NEW, "*") for kind in (".json", ".csv")),
     ({"a.txt": "a"}, NEW, "task.dataset: the text is too short to keep a part of it for evaluation"),
     ({"data/test.jsonl": ROWS}, NEW, "task.train_split=train: data has test"),
-    ({"a.jsonl": '{"text": "a"}\n{"text": \n'}, NEW, "***JSON parse error: ***"),
-    ({"a.csv": "text\ncafé\n".encode("latin-1")}, NEW, "***utf-8***"),
+    ({"a.jsonl": '{"text": "a"}\n{"text": \n'}, NEW, "*JSON parse error: *"),
+    ({"a.csv": "text\ncafé\n".encode("latin-1")}, NEW, "*utf-8*"),
     # Tried without: the first field is lost, as pandas takes it for an index; or the last one.
-    ({"a.csv": "text,label\none,even,1\ntwo,odd,2\n"}, NEW, "***Length of header or names does not match***"),
+    ({"a.csv": "text,label\none,even,1\ntwo,odd,2\n"}, NEW, "*Length of header or names does not match*"),
     # Columns. A table such as Excel writes it in much of Europe has one.
-    (TRAIN | {"data/test.jsonl": [{"txt": "a"}]}, (*NEW, TEXT), "no column ***txt***"),
-    ({"a.csv": "id;text\n0;one\n" * 9}, NEW, "which of the dataset's columns id;text to train on? ***"),
+    (TRAIN | {"data/test.jsonl": [{"txt": "a"}]}, (*NEW, TEXT), "no column *txt*"),
+    ({"a.csv": "id;text\n0;one\n" * 9}, NEW, "which of the dataset's columns id;text to train on? *"),
     (  # empty cells and short lines, but not what pandas takes for missing
         {"a.csv": "label,text\nx,one\nx,\nx\n" + "x,null\nx,NA\nx,2\n" * 3}, NEW,
-        UNUSABLE.format("2 of 12", 2, "text is empty"),
+        "2 of 12 rows in the data to train on cannot be used, the first is row 2: text is empty; *",
     ),
-    (NUMBERS, (*NEW, SKIP), UNUSABLE.format("20 of 20", 1, "text is int, not text")),
-    ({"a.jsonl": [{"messages": CHAT[:1]}] * 20}, NEW, "the training data has nothing to predict: ***"),
+    (
+        {"a.jsonl": [{"text": i} for i in range(20)]}, (*NEW, SKIP),
+        "20 of 20 rows in the data to train on cannot be used, the first is row 1: text is int, not text; *",
+    ),
+    ({"a.jsonl": [{"messages": CHAT[:1]}] * 20}, NEW, "the training data has nothing to predict: *"),
     # Labels.
     (
         TRAIN | {"data/test.jsonl": [*ROWS[:2], {"text": "a", "label": "prime"}]}, BERT,
@@ -130,49 +121,48 @@ DATA: list[tuple[Files, tuple[str, ...], str]] = [
     ),
     (
         {"a.parquet": labelled([datetime.date(2020, 1, 1)] * 20).to_parquet()}, BERT,
-        UNUSABLE.format("20 of 20", 1, "label is date, not text"),
+        "20 of 20 rows in the data to train on cannot be used, the first is row 1: label is date, not text; *",
     ),
 ]  # fmt: skip
 TOO_LONG = "task.sequence_length=16: the model sees at most 8 tokens"
-OLMOE = tiny.LLAMA | {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 8}
-ENCODER = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SETTINGS: list[tuple[tuple[str, ...], str]] = [
-    (
-        (*NEW, TEXT, "prompt_column=label"),
-        "which of the dataset's columns ***",
-    ),
+    ((*NEW, TEXT, "prompt_column=label"), "which of the dataset's columns *"),
     # Sequence lengths, tokenizers, and a template in place of its file's name.
-    ((*LLAMA, "sequence_length=257"), "task.sequence_length=257: the model sees at most 256 tokens"),
-    ((*LM, *architecture(model_type="gpt2", n_embd=32, n_head=2, n_positions=8)), TOO_LONG),
     (
-        (*NEW, *architecture(vocab_size=100)),
+        (*LM, "architecture.model_type=gpt2", "architecture.n_embd=32", "architecture.n_head=2",
+         "architecture.n_positions=8"), TOO_LONG,
+    ),
+    (
+        (*NEW, "architecture.vocab_size=100"),
         "the tokenizer has 258 tokens, but the model knows 100 (task.tokenizer, task.architecture.vocab_size)",
     ),
-    ((*NEW, "chat_template=" + "{{ a }}\n" * 99), "task.chat_template: cannot be read, ***long***"),
+    ((*NEW, "chat_template=" + "{{ a }}\n" * 99), "task.chat_template: cannot be read, *long*"),
     # Models and architectures.
     (CLASSIFIER, "task.model is not set: name a model on the Hub or a local folder"),
-    ((*CLASSIFIER, "model=team/unknown"), "task.model=team/unknown: cannot be loaded, ***"),
+    ((*CLASSIFIER, "model=team/unknown"), "task.model=team/unknown: cannot be loaded, *"),
     (
-        (*LM, *architecture(model_type="lama")),
+        (*LM, "architecture.model_type=lama"),
         "task.architecture.model_type=lama: transformers has no such causal language model, did you mean llama?",
     ),
     (
-        (*NEW, *architecture(hiden_size=32, num_layers=2)),
+        (*NEW, "architecture.hiden_size=32", "architecture.num_layers=2"),
         "task.architecture.hiden_size: llama has no such field, did you mean hidden_size?\n"
         "task.architecture.num_layers: llama has no such field, did you mean num_hidden_layers?",
     ),
     (
-        (*LM, *architecture(hidden_size=32)),
-        "task.architecture.model_type=None: transformers has no such causal language model***",
+        (*LM, "architecture.hidden_size=32"),
+        "task.architecture.model_type=None: transformers has no such causal language model*",
     ),
-    ((*NEW, *architecture(num_attention_heads=5)), "task.architecture: llama refuses it, ***(32)***"),
-    # It can be built, but does not run; it would see the tokens that it has to predict.
-    ((*LM, *architecture(**OLMOE)), "***olmoe***fails on a few tokens, ***"),
-    ((*LM, *architecture(**ENCODER, num_attention_heads=2), "packing=false"), "***bert***"),
+    ((*NEW, "architecture.num_attention_heads=5"), "task.architecture: llama refuses it, *(32)*"),
+    # It can be built, but does not run.
+    (
+        (*NEW, "architecture.model_type=olmoe", "architecture.num_experts=4", "architecture.num_experts_per_tok=8"),
+        "olmoe cannot be trained here: Olmoe fails on a few tokens, *",
+    ),
     # LoRA. Without a rank, its other settings would adapt nothing.
-    ((*LORA, "lora.target_modules=[q_proj, q_prj]"), "task.lora.target_modules: *** q_prj***"),
+    ((*LORA, "lora.target_modules=[q_proj, q_prj]"), "task.lora.target_modules: * q_prj*"),
     ((*NEW, "lora.r=2"), "task.lora adapts an existing model: set task.model, not task.architecture"),
-    ((*LLAMA, "lora.merge=true"), "***task.lora.r***"),
+    ((*LLAMA, "lora.merge=true"), "*task.lora.r*"),
     (LM, "task.model or task.architecture: set one, to start from that model, or to train that from scratch"),
 ]  # fmt: skip
 CALL = [{"function": {"name": "f", "arguments": "{"}}]
@@ -181,55 +171,44 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([CHAT[0], {"role": "assistant", "content": None}], "has a message 2 whose content is not text"),
     ([{"role": "assistant", "tool_calls": CALL}], "has a message 1 with a tool call without a name, or arguments"),
 ]
-NO_USABLE = "1 of 20 rows in the data to train on cannot be used, the first is row 20: messages "
 BAD_TEMPLATES = {
     "{% for %}": "Expected an expression",
     "{{ raise_exception('Roles must\nalternate') }}": "Roles must alternate",
 }
 
 
-def without_head(weights: bytes) -> bytes:
-    tensors = load(weights)
-    del tensors["lm_head.weight"]
-    return save(tensors, {"format": "pt"})
-
-
-CANNOT = "cannot be loaded, ***"
-NOT_ITS = "not a checkpoint of LlamaForCausalLM, 1 of its weights are missing or of another shape (lm_head.weight)"
 MAMBA = '{"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 258}'
-DAMAGED: list[tuple[str, Any, str]] = [
-    ("llama/model.safetensors", lambda weights: weights[:-1000], CANNOT),
-    ("llama/model.safetensors", None, CANNOT),
-    ("llama/model.safetensors", without_head, NOT_ITS),
-    ("bert/config.json", "{", CANNOT),
-    ("bert/config.json", MAMBA, "transformers has no text classifier of kind mamba"),
-    ("bert/config.json", {"intermediate_size": 128}, "not a checkpoint of BertForSequenceClassification, 6 of its ***"),
-    ("bert/tokenizer.json", "{", CANNOT),
+NOT_ITS = "task.model=bert: not a checkpoint of BertForSequenceClassification, 6 of its *"
+DAMAGED: list[tuple[Files, tuple[str, ...], str]] = [
+    ({"bert/config.json": "{"}, BERT, "task.model=bert: cannot be loaded, *"),
+    ({"bert/config.json": MAMBA}, BERT, "task.model=bert: transformers has no text classifier of kind mamba"),
+    ({"bert/config.json": {"intermediate_size": 128}}, BERT, NOT_ITS),
+    ({"bert/tokenizer.json": "{"}, BERT, "task.model=bert: cannot be loaded, *"),
+    # transformers makes a BertTokenizer of nothing, with five tokens: every word is [UNK] to it
+    ({"bert/tokenizer.json": None, "bert/tokenizer_config.json": None}, BERT, "task.model=bert: *tokenizer*"),
+    ({"llama/tokenizer_config.json": {"model_max_length": 8}}, LLAMA, TOO_LONG),
+    ({"a.jsonl": CHATS, "llama/chat_template.jinja": None}, LLAMA, "the tokenizer has no chat template: *"),
 ]
 
 
 @pytest.mark.parametrize(("files", "arguments", "expected"), [
     *DATA,
+    *DAMAGED,
     *(({}, arguments, says) for arguments, says in SETTINGS),
-    *(({"a.jsonl": [*CHATS, {"messages": chat}]}, NEW, f"{NO_USABLE}{why}***") for chat, why in BAD_CHATS),
     *(
-        ({"a.jsonl": CHATS, "a.jinja": template}, (*NEW, "chat_template=a.jinja"), f"***chat***template***{why}***")
+        ({"a.jsonl": [*CHATS, {"messages": chat}]}, NEW, f"1 of 20 rows *, the first is row 20: messages {why}*")
+        for chat, why in BAD_CHATS
+    ),
+    *(
+        ({"a.jsonl": CHATS, "a.jinja": template}, (*NEW, "chat_template=a.jinja"), f"*chat*template*{why}*")
         for template, why in BAD_TEMPLATES.items()
     ),
-    *(
-        ({file: content}, BERT if kind == "bert" else LLAMA, f"task.model={kind}: {says}")
-        for file, content, says in DAMAGED
-        for kind in [file.partition("/")[0]]
-    ),
-    # transformers makes a BertTokenizer of nothing, with five tokens: every word is [UNK] to it
-    ({"bert/tokenizer.json": None, "bert/tokenizer_config.json": None}, BERT, "task.model=bert: ***tokenizer***"),
-    ({"llama/tokenizer_config.json": {"model_max_length": 8}}, LLAMA, TOO_LONG),
-    ({"a.jsonl": CHATS, "llama/chat_template.jinja": None}, LLAMA, "the tokenizer has no chat template: ***"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_line(files: Files, arguments: tuple[str, ...], expected: str) -> None:
     dataset = write(files)
     says = "\n".join(refused(*arguments, dataset))
-    assert fits(says, expected) or fits(says, f"task.{dataset}: {expected}"), says
+    assert fnmatchcase(says.removeprefix(f"task.{dataset}: "), expected)
+    assert says.count("\n") == expected.count("\n")
 
 
 def test_a_dataset_that_is_not_there_is_named_with_the_other_mistakes() -> None:
@@ -326,7 +305,7 @@ def test_code_that_comes_with_a_model_is_never_run() -> None:
 
 def test_the_auxiliary_loss_of_a_mixture_of_experts() -> None:
     """Tried without: it is dropped, silently."""
-    mixture = (*LM, *architecture(**tiny.LLAMA, model_type="mixtral", num_local_experts=4), write({}))
+    mixture = (*NEW, "architecture.model_type=mixtral", "architecture.num_local_experts=4", write({}))
     (says,) = refused(*mixture, "architecture.output_router_logits=True")
     assert says.startswith("mixtral: output_router_logits is true, but the auxiliary loss of a mixture of experts")
     built(*mixture, "architecture.output_router_logits=False")
