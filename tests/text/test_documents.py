@@ -143,20 +143,17 @@ def test_an_answer_of_weight_0_is_not_learnt() -> None:
 @pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
 def test_calls_of_tools_are_learnt(arguments: object) -> None:
     """With the null that a table has for each key which only other messages have, and the tools that there are."""
-    nothing = {"content": None, "tool_calls": None}
     call = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
     chat = [
-        {**nothing, "role": "user", "content": "Bern?"},
-        {**nothing, "role": "assistant", "tool_calls": call},
-        {**nothing, "role": "tool", "content": "rain"},
-        {**nothing, "role": "assistant", "content": "Rain."},
+        {"role": "user", "content": "Bern?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": call},
+        {"role": "tool", "content": "rain", "tool_calls": None},
+        {"role": "assistant", "content": "Rain.", "tool_calls": None},
     ]
     tools = [json.dumps([{"function": {"name": "weather"}}])]
     form = {"messages": "m", "tools": "t"}
     for without, begins in ((chat, r"Bern\?"), (CHAT[1:3], "Hi")):
-        with pytest.raises(
-            ValueError, match=f"leaves out the tools or their calls in the chat that begins with '{begins}'"
-        ):
+        with pytest.raises(ValueError, match=f"leaves out the tools or .* the chat that begins with '{begins}'"):
             chunks(form, m=[without], t=tools)
     table = chunks(form, m=[chat], t=tools, template=QWEN)
     turn = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
@@ -180,8 +177,8 @@ def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
     sizes = [sum(len(chunk["input_ids"]) for chunk in sequence) for sequence in sequences]
     assert max(sizes) <= 64
     assert sum(sizes) == sum(table["length"])
-    assert len(together) <= 1.05 * -(-sum(sizes) // 64)
     assert together.describe(64)["padding"] == pytest.approx(1 - sum(sizes) / (64 * len(together)))
+    assert together.describe(64)["padding"] < 0.05
 
 
 def test_documents_in_a_sequence_have_positions_of_their_own() -> None:

@@ -18,7 +18,7 @@ from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lora import Lora
 from src.training.transforms import transform
-from tests.text.tiny import LLAMA
+from tests.text.tiny import LLAMA, SIZES
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -91,17 +91,17 @@ def test_the_loss_and_its_gradients_are_those_of_the_models_own_logits(
             torch.nn.init.normal_(parameter, std=0.1)
     inputs = batch()
     logits = model.lm(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
-    expected = F.cross_entropy(logits[0][inputs["index"]], inputs["targets"], reduction="sum")
-    wanted = torch.autograd.grad(expected, [p for p in model.parameters() if p.requires_grad])
+    logits = logits[0][inputs["index"]]
+    each = F.cross_entropy(logits, inputs["targets"], reduction="none")
+    wanted = torch.autograd.grad(each.sum(), [p for p in model.parameters() if p.requires_grad])
     monkeypatch.setattr(causal_lm, "CHUNK", chunk)
     loss, found = gradients(model, inputs)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss, each.sum(), rtol=1e-6, atol=0)
     for gradient, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
     nats, correct = model("score", **inputs)
-    each = F.cross_entropy(logits[0][inputs["index"]], inputs["targets"], reduction="none")
     torch.testing.assert_close(nats, each, rtol=1e-5, atol=1e-6)
-    assert correct.equal((logits[0][inputs["index"]].argmax(1) == inputs["targets"]).float())
+    assert correct.equal((logits.argmax(1) == inputs["targets"]).float())
 
 
 class LargestTensor(TorchDispatchMode):
@@ -136,17 +136,13 @@ def test_recomputing_activations_draws_the_same_dropout(  # room: compile
     monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     """The loss falls along its gradients as they say: tried with other dropout in the backward pass, by 0.57 of that.
-    Without the compiler, which draws otherwise, they are those without recomputing. One compilation serves all blocks.
+    One compilation serves all blocks.
     """
     monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")  # without optimizing what is compiled: half the time
     model = build("gpt2", dropout=0.5, n_layer=3)
     transformed(model, compile=compiled, activation_checkpointing=True)
-    loss, found = gradients(model, batch())
+    _, found = gradients(model, batch())
     assert counters["stats"]["unique_graphs"] == int(compiled)
-    if not compiled:
-        expected, wanted = gradients(build("gpt2", dropout=0.5, n_layer=3), batch())
-        assert loss == expected
-        assert all(torch.equal(gradient, other) for gradient, other in zip(found, wanted, strict=True))
     step = 0.05 / sum(gradient.square().sum().item() for gradient in found)
     losses = []
     for steps in (1, -2):  # to either side
@@ -203,8 +199,7 @@ def test_adapters_say_the_revision_of_the_model_that_they_belong_to() -> None:
 
 def test_what_text_does_not_pass_through_is_not_trained() -> None:
     """A vision tower; DDP would wait for its gradients."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    vision = {**SIZES, "image_size": 16, "patch_size": 8}
     config = AutoConfig.for_model("gemma3", text_config=SMALL, vision_config=vision, mm_tokens_per_image=4)
     model = LanguageModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
