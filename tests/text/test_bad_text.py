@@ -62,8 +62,8 @@ def write(files: Files) -> str:
     """The argument that names the first of them as the dataset, or ROWS where all belong to models.
 
     Args:
-        files: contents by name. A list becomes lines of JSON; a mapping changes fields of the JSON that is there, a
-            function the bytes; None deletes.
+        files: contents by name. A list becomes lines of JSON; a mapping changes fields of the JSON that is there; None
+            deletes.
     """
     if {name.partition("/")[0] for name in files} <= {"bert", "llama"}:
         files = {"a.jsonl": ROWS, **files}
@@ -74,8 +74,6 @@ def write(files: Files) -> str:
             content = "".join(json.dumps(row) + "\n" for row in content)
         if isinstance(content, dict):
             content = json.dumps(json.loads(file.read_text()) | content)
-        if callable(content):
-            content = content(file.read_bytes())
         if content is None:
             file.unlink()
         else:

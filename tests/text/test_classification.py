@@ -30,15 +30,6 @@ def classifier(models: Path, tmp_path: Path) -> Classifier:
     return classifier
 
 
-def test_labels_are_found_and_kept_with_the_model(classifier: Classifier) -> None:
-    task = classifier("text,label\na,no\nbb,yes\nc,maybe\n", "text,label\nd,yes\n")
-    train, evaluation = task.build_datasets()
-    model: Any = task.build_model()
-    assert model.config.id2label == {0: "maybe", 1: "no", 2: "yes"}
-    assert evaluation["label"][:] == [2]
-    assert train["label"][:] == [1, 2, 0]
-
-
 def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them() -> None:
     assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
     assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
@@ -77,15 +68,6 @@ def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(classifie
     counted = {"tokens": 16, "truncated": 1, "skipped_rows": 0}
     assert task.describe("train", train) == counted | {"labels": 2, "label 0": 1, "label 1": 1}
     assert task.describe("eval", evaluation)["truncated"] == 0
-
-
-def test_padding_is_masked(classifier: Classifier) -> None:
-    task = classifier("text,label\nabc,0\na,1\n", "text,label\nc,0\n")
-    train, _ = task.build_datasets()
-    model: Any = task.build_model().eval()
-    together = model(**task.collate([train[0], train[1]])["inputs"]).logits[1]
-    alone = model(**task.collate([train[1]])["inputs"]).logits[0]
-    assert together.tolist() == pytest.approx(alone.tolist(), abs=1e-6)
 
 
 def test_batches_have_similar_lengths_and_come_at_random() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,8 @@ def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
 
 def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     """Which are known without asking a device. Padding goes on, and is a document where lengths are given; empty ones
-    make their number, and the most tokens, a power of two, so that few shapes occur."""
+    make their number, and the most tokens, a power of two, so that few shapes occur. Pairs of tokens, of one with
+    itself too, are counted as the model's masks have them: tried with the square of the length."""
     task = CausalLM(dataset="x", architecture=LLAMA, sequence_length=8)
     chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32)}
     batch = task.collate([[chunk, chunk], [chunk]])
@@ -192,6 +194,8 @@ def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     assert inputs["index"].tolist() == [0, 2, 3, 5, 8, 10]
     assert inputs["targets"].tolist() == [6, 8] * 3
     assert task.count_tokens(batch) == (9, 16)
+    counts: Any = SimpleNamespace(flops=SimpleNamespace(total=lambda *counts: counts))
+    assert task.flops(counts, batch) == (9, 6, 3 * 6)
     assert inputs["cu_seq_lens"].tolist() == [0, 3, 6, 8, 11, 16, 16, 16, 16]
     assert (inputs["cu_seq_lens"].dtype, inputs["max_length"], type(inputs["max_length"])) == (torch.int32, 8, int)
 
@@ -239,12 +243,12 @@ def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.
 def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
     task = CausalLM(dataset="rows.jsonl", eval_fraction=0.25)
     rows, _ = task.load_rows()
-    train, evaluation = (part["text"][:] for part in task.split(rows))
-    assert (len(train), len(evaluation)) == (15, 5)
-    assert sorted([*train, *evaluation]) == sorted(rows["text"])
-    assert task.split(rows)[1]["text"][:] == evaluation
-    last = task.model_copy(update={"eval_from": "last"}).split(rows)[1]
-    assert last["text"] == [f"row {i}" for i in range(15, 20)]
+    parts, again = ([part["text"][:] for part in task.split(rows)] for _ in range(2))
+    assert parts == again
+    assert [len(part) for part in parts] == [15, 5]
+    assert sorted(parts[0] + parts[1]) == sorted(rows["text"])
+    task.eval_from = "last"
+    assert task.split(rows)[1]["text"][:] == [f"row {i}" for i in range(15, 20)]
 
 
 @pytest.mark.usefixtures("folder")

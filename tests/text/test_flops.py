@@ -1,17 +1,14 @@
-"""The operations that perf/mfu counts: those that torch's counter sees, and pairs of tokens as the masks have them."""
+"""The operations that perf/mfu counts: those that torch's counter sees."""
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lora import Lora
 from tests.text.test_language_model import SMALL, build
-from tests.text.tiny import LLAMA
 
 
 def counted(model: LanguageModel, length: int) -> tuple[int, float]:
@@ -47,14 +44,3 @@ def test_models_of_other_layers_have_no_count(kind: str) -> None:
     """State spaces, convolutions, windows, experts."""
     fields = {"layer_types": ["conv", "full_attention"]} if kind == "lfm2" else {}
     assert build(kind, **SMALL | {"hidden_size": 64} | fields).flops is None
-
-
-def test_pairs_of_tokens_are_counted_as_the_masks_of_the_model_have_them() -> None:
-    """Tried with the square of the sequence's length: nearly twice as many."""
-    task = CausalLM(dataset="x", architecture=LLAMA | {"model_type": "llama"}, sequence_length=40)
-    sizes = (3, 25, 12, 9)
-    chunks: list[dict[str, Any]] = [{"input_ids": np.arange(n, dtype=np.int32), "labels": np.zeros(n)} for n in sizes]
-    model = task.build_model()
-    assert model.flops
-    pairs = sum(n * (n + 1) // 2 for n in sizes)  # of a token with itself, too
-    assert task.flops(model, task.collate([chunks[:3], chunks[3:]])) == model.flops.total(49, 49, pairs)

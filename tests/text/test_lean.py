@@ -88,7 +88,8 @@ def pretrained(kind: str, folder: Path, **fields: Any) -> Path:
 
 
 def test_each_weight_is_bitwise_what_one_process_loads(launch: Launch, models: Path, tmp_path: Path) -> None:
-    """From one file of fp32 or several of bf16, tied, experts, a classifier's new head; and with adapters on all these.
+    """From one file of fp32 or several of bf16, tied, experts, a classifier's new head; and with adapters on all these,
+    of fp32 themselves where the frozen weights are kept in bf16.
     Decoders are sharded by their own blocks, and have the loss and the gradients of the whole one.
 
     Tried without: `requires_grad_` that counts as a change of values.
@@ -138,14 +139,6 @@ def test_files_that_are_broken_are_refused_before_anything_is_exchanged(tmp_path
         refusals.append(str(error.value))
     assert says in refusals[0] == refusals[1]
     assert "\n" not in refusals[0]
-
-
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_frozen_weights_may_be_bf16_and_what_is_trained_is_fp32(models: Path, kind: str) -> None:
-    task = task_of(models / kind, {"r": 2, "base_dtype": "bf16"})
-    for name, parameter in task.build_model().named_parameters():
-        is_head = "original_module" in name
-        assert parameter.dtype == (torch.float32 if parameter.requires_grad or is_head else torch.bfloat16), name
 
 
 def test_frozen_weights_are_bf16_where_a_gpu_computes_in_it(models: Path) -> None:
@@ -226,6 +219,8 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
     for name, parameter in found.items():
         assert torch.equal(parameter.full_tensor(), expected[name]), name
         assert parameter.requires_grad == expected[name].requires_grad, name
+        is_frozen = not parameter.requires_grad and "original_module" not in name
+        assert (parameter.dtype == torch.bfloat16) == (is_frozen and "base_dtype" in lora), name
     buffers = zip(model.named_buffers(), whole.named_buffers(), strict=True)
     assert all(mine == theirs and torch.equal(a, b) for (mine, a), (theirs, b) in buffers)
     if lora or not isinstance(task, CausalLM):
