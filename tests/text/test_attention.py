@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "gpt2": {},
-    "mistral": {n: v for n, v in SMALL.items() if n != "vocab_size"} | {"sliding_window": 4},
+    "mistral": SMALL | {"sliding_window": 4},
     "gemma3_text": {},  # windows in some layers
 }
 
@@ -103,7 +103,7 @@ def test_loss_and_gradients_are_those_of_masked_attention(use: Callable[..., Non
     """Tried with windows a token wider, without `scale` (gemma3_text), and with a mask made for it all the same."""
     use(kernel)
     inputs = collated([5, 9, 7], [16, 8], [1])  # with padding, none, and much
-    masked = build(kind, vocab_size=300, **KINDS[kind])
+    masked = build(kind, **KINDS[kind] | {"vocab_size": 300})
     expected, wanted = gradients(masked, inputs)
     model = varlen(masked)
     loss, found = gradients(model, inputs)

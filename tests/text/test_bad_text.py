@@ -257,7 +257,6 @@ def test_a_csv_as_other_programs_write_it(content: str) -> None:
     ("labels", "names"),
     [
         ([0, 1, None] * 7, ["0", "1"]), (["pos", "neg", "pos ", "\tneg"] * 5, ["neg", "pos"]),
-        ([10, 9] * 10, ["9", "10"]),
     ],
 )  # fmt: skip
 def test_labels_as_files_have_them(labels: list[Any], names: list[str]) -> None:

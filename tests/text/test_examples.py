@@ -18,6 +18,7 @@ from src.checkpoint.tensors import saved_tensors
 from src.config.errors import UserError
 from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import Launch, Whole, needs, slow
+from tests.text.tiny import LLAMA
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 RESULTS = {"dpo": ("eval/accuracy", 0.95), "token_classification": ("eval/f1", 0.9)}
@@ -113,8 +114,7 @@ def test_the_reference_is_sharded_and_stays_as_it_was(whole: Whole, task: Any) -
 
 def test_the_reference_has_no_dropout() -> None:
     """Even when the model is told to train. Tried without: it draws masks of its own."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = Dpo(architecture={"model_type": "llama", "attention_dropout": 0.5, **sizes}).build_model().train()
+    model = Dpo(architecture={"model_type": "llama", "attention_dropout": 0.5, **LLAMA}).build_model().train()
     tokens = torch.arange(20).view(1, 2, 10)
     assert not model(tokens, tokens).equal(model(tokens, tokens))
     model.policy = model.reference

@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,13 +17,12 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import src.checkpoint.export
 import src.checkpoint.resume
 import src.tasks.text.sharded_files
 import src.training.run
-from src.checkpoint.tensors import saved_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import config_from
 from src.config.errors import UserError
@@ -32,13 +30,12 @@ from src.config.groups import Optim
 from src.distributed.accelerator import build_accelerator, prepare, sharded_units
 from src.tasks import TASKS
 from src.tasks.text import language_model
-from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.text_classification import TextClassification
 from src.training.optim import build_optimizers
 from tests.launching import Launch, slow
 from tests.text.conftest import Trained
-from tests.text.tiny import LLAMA
+from tests.text.tiny import LLAMA, saved
 
 SHAPES: dict[str, dict[str, Any]] = {
     "70M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 8_000},
@@ -51,7 +48,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
     "gemma3_text": LLAMA | {"head_dim": 8, "sliding_window": 8},
 }
-SCRIPT = "tests/text/test_lean.py"
 
 
 def task_of(model: Path | str, lora: dict[str, Any]) -> Any:
@@ -76,62 +72,46 @@ def test_experts_are_trained_and_exported_as_by_one_process(trained: Trained) ->
 
 def pretrained(kind: str, folder: Path, **fields: Any) -> Path:
     """A model in several files of bf16, and the byte tokenizer."""
-    tokenizer = byte_tokenizer()
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    config = AutoConfig.for_model(kind, **KINDS[kind] | special | sizes | fields)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
+    saved(kind, folder, torch.bfloat16, "20KB", **KINDS[kind] | fields)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    tokenizer.save_pretrained(folder)
     return folder
 
 
-def test_each_weight_is_bitwise_what_one_process_loads(launch: Launch, models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [2, slow(4)])
+def test_each_weight_is_bitwise_what_one_process_loads(
+    launch: Launch, models: Path, tmp_path: Path, processes: int
+) -> None:
     """From one file of fp32 or several of bf16, tied, experts, a classifier's new head; and with adapters on all these,
     of fp32 themselves where the frozen weights are kept in bf16.
-    Decoders are sharded by their own blocks, and have the loss and the gradients of the whole one.
+    Decoders are sharded by their own blocks, have the loss and the gradients of the whole one, and need its part of
+    the bytes from one step to the next: half on two processes, a quarter on four.
 
     Tried without: `requires_grad_` that counts as a change of values.
     """
     several = [pretrained(kind, tmp_path / kind) for kind in KINDS]
     tied = pretrained("llama", tmp_path / "tied", tie_word_embeddings=True)
     folders = [models / "llama", *several, tied, models / "bert"]
-    run = launch("fsdp", "bitwise", *map(str, folders), script=SCRIPT).succeeded()
+    words = [*map(str, folders)]
+    run = launch("fsdp", *words, script="tests/text/test_lean.py", processes=processes).succeeded()
     assert run.stdout.count("equal") == 3 * len(folders)
 
 
-@pytest.mark.parametrize("processes", [2, slow(4)])
-def test_fsdp_holds_half_on_two_processes_and_a_quarter_on_four(launch: Launch, models: Path, processes: int) -> None:
-    """Of the bytes that each has from one step to the next."""
-
-    def held(yaml: str, processes: int) -> list[int]:
-        run = launch(yaml, "bytes", f"{models}/llama", script=SCRIPT, processes=processes).succeeded()
-        return [int(line) for line in run.stdout.split()]
-
-    whole, shares = max(held("ddp", 2)), held("fsdp", processes)
-    assert max(shares) <= (1 / processes + 0.05) * whole
-    assert sum(shares) >= 0.99 * whole
-
-
-def without_embeddings(file: Path) -> None:
-    save_file({n: w for n, w in load_file(file).items() if "embed_tokens" not in n}, file, {"format": "pt"})
-
-
-BROKEN: dict[str, Callable[[Path], object]] = {
-    "cannot be loaded, No such file": lambda file: file.unlink(),
-    "cannot be loaded, ": lambda file: file.write_bytes(file.read_bytes()[:-100]),
-    # tied ones are named too, if neither of them is there
-    "2 of its weights are missing or of another shape (lm_head.weight, model.embed_tokens": without_embeddings,
-}
-
-
-@pytest.mark.parametrize("says", BROKEN)
-def test_files_that_are_broken_are_refused_before_anything_is_exchanged(tmp_path: Path, says: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda file: file.unlink(), "cannot be loaded, No such file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "cannot be loaded, "),
+        # it has the embeddings; tied ones are named too, if neither of them is there
+        (
+            lambda file: save_file({}, file, {"format": "pt"}),
+            "missing or of another shape (lm_head.weight, model.embed",
+        ),
+    ],
+)
+def test_files_that_are_broken_are_refused_before_anything_is_exchanged(tmp_path: Path, damage: Any, says: str) -> None:
     """On each process alike, in the words of one process alone, so none waits for another."""
     files = pretrained("llama", tmp_path / "model", tie_word_embeddings=True)
-    for file in sorted(files.glob("*.safetensors"))[: 1 if "load" in says else None]:
-        BROKEN[says](file)
+    damage(min(files.glob("*.safetensors")))
     task, refusals = task_of(files, {}), []
     for build in (task.build_model, task.build_empty_model):
         with pytest.raises(UserError) as error:
@@ -153,14 +133,12 @@ def test_frozen_weights_are_bf16_where_a_gpu_computes_in_it(models: Path) -> Non
 
 
 def test_adapters_on_frozen_weights_of_bf16(trained: Trained, models: Path) -> None:
-    """Two processes train as one does, save the adapters alone, and export the sum in bf16. Numbers in bf16
+    """Two processes train as one does, and export the sum in bf16. Numbers in bf16
     are off by up to half of its eps each; the losses are means of many, and 6e-6 apart."""
     how: Any = ("--task.lora.base_dtype=bf16", "--optim.lr=1e-2", "--max_steps=6")
     half = {"launcher_arguments": ("--mixed_precision=bf16",)}
     one, two = (trained("lm with adapters", yaml, *how, **half) for yaml in ("cpu", "fsdp"))
     assert two.losses == pytest.approx(one.losses, rel=torch.finfo(torch.bfloat16).eps / 2)
-    saved = saved_tensors(two.folder / "checkpoints" / "step_00000006")
-    assert all(".lora_" in name and facts.properties.dtype == torch.float32 for name, facts in saved.items())
     merged = [load_file(run.folder / "model" / "merged" / "model.safetensors") for run in (one, two)]
     assert merged[0].keys() == merged[1].keys()
     before = load_file(models / "llama" / "model.safetensors")
@@ -235,29 +213,18 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
     for name, parameter in model.named_parameters():
         gradient = expected[name].grad
         assert (parameter.grad.full_tensor() - gradient).norm() <= 1e-5 * gradient.norm(), name
+    (optimizer,) = build_optimizers(Optim(), model)
+    optimizer.step()
+    held: list[Any] = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
+    held += [tensor for state in optimizer.state.values() for tensor in state.values()]
+    size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in held)
+    assert size <= (1 / accelerator.num_processes + 0.05) * 16 * sum(weight.numel() for weight in whole.parameters())
 
 
 def a_loss(model: torch.nn.Module) -> torch.Tensor:
     """Of two documents in a row."""
     tokens = torch.arange(16)
     return model("loss", tokens, tokens.flip(0), input_ids=tokens[None], position_ids=tokens[None] % 8)
-
-
-def bytes_after_a_step(accelerator: Accelerator, folder: str) -> int:
-    """Of all tensors that this process holds from one step to the next."""
-    model = prepare(accelerator, task_of(folder, {}).build_model())
-    (optimizer,) = build_optimizers(Optim(), model)
-    accelerator.backward(a_loss(model))
-    optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return size([*model.parameters(), *gradients, *states])
-
-
-def size(tensors: Iterable[torch.Tensor]) -> int:
-    """Of their memory, each piece once: FSDP's shards of a block are views of one."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
 def resident(what: str) -> int:
@@ -313,12 +280,9 @@ def measure() -> None:
     src.checkpoint.resume.load_checkpoint = load_checkpoint
 
 
-def main(what: str, *folders: str) -> None:
+def main(*folders: str) -> None:
     accelerator, _ = build_accelerator(config_from({"task": {"name": "mnist"}}, TASKS))
     for folder in folders:
-        if what == "bytes":
-            os.write(1, f"{bytes_after_a_step(accelerator, folder)}\n".encode())  # in one piece: all processes write
-            continue
         for lora in ({}, {"r": 2}, {"r": 2, "base_dtype": "bf16"}):
             compare(accelerator, folder, lora)
             accelerator.print("equal")

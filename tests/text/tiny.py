@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
 NEW_LLAMA = ("--task.architecture.model_type=llama", *(f"--task.architecture.{n}={v}" for n, v in LLAMA.items()))
 """A Llama from scratch, on the command line."""
@@ -19,21 +19,25 @@ WORDS = ["the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was",
 
 def llama(folder: Path, seed: int = 0) -> Path:
     """A causal language model with fresh weights, and the byte tokenizer."""
-    return _saved(LlamaForCausalLM, LlamaConfig, LLAMA, folder, seed)
+    return saved("llama", folder, seed=seed, **LLAMA)
 
 
 def bert(folder: Path) -> Path:
     """An encoder without dropout, and the byte tokenizer."""
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return _saved(BertForMaskedLM, BertConfig, SIZES | dropout, folder, seed=0)
+    return saved("bert", folder, **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
-def _saved(model_class: Any, config_class: Any, fields: dict[str, Any], folder: Path, seed: int) -> Path:
+def saved(
+    kind: str, folder: Path, dtype: torch.dtype = torch.float32, file_size: str = "5GB", seed: int = 0, **fields: Any
+) -> Path:
+    """A model of this kind with these fields of its config, fresh weights and the byte tokenizer."""
     tokenizer = byte_tokenizer()
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = config_class(**fields, **special, vocab_size=len(tokenizer), max_position_embeddings=256)
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    auto: Any = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
     torch.manual_seed(seed)
-    model_class(config).save_pretrained(folder)
+    model = auto.from_config(AutoConfig.for_model(kind, **special | sizes | fields), dtype=dtype)
+    model.save_pretrained(folder, max_shard_size=file_size)
     tokenizer.save_pretrained(folder)
     return folder
 
