@@ -18,6 +18,7 @@ EARLY = (
 )  # fmt: skip
 STRATEGY = ("--micro_batch_size=1",)
 STRATEGY += ("--activation_checkpointing=true",)  # room: compile
+MIXTRAL = ("--task.architecture.model_type=mixtral", "--task.architecture.num_local_experts=2")
 FEW_LOGITS = "import src.tasks.text.language_model as m; m.CHUNK = 5000\n"
 """Of 19 tokens at a time, as if the vocabulary were large."""
 Trained = Callable[..., Run]
@@ -61,6 +62,7 @@ def trained(whole: Whole, made: Path) -> Trained:
     kinds = {
         "lm": (*lm, llama),
         "scratch": (*lm, *tiny.NEW_LLAMA),
+        "experts": (*lm, *tiny.NEW_LLAMA, *MIXTRAL),
         "lm with adapters": (*lm, llama, adapters, "--task.lora.merge=true"),
         "classifier": classifier,
         "classifier with adapters": (*classifier, adapters),

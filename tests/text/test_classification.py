@@ -1,11 +1,9 @@
 """From labelled rows to batches: labels by name or number, pairs, batches of similar lengths."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PreTrainedConfig
 
@@ -13,21 +11,12 @@ from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.labels import label_names, length_grouped, sorted_labels
 from src.tasks.text.text_classification import TextClassification
 
-Classifier = Callable[..., TextClassification]
 
-
-@pytest.fixture
-def classifier(models: Path, tmp_path: Path) -> Classifier:
-    """classifier(train, dev): the task on tables of that content, with the model `bert`."""
-
-    def classifier(train: str, dev: str, model: Path = models / "bert", **settings: Any) -> TextClassification:
-        folder = tmp_path / "data"
-        folder.mkdir(exist_ok=True)
-        (folder / "train.csv").write_text(train)
-        (folder / "dev.csv").write_text(dev)
-        return TextClassification(model=str(model), dataset=str(folder), **settings)
-
-    return classifier
+def classifier(folder: Path, train: str, dev: str, **settings: Any) -> TextClassification:
+    """The task on tables of this content."""
+    (folder / "train.csv").write_text(train)
+    (folder / "dev.csv").write_text(dev)
+    return TextClassification(dataset=str(folder), **settings)
 
 
 def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them() -> None:
@@ -38,15 +27,15 @@ def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_datas
     assert label_names(rows, "label") == ["pos", "neg", "-1", ""]
 
 
-def test_a_head_that_knows_the_labels_keeps_their_order(classifier: Classifier, tmp_path: Path) -> None:
+def test_a_head_that_knows_the_labels_keeps_their_order(models: Path, tmp_path: Path) -> None:
     tables = "text,label\na,negative\nb,positive\n", "text,label\nc,positive\n"
-    first = classifier(*tables)
+    first = classifier(tmp_path, *tables, model=f"{models}/bert")
     first.build_datasets()
     trained: Any = first.build_model()
     trained.config.id2label, trained.config.label2id = {0: "positive", 1: "negative"}, {"positive": 0, "negative": 1}
     trained.save_pretrained(tmp_path / "trained")
     byte_tokenizer().save_pretrained(tmp_path / "trained")
-    again = classifier(*tables, model=tmp_path / "trained")
+    again = classifier(tmp_path, *tables, model=f"{tmp_path}/trained")
     train, _ = again.build_datasets()
     assert train["label"][:] == [1, 0]
     model: Any = again.build_model()
@@ -60,9 +49,10 @@ def test_dropout_is_set_everywhere_but_for_whole_layers() -> None:
     assert {name: getattr(config, name) for name in rates} == {**dict.fromkeys(rates, 0.3), "layerdrop": 0.0}
 
 
-def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(classifier: Classifier) -> None:
-    columns = {"text_column": "a", "text_pair_column": "b", "label_column": "same"}
-    task = classifier(f"a,b,same\nhi,ho,0\nab,{'b' * 50},1\n", "a,b,same\nx,y,0\n", sequence_length=10, **columns)
+def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(models: Path, tmp_path: Path) -> None:
+    settings = {"model": f"{models}/bert", "text_column": "a", "text_pair_column": "b", "label_column": "same"}
+    tables = f"a,b,same\nhi,ho,0\nab,{'b' * 50},1\n", "a,b,same\nx,y,0\n"
+    task = classifier(tmp_path, *tables, sequence_length=10, **settings)
     train, evaluation = task.build_datasets()
     assert train["length"][:] == [6, 10]  # both texts, each after the byte tokenizer's <|endoftext|>
     counted = {"tokens": 16, "truncated": 1, "skipped_rows": 0}
