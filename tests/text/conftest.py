@@ -16,7 +16,7 @@ EARLY = (
     "--max_steps=12", "--log_every=1", "--optim.lr=1e-3", "--optim.schedule=constant", "--optim.warmup_steps=0",
     "--optim.max_grad_norm=1", "--global_batch_size=8", "--task.eval_from=last",
 )  # fmt: skip
-STRATEGY = ("--micro_batch_size=1",)
+STRATEGY: tuple[str, ...] = ("--micro_batch_size=1",)
 STRATEGY += ("--activation_checkpointing=true",)  # room: compile
 MIXTRAL = ("--task.architecture.model_type=mixtral", "--task.architecture.num_local_experts=2")
 FEW_LOGITS = "import src.tasks.text.language_model as m; m.CHUNK = 5000\n"
@@ -57,15 +57,14 @@ def trained(whole: Whole, made: Path) -> Trained:
     """
     lm = ("--task.name=causal_lm", f"--task.dataset={made}/questions.jsonl", "--task.sequence_length=128", *EARLY)
     classifier = ("--task.name=text_classification", f"--task.dataset={made}/reviews", *EARLY)
-    classifier += (f"--task.model={made}/models/bert",)
-    llama, adapters = f"--task.model={made}/models/llama", "--task.lora.r=4"
+    llama, bert, adapters = f"--task.model={made}/models/llama", f"--task.model={made}/models/bert", "--task.lora.r=4"
     kinds = {
         "lm": (*lm, llama),
         "scratch": (*lm, *tiny.NEW_LLAMA),
         "experts": (*lm, *tiny.NEW_LLAMA, *MIXTRAL),
         "lm with adapters": (*lm, llama, adapters, "--task.lora.merge=true"),
-        "classifier": classifier,
-        "classifier with adapters": (*classifier, adapters),
+        "classifier": (*classifier, bert),
+        "classifier with adapters": (*classifier, bert, adapters),
     }
 
     def trained(kind: str, yaml: str = "cpu", *arguments: str, before: str = "", **more: Any) -> Run:

@@ -1,8 +1,6 @@
 """Attention without a mask keeps documents apart as the masked one does, or is not used. The kernel is a stand-in."""
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 
@@ -56,9 +55,8 @@ def kernel(
     return output.transpose(0, 1)
 
 
-def mixing(*tensors: Any, **options: Any) -> Tensor:
+def mixing(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Tensor:
     """A kernel to which each row is a single document, as to transformers' flash attention if it isn't told of them."""
-    query, key, value, _, _, _, _ = tensors
     rows = torch.tensor([0, len(query) // 2, len(query)], dtype=torch.int32)
     return kernel(query, key, value, rows, rows, len(query), len(query), **options)
 
@@ -67,10 +65,10 @@ def unwindowed(*tensors: Any, window_size: tuple[int, int], **options: Any) -> T
     return kernel(*tensors, window_size=(-1, 0), **options)
 
 
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a function in the place of torch's varlen_attn."""
-    return partial(monkeypatch.setattr, attention, "varlen_attn")
+@pytest.fixture(autouse=True)
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of torch's."""
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
 
 
 def collated(*rows: list[int]) -> dict[str, Any]:
@@ -99,9 +97,8 @@ def halved(forward: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_are_those_of_masked_attention(use: Callable[..., None], kind: str) -> None:
+def test_loss_and_gradients_are_those_of_masked_attention(kind: str) -> None:
     """Tried with windows a token wider, without `scale` (gemma3_text), and with a mask made for it all the same."""
-    use(kernel)
     inputs = collated([5, 9, 7], [16, 8], [1])  # with padding, none, and much
     masked = build(kind, **KINDS[kind] | {"vocab_size": 300})
     expected, wanted = gradients(masked, inputs)
@@ -129,22 +126,20 @@ def refusal(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> str
     ],
 )
 def test_a_model_that_asks_for_more_than_the_kernel_has_is_refused(
-    use: Callable[..., None], kind: str, fields: dict[str, Any], says: str
+    kind: str, fields: dict[str, Any], says: str
 ) -> None:
-    use(kernel)
     assert says in refusal(kind, **fields)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_is_accepted_if_its_documents_stay_apart(
-    use: Callable[..., None], kind: str, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
 ) -> None:
     """Tried with a small model whose windows are the large one's: one without windows passes too."""
-    use(kernel)
     assert refusal(kind, dtype) == "None"
     for wrong in [mixing, *([unwindowed] if kind == "gemma3_text" else [])]:
-        use(wrong)
+        monkeypatch.setattr(attention, "varlen_attn", wrong)
         assert "logits that differ by" in refusal(kind, dtype)
 
 
@@ -207,16 +202,14 @@ def test_the_small_model_that_is_tried_has_heads_of_the_models_own_size() -> Non
 
 def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel itself, on a device that it doesn't know: this one."""
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     monkeypatch.setattr(causal_lm, "failure", lambda config, *_: failure(config, "varlen", True, "cpu", HALF))
     (summary,) = task().prepare_for("cuda", HALF)
     assert summary.startswith("sdpa attention (not varlen: Llama fails on a few tokens, Could not run 'aten::_flash")
 
 
 # ------------------------------------------------------------------------------------------------------ with the rest
-def test_an_export_names_no_attention_which_from_pretrained_would_look_for(
-    use: Callable[..., None], tmp_path: Path
-) -> None:
-    use(kernel)
+def test_an_export_names_no_attention_which_from_pretrained_would_look_for(tmp_path: Path) -> None:
     model = varlen(build("mistral", **SMALL, sliding_window=4))
     assert model.hf.config._attn_implementation == "varlen"
     model.hf.save_pretrained(tmp_path)

@@ -121,29 +121,25 @@ def test_the_reference_has_no_dropout() -> None:
     assert model(tokens, tokens).abs().max() == 0
 
 
-def refused(task: Any, file: Path, *rows: dict[str, Any]) -> list[str]:
-    """What a dataset of these rows is refused with, without where it is."""
+def refused(task: Any, file: Path, *rows: dict[str, Any]) -> str:
+    """What a dataset of these rows is refused with."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError) as error:
         task.model_copy(update={"dataset": str(file), "eval_from": "all"}).build_datasets()
-    return [line.removeprefix(f"task.dataset={file}: ") for line in str(error.value).splitlines()]
+    return str(error.value)
 
 
 def test_rows_that_do_not_fit_are_named(models: Path, tmp_path: Path) -> None:
     """One of each part, however many there are. Tried with each: 6,000 lines for tags that have no names."""
     tags, file = TokenClassification(model=f"{models}/bert"), tmp_path / "rows.jsonl"
     rows = [{"tokens": ["Oslo", "."], "tags": names} for names in (["B-LOC", "O"], ["B-LOC"], ["B-LOC", "LOC"])]
-    assert refused(tags, file, *rows) == [
-        f"row 2 of the data to {part} on has 2 words, tagged B-LOC: give each one of O B-LOC I-LOC (2 of 3 rows do not "
-        "fit)"
-        for part in ("train", "evaluate")
-    ]
+    found = "on has 2 words, tagged B-LOC: give each one of O B-LOC I-LOC (2 of 3 rows do not fit)"
+    says = "\n".join(f"task.dataset={file}: row 2 of the data to {part} {found}" for part in ("train", "evaluate"))
+    assert refused(tags, file, *rows) == says
     dpo, row = Dpo(model=f"{models}/llama", sequence_length=20), {"prompt": "a", "chosen": "b", "rejected": "c"}
-    (said,) = refused(dpo, file, row, {**row, "chosen": ""})
-    assert "the first is row 2: chosen is empty" in said
-    assert refused(dpo, file, row, {**row, "prompt": "a" * 20}) == [
-        "task.sequence_length=20: 2 prompts leave no room for an answer; raise it"
-    ]
+    assert "the first is row 2: chosen is empty" in refused(dpo, file, row, {**row, "chosen": ""})
+    says = "task.sequence_length=20: 2 prompts leave no room for an answer; raise it"
+    assert refused(dpo, file, row, {**row, "prompt": "a" * 20}) == says
 
 
 @needs("src/check")

@@ -42,5 +42,5 @@ def test_frozen_weights_take_no_gradients_of_their_own() -> None:
 @pytest.mark.parametrize("kind", ["mamba", "lfm2", "gemma3_text", "mixtral"])
 def test_models_of_other_layers_have_no_count(kind: str) -> None:
     """State spaces, convolutions, windows, experts."""
-    fields = {"layer_types": ["conv", "full_attention"]} if kind == "lfm2" else {}
+    fields: dict[str, Any] = {"layer_types": ["conv", "full_attention"]} if kind == "lfm2" else {}
     assert build(kind, **SMALL | {"hidden_size": 64} | fields).flops is None

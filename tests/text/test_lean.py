@@ -197,8 +197,8 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
         sharded_loss = a_loss(model)
     accelerator.backward(sharded_loss)
     assert sharded_loss.item() == pytest.approx(loss.item(), rel=1e-5)
-    for name, parameter in model.named_parameters():
-        gradient = expected[name].grad
+    for name, parameter in found.items():
+        gradient: Any = expected[name].grad
         assert (parameter.grad.full_tensor() - gradient).norm() <= 1e-5 * gradient.norm(), name
     (optimizer,) = build_optimizers(Optim(), model)
     optimizer.step()
@@ -230,15 +230,22 @@ def measure() -> None:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is now
 
-    def watched(phase: str, function: Any) -> Any:
-        def call(*arguments: Any, **more: Any) -> Any:
+    def watch(phase: str, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(first: Any, *arguments: Any, **more: Any) -> Any:
             if phase != "load":
                 from_here()
-            result = function(*arguments, **more)
+            result = function(first, *arguments, **more)
+            if phase == "save":
+                first.poll(wait=True)
             os.write(1, f"memory {phase} {resident('VmHWM') - before}\n".encode())
+            if phase == "resume" and first.resume.checkpoint:
+                first.accelerator.wait_for_everyone()
+                os._exit(0)
             return result
 
-        return call
+        setattr(owner, name, watched)
 
     def new_model(*arguments: Any) -> Any:
         nonlocal before
@@ -246,25 +253,12 @@ def measure() -> None:
         before = resident("VmRSS")
         return build(*arguments)
 
-    def load_checkpoint(run: Any) -> None:
-        if run.resume.checkpoint is None:
-            return
-        resume(run)
-        if run.resume.checkpoint:
-            run.accelerator.wait_for_everyone()
-            os._exit(0)
-
-    def save(checkpoints: CheckpointWriter, state: Any) -> None:
-        start_saving(checkpoints, state)
-        checkpoints.poll(wait=True)
-
     src.tasks.text.sharded_files.LARGEST_FILE = "10MB"  # each tensor of some size is a file
     build, src.training.run.new_model = src.training.run.new_model, new_model  # type: ignore[assignment]
-    CausalLM.load_weights = watched("load", CausalLM.load_weights)  # type: ignore[method-assign]
-    start_saving, CheckpointWriter.save = CheckpointWriter.save, watched("save", save)  # type: ignore[method-assign]
-    src.checkpoint.export.export_model = watched("export", src.checkpoint.export.export_model)
-    resume = watched("resume", src.checkpoint.resume.load_checkpoint)
-    src.checkpoint.resume.load_checkpoint = load_checkpoint
+    watch("load", CausalLM, "load_weights")
+    watch("save", CheckpointWriter, "save")
+    watch("export", src.checkpoint.export, "export_model")
+    watch("resume", src.checkpoint.resume, "load_checkpoint")
 
 
 def main(*folders: str) -> None:
