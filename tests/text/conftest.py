@@ -16,7 +16,7 @@ EARLY = (
     "--max_steps=12", "--log_every=1", "--optim.lr=1e-3", "--optim.schedule=constant", "--optim.warmup_steps=0",
     "--optim.max_grad_norm=1", "--global_batch_size=8", "--task.eval_from=last",
 )  # fmt: skip
-STRATEGY: tuple[str, ...] = ("--micro_batch_size=1",)
+STRATEGY: tuple[str, ...] = ("--micro_batch_size=2",)
 STRATEGY += ("--activation_checkpointing=true",)  # room: compile
 MIXTRAL = ("--task.architecture.model_type=mixtral", "--task.architecture.num_local_experts=2")
 FEW_LOGITS = "import src.tasks.text.language_model as m; m.CHUNK = 5000\n"
@@ -52,7 +52,7 @@ def trained(whole: Whole, made: Path) -> Trained:
     """trained("lm", "fsdp"): a short run of this kind, with accumulation and clipping; the same for all who ask for it.
 
     Language models: packed, with masked prompts; `scratch` is one without pretrained weights. Of ragged lengths, so
-    that the last batches are ragged too. Under a strategy there are micro-batches of one sequence, activations are
+    that the last batches are ragged too. Under a strategy there are micro-batches of two sequences, activations are
     recomputed and the losses of language models computed chunk by chunk.
     """
     lm = ("--task.name=causal_lm", f"--task.dataset={made}/questions.jsonl", "--task.sequence_length=128", *EARLY)
