@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "mixtral": LLAMA | {"num_local_experts": 2},
+    "mixtral": LLAMA | {"num_local_experts": 4},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
     "gemma3_text": LLAMA | {"head_dim": 8, "sliding_window": 8},
 }
