@@ -24,6 +24,7 @@ from src.checkpoint.export import export_model
 from src.checkpoint.hub import push_to_hub, write_card
 from src.checkpoint.occupied import folder_errors
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_checkpoint
+from src.checkpoint.status import stop_at_start
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config, load_config
 from src.distributed.accelerator import build_accelerator, leave, prepare
@@ -34,7 +35,7 @@ from src.tasks import TASKS
 from src.tasks.returned import require_sum
 from src.tracking.dry_run import dry_run
 from src.tracking.performance import Performance
-from src.tracking.tracker import Tracker, stop_at_start
+from src.tracking.tracker import Tracker
 from src.tracking.wandb import fetch_artifacts
 from src.training.batches import CountedSteps, MicroBatch, TrainStep, evaluation_batches, training_steps
 from src.training.cuda_graph import RecordedStep
@@ -91,16 +92,16 @@ def build(config: Config) -> Run | None:
     the run in this output folder is finished."""
     # ------------------------------------------------------------------- processes, and what the run continues from
     accelerator, launch = build_accelerator(config)
-    command = resume_command(config)
+    command = resume_command(config)  # room: status
     resume = find_checkpoint(accelerator, config)
     if resume.is_finished:
         says = "holds this run, finished: nothing to do; raise --epochs or --max_steps"
         accelerator.print(f"{config.folder} {says}")
         leave(accelerator)
         return None
-    if not config.saves:
+    if not config.saves:  # room: check dry_run
         SIGNALS.release()
-    elif accelerator.is_main_process:
+    if config.saves and accelerator.is_main_process:  # room: status
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
 
     # ------------------------------------------------------------------------------------------------------- data
@@ -130,7 +131,18 @@ def build(config: Config) -> Run | None:
     set_seed((config.seed + accelerator.process_index) % 2**32)
     progress = resume.progress
     run = Run(
-        config, accelerator, launch, resume, command, model, optimizers, progress, train_set, eval_set, metadata, facts
+        config,
+        accelerator,
+        launch,
+        resume,
+        command,  # room: status
+        model,
+        optimizers,
+        progress,
+        train_set,
+        eval_set,
+        metadata,
+        facts,
     )
     describe_data(run)  # room: text
     load_checkpoint(run)
@@ -191,8 +203,8 @@ def fit(run: Run) -> bool:
                 tracker.log_training(result, measured)
 
         checkpoints.poll(wait=True)
-        if is_stopping:
-            tracker.write_stopped(stop.reason or "another process", checkpoints.newest)
+        if is_stopping:  # room: status
+            tracker.log_stop(stop.reason or "another process", checkpoints.newest)
         checkpoints.close()
         if not is_stopping:
             finish(run, tracker, checkpoints)

@@ -106,7 +106,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
 def load_checkpoint(run: Run) -> None:
     """Restore what the run continues from, if there is a checkpoint: weights, optimizer state and random numbers. Raise
     a UserError if it is of another model, or of other data. Collective."""
-    checkpoint, saved, now, step = run.resume.checkpoint, run.resume.state, run.metadata, run.progress.step
+    checkpoint, saved, step = run.resume.checkpoint, run.resume.state, run.progress.step
     if checkpoint is None or saved is None:
         return
     if step > run.total_steps:
@@ -114,10 +114,10 @@ def load_checkpoint(run: Run) -> None:
         raise UserError(f"{checkpoint} has {step} steps already, but {asked}")
     if run.is_fp16 and saved.precision != "fp16":
         run.progress.loss_scale = Progress().loss_scale
-    require_same_frozen(checkpoint, saved.frozen_norm, now["frozen_norm"])  # room: text examples
+    require_same_frozen(checkpoint, saved.frozen_norm, run.metadata["frozen_norm"])  # room: text examples
     if not run.config.checkpoint.accept_changes:  # room: safeguards
-        require_same_data(checkpoint, vars(saved), now)
-    run.resume.notes += note_versions(saved, now)  # room: safeguards
+        require_same_data(checkpoint, vars(saved), run.metadata)
+    run.resume.notes += note_versions(saved, run.metadata)  # room: safeguards
     load_tensors(checkpoint, run.model, run.optimizers)
     set_seed((run.config.seed + step + run.rank) % 2**32)
     if saved.num_processes != run.world_size:

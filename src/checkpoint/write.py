@@ -26,6 +26,7 @@ from src.checkpoint.format import STATE, file_facts, publish, sync, unfinished, 
 from src.checkpoint.integrity import is_whole
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.rotation import delete, superfluous
+from src.checkpoint.status import write_unfinished
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import cause, explained
 from src.training.run import Run
@@ -161,10 +162,9 @@ class StorageWriter(HuggingFaceStorageWriter):
         publish(self.folder, files, self.checkpoint)
         if self._mirror:  # room: mirror
             self._mirror.start(self.checkpoint)
-        status = {"status": "unfinished", "checkpoint": str(self.checkpoint)}
         try:
             self.rotate()
-            write_json(self._run.config.folder / "status.json", status)
+            write_unfinished(self._run.config.folder, self.checkpoint)  # room: status
         except Exception as error:  # in any case, the new one is published
             warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)
 

@@ -110,12 +110,10 @@ class Config(Settings):
     @property
     def saves(self) -> bool:
         """Return whether the run writes into its folder."""
-        saves = True
-        if self.check:  # room: check
-            saves = False
-        if self.dry_run:  # room: dry_run
-            saves = False
-        return saves
+        is_trial = False
+        is_trial |= self.check  # room: check
+        is_trial |= self.dry_run  # room: dry_run
+        return not is_trial
 
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
         """Return the optimizer steps to take, and those that the learning-rate schedule spans."""

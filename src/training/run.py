@@ -31,7 +31,7 @@ class Run:
     launch: Launch
     resume: ResumePoint
     """What it continues from."""
-    resume_command: str
+    resume_command: str  # room: status
     """The command that continues it."""
     model: nn.Module
     """The model as prepared: wrapped in DDP, or sharded."""
