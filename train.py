@@ -25,6 +25,7 @@ from src.checkpoint.hub import push_to_hub, write_card
 from src.checkpoint.occupied import folder_errors
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_checkpoint
 from src.checkpoint.status import stop_at_start
+from src.checkpoint.tensors import frozen_norm
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config, load_config
 from src.distributed.accelerator import build_accelerator, leave, prepare
@@ -43,7 +44,7 @@ from src.training.evaluation import Evaluation, evaluate_batches, gather_in_orde
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import StepCounts, StepResult
-from src.training.run import Run, describe_data, new_data, new_model
+from src.training.run import Run, build_data, describe_data, fingerprints_of, new_model, on_device
 from src.training.transforms import transform
 
 
@@ -105,12 +106,14 @@ def build(config: Config) -> Run | None:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
 
     # ------------------------------------------------------------------------------------------------------- data
-    train_set, eval_set, fingerprints = new_data(config, accelerator)
+    datasets = build_data(config.task, accelerator)
+    fingerprints = fingerprints_of(config.task, datasets, accelerator)  # room: machines safeguards trackers wandb
+    train_set, eval_set = (on_device(config, dataset, accelerator.device) for dataset in datasets)
 
     # --------------------------------------------------------------------------------------- model and optimizers
     model, facts = new_model(
         config,
-        launch.device,
+        launch.device,  # room: cpu text
         launch.precision,
         accelerator.is_fsdp2,  # room: cpu text
     )
@@ -125,7 +128,13 @@ def build(config: Config) -> Run | None:
     optimizers = build_optimizers(config.optim, model)  # after sharding, which replaces the parameters
 
     # --------------------------------------------------------------------------------------------------- the run
-    metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, accelerator, model)
+    metadata = checkpoint_metadata(
+        config,
+        launch,
+        len(train_set),  # room: safeguards
+        fingerprints,  # room: machines safeguards trackers wandb
+        frozen_norm(model, accelerator),  # room: text examples
+    )
     # The model came from one seed; from here on each process draws random numbers, such as dropout masks, of its own.
     # (numpy takes no seed from 2**32 on.) The checkpoint comes after, as it restores those of its step.
     set_seed((config.seed + accelerator.process_index) % 2**32)

@@ -103,9 +103,12 @@ class Config(Settings):
 
     @property
     def folder(self) -> Path:
-        """output_dir, filled in. `wandb agent` repeats one command: each trial of a sweep gets a folder of its own."""
-        trial = f"-{os.environ['WANDB_RUN_ID']}" if "WANDB_SWEEP_ID" in os.environ else ""
-        return Path(self.output_dir.replace("{run_name}", self.run_name + trial))
+        """Return output_dir, filled in."""
+        name = self.run_name
+        if "WANDB_SWEEP_ID" in os.environ:  # room: wandb
+            # `wandb agent` repeats one command: each trial of a sweep gets a folder of its own
+            name += f"-{os.environ['WANDB_RUN_ID']}"
+        return Path(self.output_dir.replace("{run_name}", name))
 
     @property
     def saves(self) -> bool:
@@ -190,7 +193,10 @@ def load_config(
     return config
 
 
-def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
+def config_from(  # room: checkpoints evaluate generate safeguards
+    saved: dict[str, Any],
+    tasks: Mapping[str, str],
+) -> Config:
     """Return the settings that a checkpoint or config.yaml holds. `tasks` are those of `load_config`.
 
     Raises:

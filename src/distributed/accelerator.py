@@ -4,6 +4,7 @@ Without a GPU every yaml runs as its CPU stand-in: the same processes, on gloo, 
 """
 
 import contextlib
+import importlib.metadata
 import os
 import resource
 import sys
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -38,9 +40,6 @@ warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor
 # DDP says so of weights with one input channel, whose memory is the same channels-last; of others it matters
 warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-
-LIBRARIES = ("torch", "accelerate", "transformers")
-"""A checkpoint records the versions of those that are installed: another one's arithmetic may round differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +156,12 @@ def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) 
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
+
+
+def library_versions() -> dict[str, str]:  # room: safeguards
+    """Return the versions of those libraries whose arithmetic another version may round differently."""
+    libraries = ("torch", "accelerate", "transformers")
+    return {name: importlib.metadata.version(name) for name in libraries if find_spec(name)}
 
 
 def processes(number: int) -> str:

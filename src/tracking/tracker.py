@@ -147,16 +147,16 @@ class Tracker:
             return
         progress.tick()
         training_seconds = progress.training_seconds + progress.interval_seconds
-        _, _, tokens_in_interval, _ = progress.interval
-        tokens = progress.tokens + tokens_in_interval
+        speeds = {"samples_per_second": examples_seen(run, progress.step) / training_seconds}
+        if tokens := progress.tokens + progress.interval_tokens:  # room: text
+            speeds["tokens_per_second"] = tokens / training_seconds
         self._summary = {
             "step": progress.step,
             "epoch": progress.step / run.steps_per_epoch,
             "train/loss": progress.train_loss,
             **evaluation,
             "seconds": progress.seconds,
-            "samples_per_second": examples_seen(run, progress.step) / training_seconds,
-            **({"tokens_per_second": tokens / training_seconds} if tokens else {}),
+            **speeds,
             "skipped_steps": progress.skipped,
             **saving,
             **run.facts,

@@ -36,9 +36,9 @@ class BatchCounts(NamedTuple):
 
     targets: int
     """What the loss is a mean over: examples or tokens."""
-    tokens: int
+    tokens: int  # room: text
     """Tokens without padding; 0 if it is not text."""
-    padded_tokens: int
+    padded_tokens: int  # room: text
     """Tokens with padding."""
 
 
@@ -159,7 +159,7 @@ class CountedSteps:
     def _begin_next(self) -> None:
         self._upcoming = next(self._steps, [])
         # after the last step there are no batches: the sums are zeros
-        counts = np.zeros(3)
+        counts = np.zeros(len(BatchCounts._fields))
         for batch in self._upcoming:
             counts += batch.weight * np.array(batch.counts)
         # One all-reduce of 32 bytes, in a gloo group of its own: NCCL would queue it behind the device's work, and the
@@ -202,7 +202,10 @@ def samples(dataset: Any, indices: list[int]) -> Any:
 
 def micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
     """Return what the task has collated as a micro-batch."""
-    counts = BatchCounts(task.count_targets(data), *task.count_tokens(data))
+    counts = BatchCounts(
+        task.count_targets(data),
+        *task.count_tokens(data),  # room: text
+    )
     return MicroBatch(data, num_examples, counts)
 
 

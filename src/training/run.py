@@ -1,6 +1,7 @@
 """One run, as `build` in train.py has prepared it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -124,27 +125,37 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
-def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples, list[str]]:
-    """Return the training set, the evaluation set and their fingerprints, which only the first process of each machine
-    computes: elsewhere the list is empty."""
-    task = config.task
+def build_data(task: Task, accelerator: Accelerator) -> tuple[Examples, Examples]:
+    """Return the training set and the evaluation set."""
     # the first process downloads and tokenizes, and the others find it done; one on each machine, as caches are on
     # their disks
     with local_main_process_first(accelerator):
         datasets = task.build_datasets()
         require_right(task, "build_datasets", datasets)  # room: examine
-        train_set, eval_set = datasets
+    train_set, eval_set = datasets
+    return train_set, eval_set
+
+
+def fingerprints_of(  # room: machines safeguards trackers wandb
+    task: Task,
+    datasets: Sequence[Examples],
+    accelerator: Accelerator,
+) -> list[str]:
+    """Return what identifies the data, which only the first process of each machine computes: elsewhere nothing."""
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
-        fingerprints = [task.fingerprint(train_set), task.fingerprint(eval_set)]
+        fingerprints = [task.fingerprint(dataset) for dataset in datasets]
     require_same_data(fingerprints)  # room: machines
+    return fingerprints
+
+
+def on_device(config: Config, dataset: Examples, device: torch.device) -> Examples:
+    """Return the dataset in the device's memory, if the task puts it there."""
     if config.num_workers > 0:  # room: workers
         # processes that load data can't read the device's memory
-        return train_set, eval_set, fingerprints
+        return dataset
     # small data go to the device once and for all, so that no batch has to be copied
-    train_set = task.to_device(train_set, accelerator.device)
-    eval_set = task.to_device(eval_set, accelerator.device)
-    return train_set, eval_set, fingerprints
+    return config.task.to_device(dataset, device)
 
 
 def describe_data(run: Run) -> None:  # room: text
@@ -157,7 +168,7 @@ def describe_data(run: Run) -> None:  # room: text
 
 def new_model(
     config: Config,
-    device_type: str,
+    device_type: str,  # room: cpu text
     precision: str,
     is_sharded: bool = False,  # room: cpu text
 ) -> tuple[nn.Module, dict[str, Any]]:
