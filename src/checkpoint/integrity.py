@@ -14,7 +14,7 @@ from src.config.config import Config
 from src.config.errors import UserError
 
 RECORD = ("metrics.jsonl", "config.yaml")
-"""What a mirror keeps of the run beside each checkpoint."""
+"""Files of the run that a mirror keeps beside each checkpoint."""
 
 
 def manifest(checkpoint: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from src.training.run import Run
 from src.training.state import RunState
 
 HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
-"""What DCP writes into each file and looks for when it reads."""
+"""The metadata that DCP writes into each file and looks for when it reads."""
 
 
 def shard_file(rank: int) -> str:
@@ -49,7 +49,7 @@ class CheckpointWriter:
         self.newest = run.resume.checkpoint
         """The last checkpoint; None if there is none yet."""
         self.pause_seconds = 0.0
-        """How long all saves together have kept the loop from training."""
+        """Seconds for which all saves together have kept the loop from training."""
         self._run, self._say = run, say
         self._group: Any = None
         if torch.distributed.is_initialized():  # of its own: the background thread's must not mix with the loop's

@@ -61,7 +61,7 @@ class Launch:
     comm_hook: str | None
     """Type that DDP casts gradients to on their way to the other processes: bf16 or fp16; None: no cast."""
     note: str | None
-    """Why what runs differs from the yaml, if the machine makes it differ."""
+    """The reason why what runs differs from the yaml, if this machine makes it differ."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -21,7 +21,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
 """Environment variables that accelerate's and torch's launchers always set, and nothing else does."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl.h."""
+"""The constant of this name in Linux's prctl.h."""
 
 
 class Signals:

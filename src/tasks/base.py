@@ -25,7 +25,7 @@ class Examples(Protocol):
 DATA_STATE = "data_state.json"  # room: text examples
 """File in an export: what `Task.data_state` returned."""
 PICTURE = "data:image/png;base64,"  # room: report tables wandb
-"""How a cell of a table begins that is a picture."""
+"""Beginning of a table's cell that is a picture."""
 Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON."""
 

@@ -17,7 +17,7 @@ from src.config.groups import EarlyStopping
 from src.training.score import score
 
 SMALLEST_LOSS_SCALE = 2.0**-24
-"""After 40 halvings of the first one, an overflow counts as a bad step."""
+"""The first loss scale, halved 40 times: from there on an overflow counts as a bad step."""
 GROWTH_INTERVAL = 2000
 """Finite steps in a row after which the loss scale is doubled."""
 
@@ -27,7 +27,7 @@ class StepCounts(NamedTuple):
 
     # floats, as they come from an all-reduce in float64
     targets: float
-    """What the loss is a mean over: examples or tokens."""
+    """Examples or tokens that the loss is the mean over."""
     tokens: float  # room: text
     """Tokens without padding; 0 if the task is not text."""
     padded_tokens: float  # room: text
@@ -79,7 +79,7 @@ class Progress:
     """Steps that were skipped because a gradient was not finite."""
     skipped_in_a_row: int = 0
     loss_scale: float = 2.0**16
-    """What the loss is multiplied by in fp16; 1.0 in other precisions."""
+    """Factor that the loss is multiplied by in fp16; 1.0 in other precisions."""
     finite_in_a_row: int = 0
     """Steps since the last one that was not finite."""
     interval_loss: float = 0.0

@@ -31,7 +31,7 @@ class Run:
     accelerator: Accelerator
     launch: Launch
     resume: ResumePoint
-    """What it continues from."""
+    """The checkpoint that it continues from, if there is one."""
     resume_command: str  # room: status
     """The command that continues it."""
     model: nn.Module
@@ -41,7 +41,7 @@ class Run:
     train_set: Examples
     eval_set: Examples
     metadata: dict[str, Any]
-    """What each checkpoint records about the run."""
+    """Facts about the run that each checkpoint records."""
     facts: dict[str, Any]
     """Facts about model and data, for summary.json and the start-up summary."""
 

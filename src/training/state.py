@@ -42,7 +42,7 @@ class ResumePoint:
     """Folder of the checkpoint; None: the run starts at its beginning."""
     state: RunState | None = None
     notes: list[str] = field(default_factory=list)
-    """What the user should know about the choice, a line each."""
+    """Lines that tell the user about the choice."""
     is_finished: bool = False
     """Whether there is nothing left to do."""
     mirror: Any = None  # room: mirror
