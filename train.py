@@ -207,9 +207,10 @@ def fit(run: Run) -> bool:
                     checkpoints.close()
                     raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
-                measured: dict[str, float] = {}
-                measured |= performance.metrics()  # room: performance
-                tracker.log_training(result, measured)
+                tracker.log_training(
+                    result,
+                    performance.metrics(),  # room: performance
+                )
 
         checkpoints.poll(wait=True)
         if is_stopping:  # room: status

@@ -201,7 +201,12 @@ class Mirror:
         self._fs.pipe_file(self._path(folder, MANIFEST), json.dumps({"files": files}).encode())
         try:
             whole = self._manifests()
-            kept = whole.keys() - superfluous(list(whole), self._config.checkpoint, state.progress.evaluations)
+            paths = superfluous(
+                list(whole),
+                self._config.checkpoint,
+                state.progress.evaluations,  # room: best
+            )
+            kept = whole.keys() - paths
             for path in self._fs.glob(f"{self._root}/step_[0-9]*"):
                 checkpoint = self._own / Path(path).name
                 if checkpoint in kept:

@@ -170,10 +170,13 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def rotate(self) -> None:
         """Delete the checkpoints here that are not to be kept."""
-        settings, evaluations = self._run.config.checkpoint, self.state.progress.evaluations
         whole = list_checkpoints(self.checkpoint.parent)
         whole = [path for path in whole if is_whole(path)]  # room: integrity
-        paths = superfluous(whole, settings, evaluations)
+        paths = superfluous(
+            whole,
+            self._run.config.checkpoint,
+            self.state.progress.evaluations,  # room: best
+        )
         if self._mirror:  # room: mirror
             paths = [path for path in paths if path != self._mirror.copying]
         for path in paths:

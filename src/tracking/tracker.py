@@ -78,7 +78,11 @@ class Tracker:
             self._bar.set_description_str("evaluating" if is_due else self._facts, refresh=is_due)
             self._bar.update()
 
-    def log_training(self, result: StepResult, measured: dict[str, float] | None = None) -> None:
+    def log_training(
+        self,
+        result: StepResult,
+        measured: dict[str, float],  # room: performance
+    ) -> None:
         """Record the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
@@ -91,7 +95,8 @@ class Tracker:
             progress.end_interval()
         if not run.is_main:
             return
-        self._record(metrics | (measured or {}), {})
+        metrics |= measured  # room: performance
+        self._record(metrics, {})
         if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 that is how the loss scale is found
             self.say(f"WARNING: steps skipped so far, as their gradients were not finite: {progress.skipped}")
         self._skipped = progress.skipped

@@ -176,7 +176,7 @@ def new_model(
 
     `is_sharded` says whether FSDP will shard the model.
     """
-    tuned: list[str] = []
+    tuned: list[str] = []  # room: compile cpu cuda_graphs text
     tuned += config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))  # room: text
     tuned += ["compile"] if config.compile else []  # room: compile
     tuned += ["cuda_graphs"] if config.cuda_graphs else []  # room: cuda_graphs
@@ -190,7 +190,7 @@ def new_model(
     facts: dict[str, Any] = {
         "parameters": sum(p.numel() for p in parameters),
         "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-        "tuned": tuned,
+        "tuned": tuned,  # room: compile cpu cuda_graphs text
     }
     facts["built_whole"] = is_sharded and not any(p.is_meta for p in parameters)  # room: text
     return model, facts
