@@ -15,16 +15,13 @@ from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import UserError
 from src.config.groups import Checkpoint
 from src.training.state import FORMAT_VERSION
-from tests.faults.runs import EACH_STEP, cut_back, refusal
+from tests.faults.runs import ALL, cut_back, refusal
 from tests.launching import Whole
-
-STEPS = (22, 23, 24)
 
 
 @pytest.fixture
 def run(whole: Whole, tmp_path: Path) -> Path:
-    """Killed with checkpoints of these steps; step 23 was evaluated."""
-    return cut_back(whole("cpu", *EACH_STEP), tmp_path / "run", *STEPS)
+    return cut_back(whole("cpu", *ALL), tmp_path / "run", 8, 12)
 
 
 def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -50,8 +47,8 @@ def contents(folder: Path) -> dict[Path, bytes]:
 )
 def test_another_format_is_one_line(run: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
     """Nor is the one before gone on from, which would have the newer one's place. Tried without: a TypeError of
-    RunState or Progress; with taking it for damaged: it is renamed, and the run goes on from step 23."""
-    checkpoint = run / "checkpoints" / "step_00000024"
+    RunState or Progress; with taking it for damaged: it is renamed, and the run goes on from step 8."""
+    checkpoint = run / "checkpoints" / "step_00000012"
     rewrite(checkpoint, change)
     before = contents(run)
     (line,) = refusal(run)

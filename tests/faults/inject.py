@@ -84,7 +84,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slow save": lambda: in_the_save(3),
     "stuck save": lambda: in_the_save(10_000),
     "slow data": lambda: before(Mnist, "build_datasets", build_for_ever),
-    "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
+    "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(1)),
 }
 
 

@@ -21,6 +21,10 @@ SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
 """An epoch has 23 steps: checkpoints at 8, 16, 24 and 30, evaluations at 23 and 30. With dropout."""
 EACH_STEP = (*SHORT, "--save_every=1", "--checkpoint.keep_last=9")
 """The same run, with the checkpoints of its last nine steps."""
+TINY = ("--max_steps=14", "--log_every=1", "--save_every=4", "--eval_every=8", "--global_batch_size=16")
+"""As short as can be: checkpoints at 4, 8, 12 and 14, evaluations at 8 and 14. With dropout."""
+ALL = (*TINY, "--checkpoint.keep_last=9")
+"""The same run, with all of its checkpoints."""
 
 WORKER: tuple[str, ...] = ()
 WORKER += ("--num_workers=1",)  # room: workers
@@ -54,8 +58,8 @@ def killed_and_resumed(launch: Launch, yaml: str, arguments: tuple[str, ...], fo
 
 
 def found(folder: Path, *arguments: str) -> ResumePoint:
-    """What SHORT goes on from in this folder, on one process, which is this one and locks it until it ends."""
-    config = run_settings([f"--output_dir={folder}", "--task.source=digits", *SHORT, *arguments])
+    """What TINY goes on from in this folder, on one process, which is this one and locks it until it ends."""
+    config = run_settings([f"--output_dir={folder}", "--task.source=digits", *TINY, *arguments])
     return find_checkpoint(Accelerator(cpu=True), config)
 
 
@@ -73,6 +77,10 @@ def curve(run: Run) -> list[dict[str, Any]]:
 
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{n: v for n, v in record.items() if not n.startswith("perf/")} for record in records]
+
+
+def evaluations(run: Run) -> list[dict[str, Any]]:
+    return [record for record in curve(run) if "eval/loss" in record]
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
