@@ -132,7 +132,7 @@ def on_machines(launch: Launch, folder: Path, machines: int = 2, turned: int = 0
     Returns: it, and what each of them fetched.
     """
     run = launch(
-        "fsdp",
+        "ddp",
         *TINY,
         "--task.dropout=0",
         f"--checkpoint.mirror={folder}/mirror",
@@ -148,7 +148,7 @@ def on_machines(launch: Launch, folder: Path, machines: int = 2, turned: int = 0
 
 def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Where the second is now the first, and without the second. Each fetches what it lacks, once."""
-    expected = whole("fsdp", *TINY, "--task.dropout=0")
+    expected = whole("ddp", *TINY, "--task.dropout=0")
     folder, fewer = tmp_path / "two", tmp_path / "one"
     killed, _ = on_machines(launch, folder, **STOP)
     assert killed.exit_code != 0
