@@ -15,7 +15,7 @@ from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import UserError
 from src.config.groups import Checkpoint
 from src.training.state import FORMAT_VERSION
-from tests.faults.runs import ALL, cut_back, refusal
+from tests.faults.runs import ALL, contents, cut_back, refusal
 from tests.launching import Whole
 
 
@@ -31,10 +31,6 @@ def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> Non
     (checkpoint / "state.json").write_text(json.dumps(state))
     manifest["files"]["state.json"] = file_facts(checkpoint / "state.json")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ training is chaotic: what rounding makes of the order of a sum doubles every few
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.launching import MNIST, Launch, Rounding, Run, Whole, needs_mnist, slow
 
@@ -30,16 +29,14 @@ def norms(run: Run) -> list[float]:
 def assert_same_curve(run: Run, examples: int, whole: Whole, rounding: Rounding, *arguments: str) -> None:
     """As that of one process with these arguments. So many examples are evaluated."""
     alone, within = whole("cpu", *arguments), rounding("cpu", *arguments)
-    assert len(run.losses) == len(alone.losses) == 50
+    assert len(alone.losses) == 50
     assert run.losses == pytest.approx(alone.losses, rel=within)
-    weights, expected = (load_file(r.folder / "model" / "model.safetensors") for r in (run, alone))
-    assert weights.keys() == expected.keys()
-    for name, weight in weights.items():  # in norm: AdamW turns the rounding of a gradient near 0 into a whole step
-        assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
     assert norms(run)[:10] == pytest.approx(norms(alone)[:10], rel=rounding("cpu", *arguments, name=NORM))
-    assert run.summary["eval/examples"] == alone.summary["eval/examples"] == examples
-    assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
-    assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=within)
+    found, expected = ({n: v for n, v in r.summary.items() if n.startswith("eval/")} for r in (run, alone))
+    assert found == expected | {
+        "eval/examples": examples,
+        "eval/loss": pytest.approx(expected["eval/loss"], rel=within),
+    }
 
 
 @pytest.mark.parametrize(

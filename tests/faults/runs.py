@@ -31,6 +31,11 @@ WORKER += ("--num_workers=1",)  # room: workers
 """A process that loads data, where there can be one."""
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Of its files, and the folders."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
 def checkpoints(folder: Path) -> list[int]:
     """The steps that have one."""
     return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("checkpoints/step_*"))

@@ -30,6 +30,7 @@ from tests.faults.runs import (
     assert_equal,
     assert_same_run,
     checkpoints,
+    contents,
     curve,
     cut_back,
     evaluations,
@@ -62,8 +63,6 @@ def test_saved_under_any_strategy_and_resumed_under_any_other(
     assert run.losses == pytest.approx(alone.losses[16:], rel=within)
     assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=within)
     assert f"saved under {saved.summary['strategy']} x {origin[1]}" in run.stdout
-    for name, weight in weights(alone).items():
-        assert weights(run)[name].norm().item() == pytest.approx(weight.norm().item(), rel=1e-5)
 
 
 EPOCH = (*TINY, "--max_steps=10", "--save_every=8", "--global_batch_size=200")
@@ -118,10 +117,6 @@ def move(folder: Path, to: Path) -> None:
     folder.symlink_to(to)
 
 
-def modified(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-
-
 def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """An unfinished run goes on in its record, a finished one is left alone, and rotation deletes no more of a
     checkpoint that was moved by itself than the link. Tried with resolving the link: the record is cut to nothing."""
@@ -132,10 +127,10 @@ def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Who
     assert_same_run(launch("ddp", *TINY, folder=folder).succeeded(), finished)
     assert checkpoints(folder) == [12, 14]
     assert (tmp_path / "alone" / "manifest.json").exists()
-    before = modified(tmp_path)
+    before = contents(tmp_path)
     again = launch("ddp", *TINY, folder=folder).succeeded()
     assert again.stdout.splitlines()[-1].endswith("finished: nothing to do; raise --epochs or --max_steps")
-    assert modified(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_a_record_that_was_cut_is_not_written_on(whole: Whole, tmp_path: Path) -> None:
@@ -188,10 +183,10 @@ def test_changed_settings_are_refused_unless_asked_for(launch: Launch, whole: Wh
     folder = cut_back(whole("cpu", *ALL), tmp_path / "run", 12)
     free = ("--wandb.tags=[x]",) if WANDB else ()
     changed = ("--optim.lr=0.001", "--global_batch_size=8", "--micro_batch_size=4", *free)
-    before = modified(folder)
+    before = contents(folder)
     (line,) = refusal(folder, *changed)
     assert "global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001; set them back" in line
-    assert modified(folder) == before
+    assert contents(folder) == before
     branch = (*TINY, *changed, f"--resume={folder}/checkpoints/step_00000012", "--checkpoint.accept_changes=true")
     asked = launch("cpu", *branch).succeeded()
     assert "changed since: global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001" in asked.stdout
@@ -203,10 +198,10 @@ def test_a_checkpoint_of_another_run_starts_a_branch(launch: Launch, whole: Whol
     with the newest checkpoint of its own: what came after is overwritten."""
     origin = whole("cpu", *ALL)
     source = origin.folder / "checkpoints" / "step_00000012"
-    before = modified(origin.folder)
+    before = contents(origin.folder)
     branch = launch("cpu", *TINY, f"--resume={source}").succeeded()
     assert branch.records[0]["step"] == 13
-    assert modified(origin.folder) == before
+    assert contents(origin.folder) == before
     own = (*TINY, "--task.source=digits", f"--output_dir={origin.folder}")
     assert "whose newest checkpoint is not" in mistakes(*own, f"--resume={source}")[0]
     assert mistakes(*own, f"--resume={source}x")[0].endswith("not a checkpoint; auto, never, or a folder step_…")
