@@ -14,10 +14,9 @@ from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
 from src.checkpoint.mirror import Mirror, copier
-from src.checkpoint.resume import find_checkpoint
-from src.config.errors import RunError, UserError
-from tests.faults.runs import ALL, TINY, assert_same_run, lines
-from tests.launching import QUIET, Launch, Run, Whole
+from src.config.errors import RunError
+from tests.faults.runs import ALL, TINY, assert_same_run, lines, refusal
+from tests.launching import Launch, Run, Whole
 from train import run_settings
 
 STOP: dict[str, Any] = {"FAULT": "die", "FAULT_STEP": "13"}
@@ -100,16 +99,8 @@ def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mir
     assert fetched == ["00000012", "00000008"]
     assert mirrored(s3) == [8, 14]
     assert_same_run(run, whole("cpu", *best))
-    (refused,) = mistakes_at_start(tmp_path / "third", mirror, "--resume=never")
+    (refused,) = refusal(tmp_path / "third", mirror, "--resume=never")
     assert refused.startswith(f"output_dir={tmp_path}/third: holds a run already (checkpoint.mirror); choose another ")
-
-
-def mistakes_at_start(folder: Path, *arguments: str) -> list[str]:
-    """What a start with this output folder is refused with."""
-    config = run_settings([f"--output_dir={folder}", "--task.source=digits", *QUIET, *arguments])
-    with pytest.raises(UserError) as error:
-        find_checkpoint(Accelerator(cpu=True), config)
-    return str(error.value).splitlines()
 
 
 def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -120,7 +111,7 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
         ("gcs://bucket/folder", "Please install gcsfs to access Google Storage"),
         ("ftpp://host/folder", "Protocol not known: ftpp"),
     ):
-        (line,) = mistakes_at_start(tmp_path / "run", f"--checkpoint.mirror={mirror}")
+        (line,) = refusal(tmp_path / "run", f"--checkpoint.mirror={mirror}")
         assert line.startswith(f"checkpoint.mirror={mirror}: ")
         assert says in line
     assert not (tmp_path / "run").exists()

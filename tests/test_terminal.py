@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -15,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.launching import PROJECT, Launch, clean_environment, needs
+from tests.launching import PROJECT, Launch, needs, run_command
 
-LAST = [name for name in ("tracking/report", "tools/evaluate") if (PROJECT / f"src/{name}.py").exists()]
-LAST = [name.partition("/")[2] for name in LAST]
+CAN_EVALUATE = (PROJECT / "src/tools/evaluate.py").exists()
 SHORT = ("--max_steps=6", "--log_every=2", "--eval_every=3", "--save_every=3", "--task.source=digits")
 needs_text = needs("src/tasks/text/causal_lm.py")
 Shown = Callable[..., tuple[str, list[str]]]
@@ -63,6 +61,8 @@ def in_terminal(launch: Launch, tmp_path: Path) -> Shown:
         code = launch(config, *arguments, before=f"import os; {attach}", **where, **environment).exit_code
         os.write(theirs, b"\0")
         reader.join()
+        os.close(ours)
+        os.close(theirs)
         output = b"".join(chunks)[:-1].decode()
         assert code == 0, output
         return output, screen(output)
@@ -81,12 +81,7 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(in_terminal
     (last,) = [line for line in shown if line.startswith("100% █")]
     assert re.search(r"6/6  eta 00:00  loss \d", last)
     assert not [line for line in shown if "evaluating" in line or "batches evaluated" in line]
-    end = shown.index(next(line for line in shown if line.startswith("done in ")))
-    titles = [line.split()[0] for line in shown[end + 1 :] if re.match("  [a-z]", line)]
-    assert [title for title in titles if title not in ("eval/examples", "eval/accuracy")] == [
-        "model", "record", *LAST,
-    ]  # fmt: skip
-    assert commands == ["  evaluate   python -m src.tools.evaluate runs/x"][: "evaluate" in LAST]
+    assert commands == ["  evaluate   python -m src.tools.evaluate runs/x"][:CAN_EVALUATE]
 
 
 KILLED = """
@@ -103,11 +98,10 @@ say("goes on")
 """
 
 
-def test_a_process_that_is_killed_while_it_speaks_silences_no_other() -> None:
+def test_a_process_that_is_killed_while_it_speaks_silences_no_other(tmp_path: Path) -> None:
     """As a worker that loads data. Tried with tqdm's own lock, which they would share: it waits for ever."""
-    command, environment = [sys.executable, "-c", KILLED], clean_environment()
-    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, check=True, timeout=20)
-    assert done.stdout == b"begins\ngoes on\n"
+    done = run_command([sys.executable, "-c", KILLED], tmp_path)
+    assert done.stdout == "begins\ngoes on\n"
 
 
 @needs_text
