@@ -106,9 +106,9 @@ def recorded_step(optimizers: list[Optimizer], value: torch.Tensor) -> None:  # 
 def test_a_step_whose_gradients_are_not_finite_leaves_no_trace(
     name: str, bad: tuple[float, ...], step: Callable[..., object]
 ) -> None:
-    """Tried without found_inf, without the question, and without dropping the gradients: the weights become NaN; so they
-    do in the step after the one that was undone, if its state was not. Tried without waiting for fused SGD's first step: it reads momentum that
-    nobody has written."""
+    """Tried without found_inf, without the question, and without dropping the gradients: the weights become NaN; so
+    they do in the step after the one that was undone, if its state was not. Tried without waiting for fused SGD's first
+    step: it reads momentum that nobody has written."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     twin = copy.deepcopy(model)
     torch.use_deterministic_algorithms(True)  # which fills new memory with NaN

@@ -1,7 +1,6 @@
 """Loading a checkpoint executes nothing, whatever lies in it, and no secret gets into what a run writes."""
 
 import contextlib
-import json
 import os
 import pickle
 import shutil
@@ -18,7 +17,7 @@ from src.checkpoint.integrity import problems
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
 from src.tasks.mnist import MnistCnn
-from tests.faults.runs import ALL, TINY
+from tests.faults.runs import ALL, TINY, relist
 from tests.launching import PROJECT, WANDB, Launch, Whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
@@ -49,9 +48,7 @@ def test_a_payload_in_any_file_stays_inert(checkpoint: Path, tmp_path: Path, nam
     payload = pickle.dumps(Payload(proof))
     (checkpoint / name).write_bytes(payload)
     if is_listed and name != "manifest.json":
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest["files"][name] = format.file_facts(checkpoint / name)
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        relist(checkpoint, name)
     else:
         assert any(name in problem for problem in problems(checkpoint))
     for read in (

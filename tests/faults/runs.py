@@ -1,5 +1,6 @@
 """What the fault tests share: a short run, runs in the background, and what makes two runs the same."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from src.checkpoint.format import file_facts
 from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.tensors import read, saved_tensors
 from src.config.errors import UserError
@@ -86,6 +88,13 @@ def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def evaluations(run: Run) -> list[dict[str, Any]]:
     return [record for record in curve(run) if "eval/loss" in record]
+
+
+def relist(checkpoint: Path, name: str) -> None:
+    """Put a file that was changed into the manifest, as if it had been saved so."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][name] = file_facts(checkpoint / name)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:

@@ -76,17 +76,6 @@ def test_a_signal_to_one_process_during_a_save_leaves_both_checkpoints_whole(
     assert_same_run(launch("fsdp", *TINY, folder=stopped.folder).succeeded(), whole("fsdp", *ALL))
 
 
-def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Tried with writing under the final name: half of a checkpoint is taken for one."""
-    fault: dict[str, Any] = {"FAULT": "slow save", "FAULT_STEP": "8"}
-    with Started("cpu", *TINY, folder=tmp_path / "run", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1", **fault) as started:
-        stopped = started.wait_for("step      8/").send(signal.SIGTERM).ended()
-    assert checkpoints(stopped.folder) == [4]
-    newest = str(stopped.folder / "checkpoints/step_00000004")
-    assert stopped.status == {"status": "unfinished", "checkpoint": newest}  # should its checkpoints go away
-    assert_same_run(launch("cpu", *TINY, folder=stopped.folder).succeeded(), whole("cpu", *ALL))
-
-
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     """Tried without: it ends when the save does, after 3 seconds."""
     fault: dict[str, Any] = {"FAULT": "slow save", "FAULT_STEP": "6"}
