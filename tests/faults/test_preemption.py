@@ -118,9 +118,8 @@ def test_a_signal_during_the_start(tmp_path: Path, phase: str, number: signal.Si
             started.wait_for("building the data")
         stopped = started.send(number, to=trainer).ended(seconds=20)
     assert stopped.exit_code == 0
-    assert {name: stopped.status[name] for name in ("status", "reason", "step", "checkpoint")} == {
-        "status": "preempted", "reason": number.name, "step": 0, "checkpoint": None,
-    }  # fmt: skip
+    told = {"status": "preempted", "reason": number.name, "step": 0, "checkpoint": None}
+    assert told.items() <= stopped.status.items()
     assert "stopped before the first step by" in stopped.stdout
     assert found(folder) == ResumePoint()
 

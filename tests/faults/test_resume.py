@@ -25,7 +25,6 @@ from src.tasks import TASKS
 from src.training import batches
 from tests.faults.runs import (
     ALL,
-    SHORT,
     TINY,
     assert_equal,
     assert_same_run,
@@ -41,7 +40,7 @@ from tests.faults.runs import (
 from tests.launching import WANDB, Launch, Rounding, Whole, mistakes, slow
 from train import run_settings
 
-SMOOTH = ("--task.dropout=0", "--optim.lr=1e-4", *SHORT, "--checkpoint.keep_last=9")
+SMOOTH = ("--task.dropout=0", "--optim.lr=1e-4", *ALL)
 EVERY_STRATEGY = [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("fsdp_offload", 2)]
 
 WITH_HSDP = [(("fsdp", 2), ("hsdp", 4)), (("hsdp", 4), ("cpu", 1)), (("hsdp", 4), ("hsdp", 4))]
@@ -55,12 +54,12 @@ def test_saved_under_any_strategy_and_resumed_under_any_other(
 ) -> None:
     """Tried without taking shards apart anew: reading fails. Tried with a checkpoint of another seed: losses differ."""
     saved = whole(origin[0], *SMOOTH, processes=origin[1])
-    source = saved.folder / "checkpoints" / "step_00000016"
+    source = saved.folder / "checkpoints" / "step_00000008"
     run = launch(to[0], *SMOOTH, f"--resume={source}", processes=to[1]).succeeded()
     alone = whole("cpu", *SMOOTH, processes=1)
-    assert run.records[0]["step"] == 17
+    assert run.records[0]["step"] == 9
     within = rounding("cpu", *SMOOTH, processes=1)
-    assert run.losses == pytest.approx(alone.losses[16:], rel=within)
+    assert run.losses == pytest.approx(alone.losses[8:], rel=within)
     assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=within)
     assert f"saved under {saved.summary['strategy']} x {origin[1]}" in run.stdout
 
@@ -218,16 +217,16 @@ def test_missing_random_numbers_are_a_loud_warning(launch: Launch, whole: Whole,
 
 
 def test_resuming_reads_no_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is cut off, not replayed. Tried with skipping batches instead: 23 are made."""
+    """The order is cut off, not replayed. Tried with skipping batches instead: 8 are made."""
     made = Mock(side_effect=batches.fetch)
     monkeypatch.setattr(batches, "fetch", made)
-    config = run_settings(["--task.source=digits", *SHORT])
+    config = run_settings(["--task.source=digits", *EPOCH])
     train_set, _ = config.task.build_datasets()
-    facts = {"rank": 0, "world_size": 1, "steps_per_epoch": 23, "device": torch.device("cpu")}
+    facts = {"rank": 0, "world_size": 1, "steps_per_epoch": 8, "device": torch.device("cpu")}
     run: Any = SimpleNamespace(config=config, train_set=train_set, **facts)
-    *_, ((expected, *_),) = batches.training_steps(run, 0, 23)
+    *_, ((expected, *_),) = batches.training_steps(run, 0, 8)
     made.reset_mock()
-    (((data, *_),),) = batches.training_steps(run, 22, 23)
+    (((data, *_),),) = batches.training_steps(run, 7, 8)
     assert torch.equal(data["images"], expected["images"])
     assert made.call_count == 1
 
@@ -236,11 +235,11 @@ def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_
     """From its own newest checkpoint, and from where it branched off while it has none, which each launch remembers
     for the next. Tried without `config.origin` in config.yaml: the third launch starts over."""
     origin = whole("cpu", *ALL).folder / "checkpoints" / "step_00000012"
-    folder, branch = tmp_path / "run", f"--resume={origin}"
+    folder, branch, arguments = tmp_path / "run", f"--resume={origin}", (*TINY, "--save_every=5")
     for start in (branch, "--resume=auto"):
-        killed = launch("cpu", *TINY, start, folder=folder, FAULT="die", FAULT_STEP="1")
+        killed = launch("cpu", *arguments, start, folder=folder, FAULT="die", FAULT_STEP="1")
         assert f"after step 12, from {origin}" in killed.stdout
-    run = launch("cpu", *TINY, folder=folder).succeeded()
+    run = launch("cpu", *arguments, folder=folder).succeeded()
     assert f"after step 12, from {origin}" in run.stdout
     assert [record["step"] for record in run.records if "train/loss" in record] == [13, 14]
     assert found(folder, branch).checkpoint == folder / "checkpoints" / "step_00000014"

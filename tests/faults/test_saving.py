@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint import format
 from src.checkpoint.tensors import saved_tensors
 from src.distributed.process import exit_codes
 from tests.faults.runs import (
@@ -153,7 +152,7 @@ def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(  # r
     assert [record["step"] for record in evaluations(other)] == [2, 4, 6, 8, 10, 12, 14]  # counted anew
 
 
-def test_a_checkpoint_is_hardly_larger_than_its_tensors_and_says_what_it_is_of(judged: Run) -> None:
+def test_a_checkpoint_is_hardly_larger_than_its_tensors(judged: Run) -> None:
     """Tried with names that differ by process: it cannot be read back."""
     checkpoint = judged.folder / "checkpoints" / "step_00000014"
     tensors = saved_tensors(checkpoint)
@@ -162,5 +161,3 @@ def test_a_checkpoint_is_hardly_larger_than_its_tensors_and_says_what_it_is_of(j
     )
     size = sum(facts.size.numel() * facts.properties.dtype.itemsize for facts in tensors.values())
     assert sum(path.stat().st_size for path in checkpoint.iterdir()) <= 1.02 * size
-    state = format.read_state(checkpoint)
-    assert (state.strategy, state.num_processes, state.config["save_every"]) == ("ddp", 2, 4)
