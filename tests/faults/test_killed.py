@@ -82,8 +82,8 @@ def test_one_killed_process_ends_the_run(
         assert time.monotonic() - asked < 10
     assert killed.exit_code != 0
     assert checkpoints(killed.folder) == [4]
-    newest = str(killed.folder / "checkpoints/step_00000004")
-    assert killed.status == {"status": "unfinished", "checkpoint": newest}  # should its checkpoints go away
+    newest = str(killed.folder / "checkpoints/step_00000004")  # room: status
+    assert killed.status == {"status": "unfinished", "checkpoint": newest}  # room: status
     again = launch(yaml, *TINY, *WORKER, folder=killed.folder).succeeded()
     assert_same_run(again, whole(yaml, *ALL))
 

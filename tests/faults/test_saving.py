@@ -105,6 +105,7 @@ def test_a_save_in_which_a_process_hangs_ends_the_run_and_leaves_the_checkpoint_
     further checkpoint can be saved, and the run trains on."""
     folder = tmp_path / "run"
     fault: dict[str, Any] = {"FAULT": "stuck save", "FAULT_STEP": "8", "FAULT_RANK": "1"}
+    fault["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
     with Started("ddp", *TINY, "--timeout_minutes=0.1", folder=folder, **fault) as started:
         stuck = started.ended()
     assert stuck.exit_code != 0
