@@ -24,6 +24,8 @@ from src.checkpoint.export import export_model
 from src.checkpoint.hub import push_to_hub, write_card
 from src.checkpoint.occupied import folder_errors
 from src.checkpoint.resume import checkpoint_metadata, find_checkpoint, load_checkpoint
+from src.checkpoint.status import stop_at_start
+from src.checkpoint.tensors import frozen_norm
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config, load_config
 from src.distributed.accelerator import build_accelerator, leave, prepare
@@ -34,7 +36,7 @@ from src.tasks import TASKS
 from src.tasks.returned import require_sum
 from src.tracking.dry_run import dry_run
 from src.tracking.performance import Performance
-from src.tracking.tracker import Tracker, stop_at_start
+from src.tracking.tracker import Tracker
 from src.tracking.wandb import fetch_artifacts
 from src.training.batches import CountedSteps, MicroBatch, TrainStep, evaluation_batches, training_steps
 from src.training.cuda_graph import RecordedStep
@@ -42,7 +44,7 @@ from src.training.evaluation import Evaluation, evaluate_batches, gather_in_orde
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.progress import StepCounts, StepResult
-from src.training.run import Run, describe_data, new_data, new_model
+from src.training.run import Run, build_data, describe_data, fingerprints_of, new_model, on_device
 from src.training.transforms import transform
 
 
@@ -91,25 +93,27 @@ def build(config: Config) -> Run | None:
     the run in this output folder is finished."""
     # ------------------------------------------------------------------- processes, and what the run continues from
     accelerator, launch = build_accelerator(config)
-    command = resume_command(config)
+    command = resume_command(config)  # room: status
     resume = find_checkpoint(accelerator, config)
     if resume.is_finished:
         says = "holds this run, finished: nothing to do; raise --epochs or --max_steps"
         accelerator.print(f"{config.folder} {says}")
         leave(accelerator)
         return None
-    if not config.saves:
+    if not config.saves:  # room: check dry_run
         SIGNALS.release()
-    elif accelerator.is_main_process:
+    if config.saves and accelerator.is_main_process:  # room: status
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
 
     # ------------------------------------------------------------------------------------------------------- data
-    train_set, eval_set, fingerprints = new_data(config, accelerator)
+    datasets = build_data(config.task, accelerator)
+    fingerprints = fingerprints_of(config.task, datasets, accelerator)  # room: machines safeguards trackers wandb
+    train_set, eval_set = (on_device(config, dataset, accelerator.device) for dataset in datasets)
 
     # --------------------------------------------------------------------------------------- model and optimizers
     model, facts = new_model(
         config,
-        launch.device,
+        launch.device,  # room: cpu text
         launch.precision,
         accelerator.is_fsdp2,  # room: cpu text
     )
@@ -124,13 +128,30 @@ def build(config: Config) -> Run | None:
     optimizers = build_optimizers(config.optim, model)  # after sharding, which replaces the parameters
 
     # --------------------------------------------------------------------------------------------------- the run
-    metadata = checkpoint_metadata(config, launch, len(train_set), fingerprints, accelerator, model)
+    metadata = checkpoint_metadata(
+        config,
+        launch,
+        len(train_set),  # room: safeguards
+        fingerprints,  # room: machines safeguards trackers wandb
+        frozen_norm(model, accelerator),  # room: text examples
+    )
     # The model came from one seed; from here on each process draws random numbers, such as dropout masks, of its own.
     # (numpy takes no seed from 2**32 on.) The checkpoint comes after, as it restores those of its step.
     set_seed((config.seed + accelerator.process_index) % 2**32)
     progress = resume.progress
     run = Run(
-        config, accelerator, launch, resume, command, model, optimizers, progress, train_set, eval_set, metadata, facts
+        config,
+        accelerator,
+        launch,
+        resume,
+        command,  # room: status
+        model,
+        optimizers,
+        progress,
+        train_set,
+        eval_set,
+        metadata,
+        facts,
     )
     describe_data(run)  # room: text
     load_checkpoint(run)
@@ -186,13 +207,14 @@ def fit(run: Run) -> bool:
                     checkpoints.close()
                     raise RunError(progress.explain_bad_steps(config, run.is_fp16, checkpoints.newest))
             if run.is_log_due() or progress.step == run.total_steps:
-                measured: dict[str, float] = {}
-                measured |= performance.metrics()  # room: performance
-                tracker.log_training(result, measured)
+                tracker.log_training(
+                    result,
+                    performance.metrics(),  # room: performance
+                )
 
         checkpoints.poll(wait=True)
-        if is_stopping:
-            tracker.write_stopped(stop.reason or "another process", checkpoints.newest)
+        if is_stopping:  # room: status
+            tracker.log_stop(stop.reason or "another process", checkpoints.newest)
         checkpoints.close()
         if not is_stopping:
             finish(run, tracker, checkpoints)

@@ -35,6 +35,7 @@ FILES = {
     " docs/performance.md",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
     "safeguards": "src/checkpoint/occupied.py src/checkpoint/same_run.py",
+    "status": "src/checkpoint/status.py",
     "tables": "src/tasks/tables.py tests/test_tables.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/shakespeare.yaml configs/sst2.yaml sweeps/shakespeare.yaml"

@@ -52,21 +52,20 @@ def copy(mirror: Mirror, checkpoint: Path) -> None:
 
 
 def kill_at(number: int) -> None:
-    """In this process, before the operation of this number on the mirror; each file counts twice: in its middle too."""
+    """In this process, before the operation of this number on the mirror; each counts twice: in its middle too."""
     left = iter(range(number, -1, -1))
 
-    def count(*_: Any) -> None:
+    def count() -> None:
         if next(left) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def patch(name: str, middle: Callable[..., Any] | None = None) -> None:
+    def patch(name: str, begin: Callable[..., Any]) -> None:
         original = getattr(LocalFileSystem, name)
 
         def patched(self: LocalFileSystem, *arguments: Any, **named: Any) -> Any:
             count()
-            if middle:
-                middle(*arguments)
-                count()
+            begin(*arguments)
+            count()
             return original(self, *arguments, **named)
 
         setattr(LocalFileSystem, name, patched)
@@ -77,7 +76,7 @@ def kill_at(number: int) -> None:
 
     patch("put_file", lambda source, target: write_half(target, Path(source).read_bytes()))
     patch("pipe_file", write_half)
-    patch("rm_file")
+    patch("rm_file", str)
     patch("rm", lambda folder: next(Path(folder).iterdir()).unlink())
 
 
@@ -121,10 +120,8 @@ for shard in (FOLDER / "mirror" / "mnist").glob("*/shard-00001.safetensors"):  #
 (third / "shard-00001.safetensors").unlink()
 newest, damaged = first_valid(ACCELERATOR, mirror.candidates(), mirror)
 assert newest == second, newest
-assert damaged == {third: "shard-00001.safetensors in the mirror is missing, or has changed since it was saved"}, (
-    damaged
-)
-assert mirror.candidates() == [third, second, first], mirror.candidates()
+assert damaged == {third: "shard-00001.safetensors in the mirror is missing, or has changed since it was saved"}
+assert mirror.candidates() == [third, second, first]
 
 shutil.rmtree(FOLDER / "mirror")
 (FOLDER / "mirror").write_text("a disk that fails")

@@ -54,17 +54,14 @@ LARGE = torch.randn(40, 96)
 def test_a_linear_layer_is_the_same_function_within_the_rounding_of_fp32(
     monkeypatch: pytest.MonkeyPatch, inputs: Tensor, compiler: str | None
 ) -> None:
-    for has_bias in (True, False):
-        assert_same(monkeypatch, nn.Linear(96, 64, has_bias), inputs, inputs.ndim > 1, compiler)
-    for frozen in ("weight", "bias"):
-        layer = nn.Linear(96, 64)
-        layer.get_parameter(frozen).requires_grad_(False)
-        assert_same(monkeypatch, layer, inputs, inputs.ndim > 1, compiler)
+    layers = [nn.Linear(96, 64, has_bias) for has_bias in (False, True, True, True)]
+    layers[1].weight.requires_grad_(False)
+    layers[2].bias.requires_grad_(False)
+    for layer in layers:
+        assert_same(monkeypatch, layer, inputs, compiler)
 
 
-def assert_same(
-    monkeypatch: pytest.MonkeyPatch, layer: nn.Linear, inputs: Tensor, is_large: bool, compiler: str | None
-) -> None:
+def assert_same(monkeypatch: pytest.MonkeyPatch, layer: nn.Linear, inputs: Tensor, compiler: str | None) -> None:
     """Outputs and all gradients, and that oneDNN computed them where the layer is large enough."""
     exact = deepcopy(layer).double()
     monkeypatch.setattr(mkl, "FEWEST", inputs.numel() * 64)
@@ -80,7 +77,7 @@ def assert_same(
     with profile() as events:
         found = computed(called, layer.parameters(), inputs)
     products = sum(event.count for event in events.key_averages() if event.key == "cpu::mm")
-    assert products == (2 + layer.weight.requires_grad if is_large else 0)
+    assert products == (2 + layer.weight.requires_grad if inputs.ndim > 1 else 0)
     # Of the backward pass too, each sum has at most 96 terms, and what goes into it was such a sum: in the worst case
     # all roundings, of half of eps at most, add up. (Six of bf16's bits would be 1e-2.)
     for one, other in zip(found, computed(exact, exact.parameters(), inputs.double()), strict=True):

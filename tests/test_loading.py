@@ -3,13 +3,12 @@
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from src.distributed.stop import StopSignal
 from src.training.batches import (
     BatchCounts,
     CountedSteps,
@@ -103,31 +102,27 @@ def test_the_next_batch_is_made_while_the_device_works_on_this_one() -> None:
         next(items)
 
 
-class Exchange:
-    """A StopSignal on two processes that have the same data. What it does is noted."""
+def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
+    """A dummy's don't count. Tried with the exchange begun where its sums are needed. A stop is noticed after the step
+    that follows the request: tried with the request of the exchange before, one step later."""
+    did = []
 
-    def __init__(self) -> None:
-        self.did: list[str] = []
-        self.requested = False
-
-    def begin_sum(self, values: list[float]) -> Callable[[], list[float]]:
-        self.did.append("begun")
+    def begin_sum(values: list[float]) -> Callable[[], list[float]]:
+        """As on two processes that have the same data."""
+        did.append("begun")
 
         def wait() -> list[float]:
-            self.did.append("waited")
+            did.append("waited")
             return [2 * value for value in values]
 
         return wait
 
-
-def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
-    """A dummy's don't count. Tried with the exchange begun where its sums are needed. A stop is noticed after the step
-    that follows the request: tried with the request of the exchange before, one step later."""
-    exchange, counts = Exchange(), BatchCounts(8, 20, 30)
+    exchange: Any = SimpleNamespace(begin_sum=begin_sum, requested=False)
+    counts = BatchCounts(8, 20, 30)
     windows = [[MicroBatch(None, 4, counts)] * 2, [MicroBatch(None, 0, counts)], [MicroBatch(None, 4, counts)]]
-    steps = CountedSteps(iter(windows), cast("StopSignal", exchange))
+    steps = CountedSteps(iter(windows), exchange)
     assert next(steps) == (windows[0], StepCounts(32, 80, 120, 0))
-    assert exchange.did == ["begun", "waited", "begun"]
+    assert did == ["begun", "waited", "begun"]
     exchange.requested = True  # while the first step is computed: its counts are known, those of the second too
     assert not steps.is_stop_requested()
     assert next(steps) == (windows[1], StepCounts(0, 0, 0, 0))

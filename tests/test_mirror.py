@@ -9,119 +9,88 @@ from typing import Any
 import boto3
 import pytest
 from accelerate import Accelerator
+from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
 from src.checkpoint.mirror import Mirror, copier
-from src.checkpoint.resume import find_checkpoint
-from src.config.errors import RunError, UserError
-from tests.faults.runs import assert_same_run, lines
-from tests.launching import QUIET, Launch, Run, Whole
+from src.config.errors import RunError
+from tests.faults.runs import ALL, TINY, assert_same_run, lines, refusal
+from tests.launching import Launch, Run, Whole
 from train import run_settings
 
-TINY = ("--max_steps=14", "--log_every=1", "--save_every=4", "--eval_every=14", "--global_batch_size=8")
 STOP: dict[str, Any] = {"FAULT": "die", "FAULT_STEP": "13"}
-FREE = ("--task.dropout=0",)
-UNHURRIED = """
-from src.checkpoint.write import CheckpointWriter
-save = CheckpointWriter.save
-def save_and_wait(writer, state):
-    save(writer, state)
-    writer.poll(wait=True)
-    writer._run.resume.mirror.wait()
-CheckpointWriter.save = save_and_wait
-"""
-"""Each checkpoint is mirrored before the next step: stopped in step 13, the run has copied that of step 12."""
 HELD_UP = """
 import time
 from fsspec.implementations.local import LocalFileSystem
 from pathlib import Path
-put_file, awaited = LocalFileSystem.put_file, Path("{file}")
+put_file, awaited = LocalFileSystem.put_file, Path("{}")
 def put_later(fs, source, target):
-    while not (awaited.exists() and {text!r} in awaited.read_text()):
+    while not awaited.exists():
         time.sleep(0.01)
     put_file(fs, source, target)
 LocalFileSystem.put_file = put_later
 """
-"""The mirror takes no file until this one of the run's has this text, which it never has if the loop waits for that."""
+"""The mirror takes no file until this one of the run's is there, which it never is if the loop waits for that."""
 MACHINE = """
-import os, sys
+import os
+from src.checkpoint.mirror import Mirror
 group = (int(os.environ["GROUP_RANK"]) + {turned}) % {machines}
 os.makedirs(f"{folder}/machine{{group}}", exist_ok=True)
 os.chdir(f"{folder}/machine{{group}}")
-from fsspec.implementations.local import LocalFileSystem
-get_file = LocalFileSystem.get_file
-def counted(self, path, *arguments, **named):
+fetch = Mirror._fetch
+def noted(mirror, checkpoint, files):
     with open("fetched", "a") as log:
-        log.write(f"{{os.stat(path).st_size}}\\n") if path.endswith(".safetensors") else None
-    return get_file(self, path, *arguments, **named)
-LocalFileSystem.get_file = counted
+        log.write(f"{{checkpoint.name}} ")
+    return fetch(mirror, checkpoint, files)
+Mirror._fetch = noted
 """
-"""Each machine has a folder of its own, in which it counts the bytes of shards that it fetches."""
+"""Each machine has a folder of its own, in which it notes what it fetches."""
 
 
-def mirrored(mirror: Path) -> list[int]:
+def mirrored(mirror: Path | str) -> list[int]:
     """The steps whose manifest is there."""
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in mirror.glob("mnist/step_*/manifest.json"))
+    files, root = url_to_fs(str(mirror))
+    files.invalidate_cache()
+    paths = files.glob(f"{root}/mnist/step_*/manifest.json")
+    return sorted(int(Path(path).parent.name.removeprefix("step_")) for path in paths)
 
 
-def on_machines(
-    launch: Launch,
-    yaml: str,
-    folder: Path,
-    *arguments: str,
-    machines: int = 2,
-    turned: int = 0,
-    before: str = UNHURRIED + MACHINE,
-    **more: Any,
-) -> Run:
-    """A run on machines without a shared disk, of one process each, whose ranks are turned by so many."""
-    for log in folder.glob("machine*/fetched"):
-        log.unlink()
-    return launch(
-        yaml,
-        *TINY,
-        f"--checkpoint.mirror={folder}/mirror",
-        *arguments,
-        "--output_dir=run",
-        folder=folder / f"machine{turned}" / "run",
-        before=before.format(folder=folder, turned=turned, machines=machines),
-        launcher_arguments=(f"--num_machines={machines}", "--machine_rank=0", "--main_process_ip=127.0.0.1"),
-        processes=machines,
-        **more,
-    )
-
-
-def fetched(folder: Path) -> int:
-    """Bytes of shards that any machine fetched."""
-    return sum(int(line) for log in folder.glob("machine*/fetched") for line in log.read_text().splitlines())
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket, on a server that every process finds."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "no_proxy": "*",
+    }.items():
+        monkeypatch.setenv(name, value)
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    yield "s3://bucket/runs"
+    server.stop()
 
 
 def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mirror_has(  # room: best
-    launch: Launch, whole: Whole, tmp_path: Path
+    launch: Launch, whole: Whole, tmp_path: Path, s3: str
 ) -> None:
     """To be told from the last, the best is that of the highest loss. Tried without the mirror's among the candidates
     for the best: the last is exported."""
-    best = (*TINY, "--eval_every=4", "--checkpoint.keep_last=1", "--checkpoint.export_best=true",
-            "--checkpoint.mode=max")  # fmt: skip
-    mirror = f"--checkpoint.mirror={tmp_path}/mirror"
-    assert launch("cpu", *best, mirror, folder=tmp_path / "first" / "run", before=UNHURRIED, **STOP).exit_code != 0
-    assert mirrored(tmp_path / "mirror") == [4, 12]
-    run = launch("cpu", *best, mirror, folder=tmp_path / "second" / "run", before=UNHURRIED).succeeded()
-    fetched = [line.rpartition("_")[2] for line in lines(run, f"fetched from {tmp_path}/mirror/mnist/step_")]
-    assert fetched == ["00000012", "00000004"]
-    assert mirrored(tmp_path / "mirror") == [4, 14]
+    best = (*TINY, "--checkpoint.keep_last=1", "--checkpoint.export_best=true", "--checkpoint.mode=max")
+    mirror = f"--checkpoint.mirror={s3}"
+    assert launch("cpu", *best, mirror, folder=tmp_path / "first" / "run", **STOP).exit_code != 0
+    assert mirrored(s3) == [8, 12]
+    run = launch("cpu", *best, mirror, folder=tmp_path / "second" / "run").succeeded()
+    fetched = [line.rpartition("_")[2] for line in lines(run, f"fetched from {s3}/mnist/step_")]
+    assert fetched == ["00000012", "00000008"]
+    assert mirrored(s3) == [8, 14]
     assert_same_run(run, whole("cpu", *best))
-    (refused,) = mistakes_at_start(tmp_path / "third", mirror, "--resume=never")
+    (refused,) = refusal(tmp_path / "third", mirror, "--resume=never")
     assert refused.startswith(f"output_dir={tmp_path}/third: holds a run already (checkpoint.mirror); choose another ")
-
-
-def mistakes_at_start(folder: Path, *arguments: str) -> list[str]:
-    """What a start with this output folder is refused with."""
-    config = run_settings([f"--output_dir={folder}", "--task.source=digits", *QUIET, *arguments])
-    with pytest.raises(UserError) as error:
-        find_checkpoint(Accelerator(cpu=True), config)
-    return str(error.value).splitlines()
 
 
 def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -132,49 +101,48 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
         ("gcs://bucket/folder", "Please install gcsfs to access Google Storage"),
         ("ftpp://host/folder", "Protocol not known: ftpp"),
     ):
-        (line,) = mistakes_at_start(tmp_path / "run", f"--checkpoint.mirror={mirror}")
+        (line,) = refusal(tmp_path / "run", f"--checkpoint.mirror={mirror}")
         assert line.startswith(f"checkpoint.mirror={mirror}: ")
         assert says in line
     assert not (tmp_path / "run").exists()
 
 
-@pytest.fixture
-def s3() -> Iterator[dict[str, str]]:
-    """A server with one bucket, `bucket`. Yields the variables by which processes find it."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    found = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    boto3.client("s3", endpoint_url=found["AWS_ENDPOINT_URL"], region_name="us-east-1",
-                 aws_access_key_id="x", aws_secret_access_key="x").create_bucket(Bucket="bucket")  # fmt: skip
-    yield found | {"AWS_DEFAULT_REGION": "us-east-1", "no_proxy": "*"}
-    server.stop()
+def on_machines(launch: Launch, folder: Path, machines: int = 2, turned: int = 0, **more: Any) -> tuple[Run, list[str]]:
+    """A run on machines without a shared disk, of one process each, whose ranks are turned by so many.
 
-
-def test_machines_go_on_exactly_from_s3(launch: Launch, whole: Whole, tmp_path: Path, s3: dict[str, str]) -> None:
-    """With dropout, and where the second one is now the first."""
-    mirror, everywhere = "--checkpoint.mirror=s3://bucket/runs", dict[str, Any](s3)
-    assert on_machines(launch, "ddp", tmp_path, mirror, **everywhere, **STOP).exit_code != 0
-    run = on_machines(launch, "ddp", tmp_path, mirror, turned=1, **everywhere).succeeded()
-    assert next(lines(run, "fetched from s3://bucket/runs/mnist/step_"))
-    assert_same_run(run, whole("ddp", *TINY, processes=2))
-    assert {path.name for path in tmp_path.glob("machine*/run/checkpoints/*")} == {"step_00000012"}  # as it was fetched
+    Returns: it, and what each of them fetched.
+    """
+    run = launch(
+        "ddp",
+        *TINY,
+        "--task.dropout=0",
+        f"--checkpoint.mirror={folder}/mirror",
+        "--output_dir=run",
+        folder=folder / f"machine{turned}" / "run",
+        before=MACHINE.format(folder=folder, turned=turned, machines=machines),
+        launcher_arguments=(f"--num_machines={machines}", "--machine_rank=0", "--main_process_ip=127.0.0.1"),
+        processes=machines,
+        **more,
+    )
+    return run, [log.read_text() for log in folder.glob("machine*/fetched")]
 
 
 def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Also without the second. Each fetches all of it, once."""
-    expected = whole("fsdp", *TINY, *FREE, processes=2)
-    assert on_machines(launch, "fsdp", tmp_path, *FREE, **STOP).exit_code != 0
-    assert not list(tmp_path.glob("machine*/run/checkpoints/step_*/manifest.json"))  # only the mirror has it whole
-    assert mirrored(tmp_path / "mirror") == [8, 12]
-    size = sum(shard.stat().st_size for shard in tmp_path.glob("mirror/mnist/step_00000012/shard-*"))
-    fewer = Path(shutil.copytree(tmp_path, f"{tmp_path}-fewer"))
-    assert_same_run(on_machines(launch, "fsdp", tmp_path, *FREE).succeeded(), expected)
-    assert fetched(tmp_path) == 2 * size  # by each
-    assert mirrored(tmp_path / "mirror") == [12, 14]
-    alone = on_machines(launch, "fsdp", fewer, *FREE, machines=1).succeeded()
-    assert fetched(fewer) == size
-    assert alone.losses == pytest.approx(expected.losses, rel=1e-5)
+    """Where the second is now the first, and without the second. Each fetches what it lacks, once."""
+    expected = whole("ddp", *TINY, "--task.dropout=0")
+    folder, fewer = tmp_path / "two", tmp_path / "one"
+    killed, _ = on_machines(launch, folder, **STOP)
+    assert killed.exit_code != 0
+    assert not list(folder.glob("machine*/run/checkpoints/step_*/manifest.json"))  # only the mirror has it whole
+    assert mirrored(folder / "mirror") == [8, 12]
+    shutil.copytree(folder, fewer)
+    turned, fetched = on_machines(launch, folder, turned=1)
+    assert_same_run(turned.succeeded(), expected)
+    assert fetched == ["step_00000012 "] * 2
+    assert mirrored(folder / "mirror") == [12, 14]
+    alone, fetched = on_machines(launch, fewer, machines=1)
+    assert alone.succeeded().losses == pytest.approx(expected.losses, rel=1e-5)
+    assert fetched == ["step_00000012 "]
 
 
 def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(
@@ -184,8 +152,8 @@ def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(
     before: the run hangs at step 6; with deleting what is being copied: its files are missing."""
     folder, mirror = tmp_path / "run", tmp_path / "mirror"
     arguments = (*TINY, "--save_every=2", "--checkpoint.keep_last=1", f"--checkpoint.mirror={mirror}")
-    last = {"file": folder / "checkpoints" / "step_00000014" / "manifest.json", "text": "files"}
-    run = launch("cpu", *arguments, folder=folder, before=HELD_UP.format(**last)).succeeded()
+    last = folder / "checkpoints" / "step_00000014" / "manifest.json"
+    run = launch("cpu", *arguments, folder=folder, before=HELD_UP.format(last)).succeeded()
     assert [line.rpartition("_")[2] for line in lines(run, "mirrored to ")] == ["00000002", "00000014"]
     assert list(lines(run, "WARNING: ")) == [
         f"WARNING: {folder}/checkpoints/step_{step:08d} is not in the mirror: {mirror}/mnist takes longer than from "
@@ -193,7 +161,7 @@ def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(
         for step in (4, 6, 8, 10, 12)
     ]
     assert mirrored(mirror) == [14]
-    assert_same_run(run, whole("cpu", *TINY))
+    assert_same_run(run, whole("cpu", *ALL))
 
 
 def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
@@ -202,7 +170,7 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
     """After half of timeout_minutes. Tried without: it waits for ever."""
     answers, put_file = threading.Event(), LocalFileSystem.put_file
     monkeypatch.setattr(LocalFileSystem, "put_file", lambda *arguments: answers.wait() and put_file(*arguments))
-    shutil.copytree(whole("cpu", *TINY).folder, tmp_path / "run")
+    shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
     mirror = Mirror(Accelerator(cpu=True), run_settings(arguments))
@@ -225,7 +193,7 @@ def test_killed_at_any_moment_of_a_copy_the_newest_whole_one_is_found(
 ) -> None:
     """And nothing of the others is left once a copy is complete. What is damaged here is taken from the mirror; what is
     damaged there is passed over. A copy that fails later is a warning. Tried with the manifest first: it counts."""
-    state = whole("ddp", *TINY, processes=2).folder / "checkpoints" / "step_00000012" / "state.json"
+    state = whole("ddp", *ALL).folder / "checkpoints" / "step_00000012" / "state.json"
     run = launch("cpu", str(tmp_path), str(state), script="tests/mirror_kills.py").succeeded()
     (line,) = lines(run, "killed ")
     _, kills, _, _, *steps = line.split()

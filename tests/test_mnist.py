@@ -54,9 +54,6 @@ def test_the_bundled_digits_are_scikit_learns_and_look_like_mnists() -> None:
     center = torch.cat([evaluation.images, train.images])[:, 4:24, 4:24].double().mean((1, 2))
     assert np.corrcoef(center, images[order].mean(1))[0, 1] > 0.999  # enlarged
     assert (train.images.shape, train.images.max()) == ((1438, 28, 28), 255)
-    batch = train.__getitems__([3, 1])  # at once
-    assert torch.equal(batch["images"], train.images[[3, 1]])
-    assert torch.equal(batch["labels"], train.labels[[3, 1]])
 
 
 def dots(row: int, column: int) -> Digits:

@@ -46,7 +46,8 @@ def test_steps_are_counted_in_their_order_whenever_they_are_read() -> None:
         together.add_step(result)
     assert not together.read_steps(ALONE, is_fp16=False, max_bad_steps=3)
     assert asdict(each) == asdict(together)
-    assert together.interval == [1.5 + 0.25 + 1e-9, 12, 30, 48]
+    assert together.interval_loss == 1.5 + 0.25 + 1e-9
+    assert (together.interval_targets, together.interval_tokens, together.interval_padded_tokens) == (12, 30, 48)
     assert (together.loss_scale, together.skipped, together.skipped_in_a_row) == (1.0, 2, 0)
     for result in steps:
         together.add_step(result)

@@ -18,19 +18,13 @@ WHOLE = [{"step": 10, "train/loss": 1.0}, {"step": 20, "train/loss": None, "eval
 DAMAGED = [b'{"step": 5, "train/loss": 1', b"\0" * 90, b"\xff\xfe", b"5", b'{"train/loss": 9}', b"[" * 10**5, b""]
 
 
-@pytest.fixture
-def record(tmp_path: Path) -> Path:
-    """With each kind of damage between two records, and cut short by a kill."""
+def test_a_damaged_line_is_left_out_and_none_beside_it(tmp_path: Path) -> None:
+    """With each kind of damage between two records, and cut short by a kill. Tried with json.loads: a traceback."""
     first, last = (json.dumps(record).encode() for record in WHOLE)
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b"\n".join([first, *DAMAGED, last, b'{"step": 30, "tra']))
-    return file
-
-
-def test_a_damaged_line_is_left_out_and_none_beside_it(record: Path) -> None:
-    """Tried with json.loads: a traceback."""
-    assert list(read_lines(record)) == [WHOLE[0], *[{}] * len(DAMAGED), WHOLE[1]]
-    assert list(read_lines(record.with_name("absent"))) == []
+    assert list(read_lines(file)) == [WHOLE[0], *[{}] * len(DAMAGED), WHOLE[1]]
+    assert list(read_lines(tmp_path / "absent")) == []
 
 
 def test_a_resume_takes_as_long_whatever_the_length_of_the_record(

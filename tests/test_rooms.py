@@ -16,7 +16,7 @@ from tests.launching import BIN, PROJECT, Launch, Started
 PAGE = (PROJECT / "docs/make-it-yours.md").read_text()
 ROOMS = list(FILES)
 LINES = 45
-"""That a room may have elsewhere."""
+"""That a room may have elsewhere: text, all of transformers in one room, half as many more."""
 COLLECT = """\
 import sys
 
@@ -75,7 +75,8 @@ def test_a_room_is_its_files_and_few_lines_elsewhere() -> None:
     assert {part for name in marked for part in name.split("+")} <= {*ROOMS}
     for room in ROOMS:
         assert all(any(PROJECT.glob(pattern)) for pattern in FILES[room].split()), room
-        assert marked.count(room) <= LINES, room
+        most = LINES * 3 / 2 if room == "text" else LINES
+        assert marked.count(room) <= most, room
 
 
 def test_nothing_names_what_goes_with_a_room(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from src.tasks.mnist import MnistCnn
 from tests.launching import BIN, PROJECT, WANDB, Launch, Rounding, Run, Whole, needs, run_command, slow
 
 GPU_YAMLS = [
-    "fsdp", "ddp_bf16_hook", slow("single_gpu"), slow("ddp"), slow("fsdp_grad_op"), slow("fsdp_offload"),
-    slow("fsdp_fp8"),
+    ("fsdp", 2, "fsdp"), ("fsdp", 1, "fsdp"), ("ddp_bf16_hook", 2, "ddp"), slow("single_gpu", 1, "single"),
+    slow("ddp", 2, "ddp"), slow("ddp", 1, "single"), slow("fsdp_grad_op", 2, "fsdp_grad_op"),
+    slow("fsdp_offload", 2, "fsdp_offload"), slow("fsdp_offload", 1, "fsdp_offload"), slow("fsdp_fp8", 2, "fsdp"),
 ]  # fmt: skip
 LAST = ["evaluate"] if (PROJECT / "src/tools/evaluate.py").exists() else []
 LAST += ["upload"] if WANDB else []
@@ -88,17 +89,19 @@ def test_wandb_offline_holds_config_strategy_history_and_success(digits: Run) ->
     assert exit_codes == [0]
 
 
-@pytest.mark.parametrize("yaml", GPU_YAMLS)
-def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, yaml: str) -> None:
+@pytest.mark.parametrize(("yaml", "processes", "strategy"), GPU_YAMLS)
+def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(
+    launch: Launch, yaml: str, processes: int, strategy: str
+) -> None:
+    """Also with a single process."""
     hook = ["--ddp_comm_hook=bf16"] if yaml == "ddp_bf16_hook" else []  # as the yaml's header says
-    run = launch(yaml, "--max_steps=2", "--optim.max_grad_norm=0.1", *hook, real=yaml == "fsdp").succeeded()
-    processes = 1 if yaml == "single_gpu" else 2
+    run = launch(yaml, "--max_steps=2", "--optim.max_grad_norm=0.1", *hook, processes=processes).succeeded()
     first = run.stdout.splitlines()[0]
     assert first.startswith("no GPU here: the CPU stand-in for ")
     assert f"{yaml}.yaml, {processes} process" in first
     assert ("sharding for real" in first) == yaml.startswith("fsdp")
-    told = {"num_processes": processes, "precision": "fp32", "comm_hook": "bf16" if hook else None}
-    told["strategy"] = {"single_gpu": "single", "ddp_bf16_hook": "ddp", "fsdp_fp8": "fsdp"}.get(yaml, yaml)
+    told = {"strategy": strategy, "num_processes": processes, "precision": "fp32"}
+    told["comm_hook"] = "bf16" if hook else None
     assert told.items() <= run.summary.items()
     assert run.summary["requested"]["mixed_precision"] == ("fp8" if yaml == "fsdp_fp8" else "bf16")
     assert len(run.summary["peak_memory_bytes"]) == processes
@@ -108,7 +111,8 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(launch: Launch, ya
 
 def test_muon_takes_the_same_steps_offloaded(launch: Launch, whole: Whole, rounding: Rounding) -> None:
     """torch's Muon computes in bf16: what rounding makes of the order of a sum is 1e-5 after 5 steps, 1e-4 after 10.
-    Tried with a rate that is 3% lower: XX."""
+    Tried with a rate that is 3% lower: 2.5e-4, and
+    9e-5 may be."""
     arguments = ("--optim.name=muon", "--optim.lr=3e-4", "--optim.schedule=constant", "--optim.warmup_steps=0",
                  "--task.dropout=0", "--max_steps=5", "--log_every=1")  # fmt: skip
     alone = whole("cpu", *arguments)
@@ -118,22 +122,14 @@ def test_muon_takes_the_same_steps_offloaded(launch: Launch, whole: Whole, round
 
 
 def test_bf16_on_request(launch: Launch) -> None:
-    arguments = ("--max_steps=6", "--log_every=1", "--task.dropout=0", "--optim.schedule=constant")
-    half, full = (launch("fsdp", *arguments, launcher_arguments=(f"--mixed_precision={p}",)) for p in ("bf16", "no"))
+    arguments = ("--max_steps=5", "--log_every=1", "--task.dropout=0", "--optim.schedule=constant")
+    half = launch("fsdp", *arguments, launcher_arguments=("--mixed_precision=bf16",)).succeeded()
+    full = launch("cpu", *arguments).succeeded()
     assert (half.summary["precision"], full.summary["precision"]) == ("bf16", "fp32")
-    assert half.losses != full.losses
-    assert half.losses[:5] == pytest.approx(full.losses[:5], rel=2 * torch.finfo(torch.bfloat16).eps)
+    assert half.losses != pytest.approx(full.losses, rel=1e-5)
+    assert half.losses == pytest.approx(full.losses, rel=2 * torch.finfo(torch.bfloat16).eps)
     weights = load_file(half.folder / "model" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-
-
-def test_a_record_is_the_mean_over_the_steps_since_the_last(launch: Launch) -> None:
-    arguments = ("--max_steps=3", "--global_batch_size=1000", "--task.dropout=0")  # windows of 1,000 and 438
-    each = launch("cpu", *arguments, "--log_every=1").succeeded()
-    pairs = launch("cpu", *arguments, "--log_every=2").succeeded()
-    expected = [(1000 * a + 438 * b) / 1438 for a, b in zip(each.losses[::2], each.losses[1::2], strict=False)]
-    assert pairs.losses[:-1] == pytest.approx(expected, rel=1e-12)
-    assert pairs.losses[-1] == each.losses[-1]
 
 
 def test_a_bug_keeps_its_traceback_and_ends_the_run_as_crashed(launch: Launch) -> None:
@@ -153,7 +149,8 @@ def test_a_bug_keeps_its_traceback_and_ends_the_run_as_crashed(launch: Launch) -
 def test_wandb_online_without_a_network_falls_back_to_offline(launch: Launch) -> None:
     run = launch(
         "cpu", "--max_steps=2", wandb="auto",
-        WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_INIT_TIMEOUT="3",
+        WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_INIT_TIMEOUT="1",
+        WANDB_SILENT="true",  # or wandb.login asks for 5 seconds whose key it is, to say so
     ).succeeded()  # fmt: skip
     assert "W&B        offline (could not go online: " in run.stdout
     assert list(run.folder.glob("wandb/offline-run-*"))
@@ -165,12 +162,6 @@ def test_wandb_switched_off_by_its_own_variable_or_by_ours(launch: Launch) -> No
         run = launch("cpu", "--max_steps=1", wandb=mode, WANDB_MODE=variable).succeeded()
         assert "W&B" not in run.stdout
         assert not (run.folder / "wandb").exists()
-
-
-@pytest.mark.parametrize("yaml", ["fsdp", slow("fsdp_offload"), slow("ddp")])
-def test_one_process_is_enough_for_every_yaml(launch: Launch, yaml: str) -> None:
-    run = launch(yaml, "--max_steps=2", processes=1).succeeded()
-    assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.replace("ddp", "single"), 1)
 
 
 def test_by_plain_python_in_a_terminal_config_yaml_repeats_the_run(launch: Launch, tmp_path: Path) -> None:

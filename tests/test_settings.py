@@ -91,7 +91,6 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "--config=d.yaml: must hold settings, one `name: value` per line",
             "--config=.: cannot be read as yaml, [Errno 21] Is a directory: '.'",
         ]),
-        ("--optim=sgd", {}, ["--optim=sgd: optim is a group; write, for example, --optim.name=…"]),
         ("--config=a.yaml", {"a": "max_hours: 1:30\nepochs: yes\noptim: {lr: on}\ndry_run: yes"}, [
             "a.yaml: epochs: yes: must be a valid integer, unable to parse string as an integer",
             "a.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",

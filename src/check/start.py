@@ -89,7 +89,7 @@ def reading_indices(run: Run) -> Run:
         augmented=lambda train, _: train,
         collate=list,
         count_targets=len,
-        count_tokens=lambda _: (0, 0),
+        count_tokens=lambda _: (0, 0),  # room: text
     )
     config = run.config.model_copy(update={"task": task})
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))

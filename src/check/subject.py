@@ -38,7 +38,7 @@ class Subject:
 
     @property
     def unwrapped(self) -> nn.Module:
-        """The run's model without its wrapper; FSDP leaves shards in it."""
+        """Return the run's model without its wrapper; under FSDP it still holds shards."""
         return self.run.accelerator.unwrap_model(self.run.model)
 
     def at(self, step: int, **settings: Any) -> Run:

@@ -14,7 +14,7 @@ from src.config.config import Config
 from src.config.settings import read_yaml
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: Any) -> TypeGuard[float]:  # room: report sweep
     """Return whether it is a finite number, not too large for a float."""
     return isinstance(value, int | float) and abs(value) < 1e308
 
@@ -28,7 +28,7 @@ def parse(content: str | bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_lines(file: Path, end: float = math.inf) -> Iterator[dict[str, Any]]:
+def read_lines(file: Path, end: float = math.inf) -> Iterator[dict[str, Any]]:  # room: report sweep
     """Yield each record of metrics.jsonl up to the byte `end`, if it is there: an empty one for a line that is damaged,
     and none for a last one that a kill cut short."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:

@@ -14,13 +14,11 @@ from src.training.state import FORMAT_VERSION, RunState
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-RECORD = ("metrics.jsonl", "config.yaml")
-"""What a mirror keeps of the run beside each checkpoint."""
 INCOMPLETE = "tmp_"
 """Prefix of the names of folders that are being written or deleted; a crash leaves them behind."""
 
 
-def step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:  # room: best mirror wandb
     """Return the step that the folder's name gives."""
     return int(checkpoint.name.removeprefix("step_"))
 
@@ -38,11 +36,6 @@ def read_state(checkpoint: Path) -> RunState:
             f"use the code that saved it, or begin a new run"
         )
     return RunState(**content | {"progress": Progress(**content["progress"])})
-
-
-def manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the facts about each of its files, by name."""
-    return json.loads((checkpoint / MANIFEST).read_text())["files"]
 
 
 def unfinished(path: Path) -> Path:

@@ -9,9 +9,17 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from src.checkpoint.format import MANIFEST, RECORD, STATE, file_facts, manifest
+from src.checkpoint.format import MANIFEST, STATE, file_facts
 from src.config.config import Config
 from src.config.errors import UserError
+
+RECORD = ("metrics.jsonl", "config.yaml")
+"""Files of the run that a mirror keeps beside each checkpoint."""
+
+
+def manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the facts about each of its files, by name."""
+    return json.loads((checkpoint / MANIFEST).read_text())["files"]
 
 
 def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:

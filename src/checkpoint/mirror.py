@@ -25,8 +25,8 @@ from fsspec.core import url_to_fs
 
 from src.checkpoint import format
 from src.checkpoint.folder import list_checkpoints, parse
-from src.checkpoint.format import INCOMPLETE, MANIFEST, RECORD, STATE, file_facts, write_text
-from src.checkpoint.integrity import problems, quarantine
+from src.checkpoint.format import INCOMPLETE, MANIFEST, STATE, file_facts, write_text
+from src.checkpoint.integrity import RECORD, manifest, problems, quarantine
 from src.checkpoint.occupied import lock
 from src.checkpoint.rotation import superfluous
 from src.config.config import Config
@@ -179,7 +179,7 @@ class Mirror:
         work_done.get()
 
     def _copy(self, checkpoint: Path) -> None:
-        files = format.manifest(checkpoint)
+        files = manifest(checkpoint)
         self.put(checkpoint, files.keys() - {STATE})
         self.complete(checkpoint, files)
 
@@ -201,7 +201,12 @@ class Mirror:
         self._fs.pipe_file(self._path(folder, MANIFEST), json.dumps({"files": files}).encode())
         try:
             whole = self._manifests()
-            kept = whole.keys() - superfluous(list(whole), self._config.checkpoint, state.progress.evaluations)
+            paths = superfluous(
+                list(whole),
+                self._config.checkpoint,
+                state.progress.evaluations,  # room: best
+            )
+            kept = whole.keys() - paths
             for path in self._fs.glob(f"{self._root}/step_[0-9]*"):
                 checkpoint = self._own / Path(path).name
                 if checkpoint in kept:

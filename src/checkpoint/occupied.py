@@ -19,10 +19,10 @@ from src.config.settings import nearest
 from src.distributed.process import SIGNALS
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
-"""What a run writes into its output folder, besides status.json, which even a run stopped at its start leaves."""
+"""The files of a run in its output folder, besides status.json, which even a run stopped at its start leaves."""
 ELSEWHERE = "choose another --run_name or --output_dir"
 PATIENCE_SECONDS = 40
-"""How long a launcher gives its processes to end, and a little more."""
+"""A little more than the seconds that a launcher gives its processes to end."""
 
 
 def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterator[str]:

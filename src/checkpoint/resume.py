@@ -1,12 +1,9 @@
 """Which checkpoint a run continues from, and restoring the run to where it was."""
 
-import importlib.metadata
-from importlib.util import find_spec
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
-from torch import nn
 
 from src.checkpoint import format
 from src.checkpoint.folder import (
@@ -19,31 +16,35 @@ from src.checkpoint.mirror import Mirror
 from src.checkpoint.occupied import claim, require_free
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
 from src.checkpoint.same_run import note_changes, note_versions, require_same_data, require_whole_record
-from src.checkpoint.tensors import frozen_norm, load_tensors, require_same_frozen
+from src.checkpoint.tensors import load_tensors, require_same_frozen
 from src.config.config import Config
 from src.config.errors import UserError
 from src.config.settings import Change, flatten, marked
-from src.distributed.accelerator import LIBRARIES, Launch
+from src.distributed.accelerator import Launch, library_versions
 from src.training.progress import Progress
 from src.training.run import Run
 from src.training.state import ResumePoint
 
 
 def checkpoint_metadata(
-    config: Config, launch: Launch, examples: int, fingerprints: list[str], accelerator: Accelerator, model: nn.Module
+    config: Config,
+    launch: Launch,
+    examples: int,  # room: safeguards
+    fingerprints: list[str],  # room: machines safeguards trackers wandb
+    norm: float,  # room: text examples
 ) -> dict[str, Any]:
     """Return the fields of RunState that stay the same throughout a run. The fingerprints, of the data to train and to
-    evaluate on, are the main process's. Collective."""
+    evaluate on, are the main process's; the norm is that of the frozen parameters."""
     return {
         "config": config.model_dump(mode="json"),
         "data_state": config.task.data_state(),  # room: text examples
-        "examples": examples,
-        "data": fingerprints,
-        "frozen_norm": frozen_norm(model, accelerator),  # room: text examples
+        "examples": examples,  # room: safeguards
+        "data": fingerprints,  # room: machines safeguards trackers wandb
+        "frozen_norm": norm,  # room: text examples
         "strategy": launch.strategy,
         "precision": launch.precision,
         "num_processes": launch.num_processes,
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES if find_spec(name)},
+        "versions": library_versions(),  # room: safeguards
     }
 
 
@@ -106,7 +107,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
 def load_checkpoint(run: Run) -> None:
     """Restore what the run continues from, if there is a checkpoint: weights, optimizer state and random numbers. Raise
     a UserError if it is of another model, or of other data. Collective."""
-    checkpoint, saved, now, step = run.resume.checkpoint, run.resume.state, run.metadata, run.progress.step
+    checkpoint, saved, step = run.resume.checkpoint, run.resume.state, run.progress.step
     if checkpoint is None or saved is None:
         return
     if step > run.total_steps:
@@ -114,10 +115,10 @@ def load_checkpoint(run: Run) -> None:
         raise UserError(f"{checkpoint} has {step} steps already, but {asked}")
     if run.is_fp16 and saved.precision != "fp16":
         run.progress.loss_scale = Progress().loss_scale
-    require_same_frozen(checkpoint, saved.frozen_norm, now["frozen_norm"])  # room: text examples
+    require_same_frozen(checkpoint, saved.frozen_norm, run.metadata["frozen_norm"])  # room: text examples
     if not run.config.checkpoint.accept_changes:  # room: safeguards
-        require_same_data(checkpoint, vars(saved), now)
-    run.resume.notes += note_versions(saved, now)  # room: safeguards
+        require_same_data(checkpoint, vars(saved), run.metadata)
+    run.resume.notes += note_versions(saved, run.metadata)  # room: safeguards
     load_tensors(checkpoint, run.model, run.optimizers)
     set_seed((run.config.seed + step + run.rank) % 2**32)
     if saved.num_processes != run.world_size:

@@ -11,7 +11,7 @@ from src.training.score import score
 def superfluous(
     whole: list[Path],
     settings: Checkpoint,
-    evaluations: dict[int, dict[str, float]],
+    evaluations: dict[int, dict[str, float]],  # room: best
 ) -> list[Path]:
     """Return which of the whole checkpoints, the newest first, the settings don't keep."""
     kept = whole[: settings.keep_last]

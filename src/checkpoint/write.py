@@ -26,13 +26,14 @@ from src.checkpoint.format import STATE, file_facts, publish, sync, unfinished, 
 from src.checkpoint.integrity import is_whole
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.rotation import delete, superfluous
+from src.checkpoint.status import write_unfinished
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import cause, explained
 from src.training.run import Run
 from src.training.state import RunState
 
 HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
-"""What DCP writes into each file and looks for when it reads."""
+"""The metadata that DCP writes into each file and looks for when it reads."""
 
 
 def shard_file(rank: int) -> str:
@@ -48,7 +49,7 @@ class CheckpointWriter:
         self.newest = run.resume.checkpoint
         """The last checkpoint; None if there is none yet."""
         self.pause_seconds = 0.0
-        """How long all saves together have kept the loop from training."""
+        """Seconds for which all saves together have kept the loop from training."""
         self._run, self._say = run, say
         self._group: Any = None
         if torch.distributed.is_initialized():  # of its own: the background thread's must not mix with the loop's
@@ -161,19 +162,21 @@ class StorageWriter(HuggingFaceStorageWriter):
         publish(self.folder, files, self.checkpoint)
         if self._mirror:  # room: mirror
             self._mirror.start(self.checkpoint)
-        status = {"status": "unfinished", "checkpoint": str(self.checkpoint)}
         try:
             self.rotate()
-            write_json(self._run.config.folder / "status.json", status)
+            write_unfinished(self._run.config.folder, self.checkpoint)  # room: status
         except Exception as error:  # in any case, the new one is published
             warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)
 
     def rotate(self) -> None:
         """Delete the checkpoints here that are not to be kept."""
-        settings, evaluations = self._run.config.checkpoint, self.state.progress.evaluations
         whole = list_checkpoints(self.checkpoint.parent)
         whole = [path for path in whole if is_whole(path)]  # room: integrity
-        paths = superfluous(whole, settings, evaluations)
+        paths = superfluous(
+            whole,
+            self._run.config.checkpoint,
+            self.state.progress.evaluations,  # room: best
+        )
         if self._mirror:  # room: mirror
             paths = [path for path in paths if path != self._mirror.copying]
         for path in paths:

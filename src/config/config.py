@@ -103,19 +103,20 @@ class Config(Settings):
 
     @property
     def folder(self) -> Path:
-        """output_dir, filled in. `wandb agent` repeats one command: each trial of a sweep gets a folder of its own."""
-        trial = f"-{os.environ['WANDB_RUN_ID']}" if "WANDB_SWEEP_ID" in os.environ else ""
-        return Path(self.output_dir.replace("{run_name}", self.run_name + trial))
+        """Return output_dir, filled in."""
+        name = self.run_name
+        if "WANDB_SWEEP_ID" in os.environ:  # room: wandb
+            # `wandb agent` repeats one command: each trial of a sweep gets a folder of its own
+            name += f"-{os.environ['WANDB_RUN_ID']}"
+        return Path(self.output_dir.replace("{run_name}", name))
 
     @property
     def saves(self) -> bool:
         """Return whether the run writes into its folder."""
-        saves = True
-        if self.check:  # room: check
-            saves = False
-        if self.dry_run:  # room: dry_run
-            saves = False
-        return saves
+        is_trial = False
+        is_trial |= self.check  # room: check
+        is_trial |= self.dry_run  # room: dry_run
+        return not is_trial
 
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
         """Return the optimizer steps to take, and those that the learning-rate schedule spans."""
@@ -192,7 +193,10 @@ def load_config(
     return config
 
 
-def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
+def config_from(  # room: checkpoints evaluate generate safeguards
+    saved: dict[str, Any],
+    tasks: Mapping[str, str],
+) -> Config:
     """Return the settings that a checkpoint or config.yaml holds. `tasks` are those of `load_config`.
 
     Raises:

@@ -42,9 +42,9 @@ class Checkpoint(Settings):
     mirror: str | None = None  # room: mirror
     """Folder or URL of fsspec (s3://…, hf://…) to copy checkpoints to, as run_name; null: none."""
     keep_last: PositiveInt = 2
-    """How many of the newest checkpoints to keep."""
+    """Number of the newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0  # room: best
-    """How many more to keep, the best by `metric`. Above 0, each evaluation is followed by a checkpoint."""
+    """Number of further checkpoints to keep, the best by `metric`; above 0, a checkpoint follows each evaluation."""
     metric: Reopens[str] = "eval/loss"  # room: best wandb
     """Metric that ranks the evaluations for keep_best and export_best."""
     mode: Reopens[Literal["min", "max"] | None] = None  # room: best wandb

@@ -29,8 +29,8 @@ class Change(Enum):
 T = TypeVar("T")
 ResumeSafe = Annotated[T, Change.SAFE]
 Length = Annotated[T, Change.LENGTH, Change.REOPENS]
-Reopens = Annotated[T, Change.REOPENS]
-SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
+Reopens = Annotated[T, Change.REOPENS]  # room: best wandb
+SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]  # room: best hub text
 
 TEXT = (str, str | None)
 """The types of fields whose value is taken as it was written."""

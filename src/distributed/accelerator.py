@@ -4,6 +4,7 @@ Without a GPU every yaml runs as its CPU stand-in: the same processes, on gloo, 
 """
 
 import contextlib
+import importlib.metadata
 import os
 import resource
 import sys
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -39,9 +41,6 @@ warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor
 warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
-LIBRARIES = ("torch", "accelerate", "transformers")
-"""A checkpoint records the versions of those that are installed: another one's arithmetic may round differently."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -62,7 +61,7 @@ class Launch:
     comm_hook: str | None
     """Type that DDP casts gradients to on their way to the other processes: bf16 or fp16; None: no cast."""
     note: str | None
-    """Why what runs differs from the yaml, if the machine makes it differ."""
+    """The reason why what runs differs from the yaml, if this machine makes it differ."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -157,6 +156,12 @@ def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) 
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
+
+
+def library_versions() -> dict[str, str]:  # room: safeguards
+    """Return the versions of those libraries whose arithmetic another version may round differently."""
+    libraries = ("torch", "accelerate", "transformers")
+    return {name: importlib.metadata.version(name) for name in libraries if find_spec(name)}
 
 
 def processes(number: int) -> str:

@@ -21,7 +21,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
 """Environment variables that accelerate's and torch's launchers always set, and nothing else does."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl.h."""
+"""The constant of this name in Linux's prctl.h."""
 
 
 class Signals:
@@ -30,13 +30,13 @@ class Signals:
     def __init__(self) -> None:
         self.name: str | None = None
         """Name of the last signal; None if there was none."""
-        self._answer: Callable[[str], None] | None = None
+        self._answer: Callable[[str], None] | None = None  # room: status
         self._interrupted = 0.0
-        self._process = 0
+        self._process = 0  # room: status
 
     def catch(self) -> None:
         """Note the signals from now on, in place of their default action."""
-        self._process = os.getpid()
+        self._process = os.getpid()  # room: status
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
@@ -45,7 +45,7 @@ class Signals:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-    def answer_by(self, answer: Callable[[str], None] | None) -> None:
+    def answer_by(self, answer: Callable[[str], None] | None) -> None:  # room: status
         """Call `answer` with the name of each signal as it comes, and at once if one has come already."""
         self._answer = answer
         if answer and self.name:
@@ -63,7 +63,8 @@ class Signals:
             self._interrupted = self._interrupted or time.monotonic()
             if time.monotonic() > self._interrupted + 1:  # else the same, forwarded
                 self.die()
-        if self._answer and os.getpid() == self._process:  # not in a data loading worker
+        # not in a data loading worker
+        if self._answer and os.getpid() == self._process:  # room: status
             self._answer(self.name)
 
 

@@ -18,7 +18,7 @@ class StopSignal:
     """Turns signals and max_hours into a request, which the loop honours between steps."""
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
-        SIGNALS.answer_by(None)  # from now on, the loop does
+        SIGNALS.answer_by(None)  # room: status
         self._max_hours = config.max_hours
         self._deadline = psutil.Process().create_time() + (config.max_hours or math.inf) * 3600
         # a group of its own, on the CPU: asking all processes must not wait for the device

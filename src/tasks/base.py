@@ -25,7 +25,7 @@ class Examples(Protocol):
 DATA_STATE = "data_state.json"  # room: text examples
 """File in an export: what `Task.data_state` returned."""
 PICTURE = "data:image/png;base64,"  # room: report tables wandb
-"""How a cell of a table begins that is a picture."""
+"""Beginning of a table's cell that is a picture."""
 Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON."""
 
@@ -79,7 +79,7 @@ class Task(Settings, ABC):
     def load_data_state(self, state: dict[str, Any]) -> None:  # room: text examples
         """Restore what `data_state` returned, in place of `build_datasets`, or before it, to evaluate on other data."""
 
-    def fingerprint(self, dataset: Any) -> str:
+    def fingerprint(self, dataset: Any) -> str:  # room: machines safeguards trackers wandb
         """Return a string that changes when the examples or their order do; empty: unknown. A run refuses to resume on
         different data."""
         return ""
@@ -111,7 +111,7 @@ class Task(Settings, ABC):
         """Split an example that packs documents, which must not see each other, into one example for each."""
         return [sample]
 
-    def count_tokens(self, batch: Any) -> tuple[int, int]:
+    def count_tokens(self, batch: Any) -> tuple[int, int]:  # room: text
         """Return the tokens in a batch of `collate`, without padding and with it; (0, 0) if it is not text."""
         return 0, 0
 

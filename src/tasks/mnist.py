@@ -74,7 +74,7 @@ class Digits:
             images = moved.squeeze(1).round().to(torch.uint8)
         return {"images": images, "labels": self.labels.index_select(0, index)}
 
-    def checksum(self) -> str:
+    def checksum(self) -> str:  # room: machines safeguards trackers wandb
         """Return the SHA-256 of images and labels, which are on the CPU."""
         return hashlib.sha256(self.images.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
@@ -148,7 +148,7 @@ class Mnist(Task):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the training target that all ten digits share equally; the evaluation's loss has none."""
 
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)  # room: best
 
     def build_model(self) -> nn.Module:
         return MnistCnn(dropout=self.dropout)
@@ -156,7 +156,7 @@ class Mnist(Task):
     def build_datasets(self) -> tuple[Digits, Digits]:
         return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
 
-    def fingerprint(self, dataset: Digits) -> str:
+    def fingerprint(self, dataset: Digits) -> str:  # room: machines safeguards trackers wandb
         return dataset.checksum()
 
     def augmented(self, train: Any, seed: list[int]) -> Any:

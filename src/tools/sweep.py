@@ -31,9 +31,9 @@ from src.config.settings import complaint, read_yaml
 from src.distributed.process import SIGNALS, end_with_parent, exit_codes
 
 MACROS = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"]}
-"""What W&B's agent puts in their place, besides ${program} and ${args}."""
+"""The words that W&B's agent replaces in a command, besides ${program} and ${args}."""
 POLL_SECONDS = 0.5
-"""Between two looks at what a trial has recorded."""
+"""Seconds between two looks at what a trial has recorded."""
 
 
 class Parameter(BaseModel, extra="forbid", strict=True):

@@ -24,7 +24,7 @@ class Recorder:
 
     title = ""
     where = ""
-    """Where the run is recorded, in a few words; known once it has started."""
+    """The place where the run is recorded, in a few words; known once it has started."""
     closing = ""
     """The line that tells the user, at the end, how to see the run."""
 
@@ -53,7 +53,7 @@ class Guarded:
         """Start the recorder and wait for it. `say` tells the user, once, that it failed later on."""
         self.recorder = recorder
         self.failure: str | None = None
-        """Why the run is not recorded, or not to its end; None if it is."""
+        """The reason why the run is not recorded, or not to its end; None if it is."""
         self._thread = ThreadPool(1)  # one that hangs does not keep the process from ending
         self._busy_since = math.inf
         self._say: Callable[[str], None] = lambda _: None  # the start-up summary tells what fails by then

@@ -23,7 +23,7 @@ from src.training.score import score
 
 MOST_PICTURES, MOST_ROWS = 24, 50
 FACTS = ("seconds", "samples_per_second", "tokens_per_second", "parameters", "strategy", "num_processes", "device")
-"""What of summary.json the page shows for each run."""
+"""Fields of summary.json that the page shows for each run."""
 
 
 class Recorded:

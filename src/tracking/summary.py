@@ -20,7 +20,7 @@ def print_summary(run: Run, recorders: dict[str, str]) -> None:
         **{part: in_one_line(figures) for part, figures in run.facts["data"].items()},  # room: text
         "batch": f"{config.global_batch_size} = {config.micro_batch(run.world_size)} per micro-batch x "
         f"{processes(run.world_size)} x {config.accumulation(run.world_size)} accumulated",
-        "tuned": ", ".join(run.facts["tuned"]),
+        "tuned": ", ".join(run.facts["tuned"]),  # room: compile cpu cuda_graphs text
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),
         **recorders,

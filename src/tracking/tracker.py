@@ -6,13 +6,13 @@ import os
 import shlex
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tqdm import tqdm
 
 from src.checkpoint.folder import parent_checkpoint, saved_settings
 from src.checkpoint.format import write_json, write_text
-from src.config.config import Config
+from src.checkpoint.status import write_done, write_stopped, write_unfinished
 from src.config.errors import naming
 from src.config.settings import write_yaml
 from src.config.terminal import bar, say
@@ -25,7 +25,6 @@ from src.training.batches import examples_seen
 from src.training.evaluation import Evaluation
 from src.training.progress import StepResult
 from src.training.run import Run
-from src.training.state import ResumePoint
 
 
 class Tracker:
@@ -61,7 +60,7 @@ class Tracker:
         self._metrics.truncate(self._recorded + (len(line) if is_of_this_step else 0))
 
     def _write_settings(self) -> None:
-        """Write config.yaml and status.json, which stays as it is if the run is killed."""
+        """Write config.yaml, and remove what is of an earlier end."""
         config, resume = self._run.config, self._run.resume
         is_continued = resume.is_own(config)
         parent = saved_settings(self.folder).get("resume") if is_continued else parent_checkpoint(config)
@@ -69,9 +68,8 @@ class Tracker:
         if "{run_name}" not in config.output_dir:
             del settings["output_dir"]  # reused under another name, it would lead to this run's folder
         write_text(self.folder / "config.yaml", write_yaml(settings))
-        newest = str(resume.checkpoint) if is_continued else None
-        write_json(self.folder / "status.json", {"status": "unfinished", "checkpoint": newest})
-        (self.folder / "summary.json").unlink(missing_ok=True)  # of an earlier end
+        write_unfinished(self.folder, resume.checkpoint if is_continued else None)  # room: status
+        (self.folder / "summary.json").unlink(missing_ok=True)
 
     def advance(self) -> None:
         """Move the progress bar by one step."""
@@ -80,7 +78,11 @@ class Tracker:
             self._bar.set_description_str("evaluating" if is_due else self._facts, refresh=is_due)
             self._bar.update()
 
-    def log_training(self, result: StepResult, measured: dict[str, float] | None = None) -> None:
+    def log_training(
+        self,
+        result: StepResult,
+        measured: dict[str, float],  # room: performance
+    ) -> None:
         """Record the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
@@ -93,7 +95,8 @@ class Tracker:
             progress.end_interval()
         if not run.is_main:
             return
-        self._record(metrics | (measured or {}), {})
+        metrics |= measured  # room: performance
+        self._record(metrics, {})
         if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 that is how the loss scale is found
             self.say(f"WARNING: steps skipped so far, as their gradients were not finite: {progress.skipped}")
         self._skipped = progress.skipped
@@ -135,12 +138,12 @@ class Tracker:
         state["wandb_id"] = self._elsewhere.run_id  # room: trackers wandb
         return state
 
-    def write_stopped(self, reason: str, checkpoint: Path | None) -> None:
-        """Write status.json: that the run was told to stop, and how to continue it."""
+    def log_stop(self, reason: str, checkpoint: Path | None) -> None:  # room: status
+        """Record that the run was told to stop, and how to continue it."""
         if not self._run.is_main:
             return
         self._bar.close()
-        _write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume_command)
+        write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume_command)
 
     def write_summary(self, evaluation: dict[str, float], saving: dict[str, float]) -> None:
         """Write summary.json, with figures about `saving`, and print the closing block. Collective."""
@@ -149,23 +152,23 @@ class Tracker:
             return
         progress.tick()
         training_seconds = progress.training_seconds + progress.interval_seconds
-        _, _, tokens_in_interval, _ = progress.interval
-        tokens = progress.tokens + tokens_in_interval
+        speeds = {"samples_per_second": examples_seen(run, progress.step) / training_seconds}
+        if tokens := progress.tokens + progress.interval_tokens:  # room: text
+            speeds["tokens_per_second"] = tokens / training_seconds
         self._summary = {
             "step": progress.step,
             "epoch": progress.step / run.steps_per_epoch,
             "train/loss": progress.train_loss,
             **evaluation,
             "seconds": progress.seconds,
-            "samples_per_second": examples_seen(run, progress.step) / training_seconds,
-            **({"tokens_per_second": tokens / training_seconds} if tokens else {}),
+            **speeds,
             "skipped_steps": progress.skipped,
             **saving,
             **run.facts,
             "peak_memory_bytes": peaks,
             **run.launch.as_dict(),
         }
-        write_json(self.folder / "status.json", {"status": "done", "step": progress.step})
+        write_done(self.folder, progress.step)  # room: status
         write_json(self.folder / "summary.json", self._summary)
         self._say_done(evaluation)
 
@@ -214,20 +217,6 @@ class Tracker:
         if self._summary and failures:  # room: trackers wandb
             summary = self._summary | {"tracker_failures": failures}
             write_json(self.folder / "summary.json", summary)
-
-
-def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:
-    """End a process that was told to stop before the first step: there is nothing to save."""
-    _write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, command)
-    os._exit(0)  # whatever it is in the middle of
-
-
-def _write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
-    newest = str(checkpoint) if checkpoint else None
-    status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
-    write_json(folder / "status.json", status)
-    when = f"after step {step}" if step else "before the first step"
-    say(f"stopped {when} by {reason}; to continue: {command}")
 
 
 def _printable(text: str) -> str:  # room: tables

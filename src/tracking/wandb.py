@@ -30,7 +30,7 @@ ARTIFACTS = Path("artifacts")
 """Folder that artifacts are downloaded into, in the current one: each into the folder of its full name."""
 
 SERVICE = ("wandb-core", "gpu_stats")
-"""How the names of the processes begin that W&B starts."""
+"""Beginnings of the names of the processes that W&B starts."""
 
 
 def fetch_artifacts(config: Config, mistakes: list[str]) -> set[str]:

@@ -28,17 +28,17 @@ from src.training.workers import load_in_workers
 
 T = TypeVar("T")
 EVALUATION_FACTOR = 4
-"""How many micro-batches are evaluated at once, as no activations are kept for a backward pass."""
+"""Micro-batches that are evaluated at once: no activations are kept for a backward pass."""
 
 
 class BatchCounts(NamedTuple):
     """What is counted of a batch, as `Task.count_targets` and `Task.count_tokens` return it."""
 
     targets: int
-    """What the loss is a mean over: examples or tokens."""
-    tokens: int
+    """Examples or tokens that the loss is the mean over."""
+    tokens: int  # room: text
     """Tokens without padding; 0 if it is not text."""
-    padded_tokens: int
+    padded_tokens: int  # room: text
     """Tokens with padding."""
 
 
@@ -46,7 +46,7 @@ class MicroBatch(NamedTuple):
     """What one process passes through the model at once."""
 
     data: Any
-    """What the task's `collate` returned, on the device."""
+    """The batch that the task's `collate` returned, on the device."""
     num_examples: int
     """Examples in it; 0 if it is a dummy."""
     counts: BatchCounts
@@ -54,7 +54,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """1.0; 0.0 for a dummy."""
+        """Return 1.0, or 0.0 for a dummy."""
         return 1.0 if self.num_examples else 0.0
 
 
@@ -159,7 +159,7 @@ class CountedSteps:
     def _begin_next(self) -> None:
         self._upcoming = next(self._steps, [])
         # after the last step there are no batches: the sums are zeros
-        counts = np.zeros(3)
+        counts = np.zeros(len(BatchCounts._fields))
         for batch in self._upcoming:
             counts += batch.weight * np.array(batch.counts)
         # One all-reduce of 32 bytes, in a gloo group of its own: NCCL would queue it behind the device's work, and the
@@ -202,7 +202,10 @@ def samples(dataset: Any, indices: list[int]) -> Any:
 
 def micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
     """Return what the task has collated as a micro-batch."""
-    counts = BatchCounts(task.count_targets(data), *task.count_tokens(data))
+    counts = BatchCounts(
+        task.count_targets(data),
+        *task.count_tokens(data),  # room: text
+    )
     return MicroBatch(data, num_examples, counts)
 
 

@@ -21,9 +21,9 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]
     """Values by name, eval/…."""
     report: dict[str, Table]  # room: tables
-    """What Task.report returned."""
+    """The tables that Task.report returned."""
     outputs: dict[str, Tensor]  # room: tables
-    """What Task.tables makes more tables from."""
+    """The outputs that Task.tables makes more tables from."""
 
 
 class Scores(NamedTuple):
@@ -32,7 +32,7 @@ class Scores(NamedTuple):
     totals: Tensor
     """The loss summed, its targets and the examples; shape (3,), float64, on the device."""
     outputs: dict[str, Tensor]
-    """What Task.evaluate returned of each example, by name; shape (examples, ...)."""
+    """The outputs of Task.evaluate for each example, by name; shape (examples, ...)."""
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from src.config.groups import EarlyStopping
 from src.training.score import score
 
 SMALLEST_LOSS_SCALE = 2.0**-24
-"""After 40 halvings of the first one, an overflow counts as a bad step."""
+"""The first loss scale, halved 40 times: from there on an overflow counts as a bad step."""
 GROWTH_INTERVAL = 2000
 """Finite steps in a row after which the loss scale is doubled."""
 
@@ -27,10 +27,10 @@ class StepCounts(NamedTuple):
 
     # floats, as they come from an all-reduce in float64
     targets: float
-    """What the loss is a mean over: examples or tokens."""
-    tokens: float
+    """Examples or tokens that the loss is the mean over."""
+    tokens: float  # room: text
     """Tokens without padding; 0 if the task is not text."""
-    padded_tokens: float
+    padded_tokens: float  # room: text
     """Tokens with padding."""
     stop_requests: float
     """Processes that were asked to stop."""
@@ -60,7 +60,7 @@ def loss_sums(accelerator: Accelerator, results: list[StepResult]) -> list[float
     return accelerator.reduce(sums, "sum").tolist()
 
 
-def mean_loss(accelerator: Accelerator, result: StepResult) -> float:
+def mean_loss(accelerator: Accelerator, result: StepResult) -> float:  # room: check course
     """Return a step's loss, the mean over its targets on all processes. Collective."""
     (loss_sum,) = loss_sums(accelerator, [result])
     return loss_sum / max(result.counts.targets, 1)
@@ -79,18 +79,22 @@ class Progress:
     """Steps that were skipped because a gradient was not finite."""
     skipped_in_a_row: int = 0
     loss_scale: float = 2.0**16
-    """What the loss is multiplied by in fp16; 1.0 in other precisions."""
+    """Factor that the loss is multiplied by in fp16; 1.0 in other precisions."""
     finite_in_a_row: int = 0
     """Steps since the last one that was not finite."""
-    interval: list[float] = field(default_factory=lambda: [0.0] * 4)
-    """Sums over all processes in this interval: loss, targets, tokens without and with padding."""
+    interval_loss: float = 0.0
+    """The loss in this interval, summed over the targets of all processes."""
+    interval_targets: float = 0.0
+    interval_tokens: float = 0.0  # room: text
+    """Tokens of all processes in this interval, without padding."""
+    interval_padded_tokens: float = 0.0  # room: text
     interval_seconds: float = 0.0
     """Time in this interval, evaluations excluded."""
     training_seconds: float = 0.0
     """Time before this interval, evaluations excluded."""
     seconds: float = 0.0
     """Time since the first step, evaluations included, the time between two sessions of a run excluded."""
-    tokens: float = 0.0
+    tokens: float = 0.0  # room: text
     """Tokens without padding, before this interval."""
     train_loss: float | None = None
     """The loss in the last training record; None: no step in it had a finite one."""
@@ -157,9 +161,10 @@ class Progress:
         for result, loss_sum, grad_norm in zip(results, sums, norms, strict=True):
             # one NaN would make the mean of the whole interval NaN
             if math.isfinite(loss_sum):
-                counts = result.counts
-                added = (loss_sum, counts.targets, counts.tokens, counts.padded_tokens)
-                self.interval = [total + more for total, more in zip(self.interval, added, strict=True)]
+                self.interval_loss += loss_sum
+                self.interval_targets += result.counts.targets
+                self.interval_tokens += result.counts.tokens  # room: text
+                self.interval_padded_tokens += result.counts.padded_tokens  # room: text
             self.update_loss_scale(grad_norm, is_fp16)
             if self.skipped_in_a_row >= max_bad_steps:
                 return True
@@ -199,15 +204,14 @@ class Progress:
 
     def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
         """Return means over the interval, in which all processes had `num_examples`, and the steps skipped so far."""
-        loss_sum, num_targets, tokens, padded_tokens = self.interval
         # a mean over targets, as in each step: a mean of the steps' means would overrate a small last batch
         metrics = {
-            "train/loss": loss_sum / num_targets if num_targets else None,
+            "train/loss": self.interval_loss / self.interval_targets if self.interval_targets else None,
             "perf/samples_per_second": num_examples / self.interval_seconds,
         }
-        if tokens:
-            metrics["perf/tokens_per_second"] = tokens / self.interval_seconds
-            metrics["perf/padding"] = 1 - tokens / padded_tokens
+        if self.interval_tokens:  # room: text
+            metrics["perf/tokens_per_second"] = self.interval_tokens / self.interval_seconds
+            metrics["perf/padding"] = 1 - self.interval_tokens / self.interval_padded_tokens
         if is_fp16:
             metrics["train/loss_scale"] = self.loss_scale
         if self.skipped or is_fp16:
@@ -216,11 +220,13 @@ class Progress:
 
     def end_interval(self) -> None:
         """Begin the next interval."""
-        _, _, tokens, _ = self.interval
         self.training_seconds += self.interval_seconds
-        self.tokens += tokens
-        self.interval = [0.0] * 4
         self.interval_seconds = 0.0
+        self.interval_loss = 0.0
+        self.interval_targets = 0.0
+        self.tokens += self.interval_tokens  # room: text
+        self.interval_tokens = 0.0  # room: text
+        self.interval_padded_tokens = 0.0  # room: text
 
     def count_evaluation(self, results: dict[str, float]) -> None:
         """Keep the results of the evaluation after this step."""

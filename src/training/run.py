@@ -1,6 +1,7 @@
 """One run, as `build` in train.py has prepared it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,8 +31,8 @@ class Run:
     accelerator: Accelerator
     launch: Launch
     resume: ResumePoint
-    """What it continues from."""
-    resume_command: str
+    """The checkpoint that it continues from, if there is one."""
+    resume_command: str  # room: status
     """The command that continues it."""
     model: nn.Module
     """The model as prepared: wrapped in DDP, or sharded."""
@@ -40,7 +41,7 @@ class Run:
     train_set: Examples
     eval_set: Examples
     metadata: dict[str, Any]
-    """What each checkpoint records about the run."""
+    """Facts about the run that each checkpoint records."""
     facts: dict[str, Any]
     """Facts about model and data, for summary.json and the start-up summary."""
 
@@ -124,27 +125,37 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
-def new_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples, list[str]]:
-    """Return the training set, the evaluation set and their fingerprints, which only the first process of each machine
-    computes: elsewhere the list is empty."""
-    task = config.task
+def build_data(task: Task, accelerator: Accelerator) -> tuple[Examples, Examples]:
+    """Return the training set and the evaluation set."""
     # the first process downloads and tokenizes, and the others find it done; one on each machine, as caches are on
     # their disks
     with local_main_process_first(accelerator):
         datasets = task.build_datasets()
         require_right(task, "build_datasets", datasets)  # room: examine
-        train_set, eval_set = datasets
+    train_set, eval_set = datasets
+    return train_set, eval_set
+
+
+def fingerprints_of(  # room: machines safeguards trackers wandb
+    task: Task,
+    datasets: Sequence[Examples],
+    accelerator: Accelerator,
+) -> list[str]:
+    """Return what identifies the data, which only the first process of each machine computes: elsewhere nothing."""
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
-        fingerprints = [task.fingerprint(train_set), task.fingerprint(eval_set)]
+        fingerprints = [task.fingerprint(dataset) for dataset in datasets]
     require_same_data(fingerprints)  # room: machines
+    return fingerprints
+
+
+def on_device(config: Config, dataset: Examples, device: torch.device) -> Examples:
+    """Return the dataset in the device's memory, if the task puts it there."""
     if config.num_workers > 0:  # room: workers
         # processes that load data can't read the device's memory
-        return train_set, eval_set, fingerprints
+        return dataset
     # small data go to the device once and for all, so that no batch has to be copied
-    train_set = task.to_device(train_set, accelerator.device)
-    eval_set = task.to_device(eval_set, accelerator.device)
-    return train_set, eval_set, fingerprints
+    return config.task.to_device(dataset, device)
 
 
 def describe_data(run: Run) -> None:  # room: text
@@ -157,7 +168,7 @@ def describe_data(run: Run) -> None:  # room: text
 
 def new_model(
     config: Config,
-    device_type: str,
+    device_type: str,  # room: cpu text
     precision: str,
     is_sharded: bool = False,  # room: cpu text
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -165,7 +176,7 @@ def new_model(
 
     `is_sharded` says whether FSDP will shard the model.
     """
-    tuned: list[str] = []
+    tuned: list[str] = []  # room: compile cpu cuda_graphs text
     tuned += config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))  # room: text
     tuned += ["compile"] if config.compile else []  # room: compile
     tuned += ["cuda_graphs"] if config.cuda_graphs else []  # room: cuda_graphs
@@ -179,7 +190,7 @@ def new_model(
     facts: dict[str, Any] = {
         "parameters": sum(p.numel() for p in parameters),
         "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-        "tuned": tuned,
+        "tuned": tuned,  # room: compile cpu cuda_graphs text
     }
     facts["built_whole"] = is_sharded and not any(p.is_meta for p in parameters)  # room: text
     return model, facts

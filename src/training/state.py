@@ -7,7 +7,7 @@ from typing import Any
 from src.config.config import Config
 from src.training.progress import Progress
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Add one with every change to the files, to RunState or to Progress: a checkpoint of another version is refused."""
 
 
@@ -19,19 +19,19 @@ class RunState:
     progress: Progress
     config: dict[str, Any]
     data_state: dict[str, Any]  # room: text examples
-    examples: int
+    examples: int  # room: safeguards
     """Number of examples to train on."""
-    data: list[str]
+    data: list[str]  # room: machines safeguards trackers wandb
     """Fingerprints of the examples to train on and to evaluate on."""
     frozen_norm: float  # room: text examples
     """L2 norm over the parameters that are not trained."""
     strategy: str
     precision: str
     num_processes: int
-    versions: dict[str, str]
+    versions: dict[str, str]  # room: safeguards
     metrics_bytes: int = 0
     """Length of metrics.jsonl."""
-    wandb_id: str | None = None
+    wandb_id: str | None = None  # room: trackers wandb
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ResumePoint:
     """Folder of the checkpoint; None: the run starts at its beginning."""
     state: RunState | None = None
     notes: list[str] = field(default_factory=list)
-    """What the user should know about the choice, a line each."""
+    """Lines that tell the user about the choice."""
     is_finished: bool = False
     """Whether there is nothing left to do."""
     mirror: Any = None  # room: mirror

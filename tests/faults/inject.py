@@ -13,41 +13,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from src.checkpoint import format, write
 from src.tasks.mnist import Mnist
 
 STEP = int(os.environ.get("FAULT_STEP", "0"))
 
 
-def before(owner: Any, name: str, fault: Callable[..., Any]) -> None:
-    """Calls `fault` with the arguments of `owner.name` before each of its calls."""
+def before(owner: Any, name: str, fault: Callable[..., float | None]) -> None:
+    """Calls `fault` with the arguments of `owner.name` before each of its calls, and multiplies the result by what it
+    returns."""
     original = getattr(owner, name)
 
     def patched(*arguments: Any, **named: Any) -> Any:
-        fault(*arguments, **named)
-        return original(*arguments, **named)
+        factor = fault(*arguments, **named)
+        result = original(*arguments, **named)
+        return result if factor is None else factor * result
 
     setattr(owner, name, patched)
 
 
-def in_training_steps(steps: range, fault: Callable[[], float | None]) -> None:
-    """Calls `fault` in the forward pass of these steps, counted from 1 in this process, and multiplies the loss by what
-    it returns."""
-    original, calls = Mnist.loss, itertools.count(1)
+def in_steps(fault: Callable[[], float | None], steps: range = range(STEP, STEP + 1)) -> Callable[[], None]:
+    """In the forward pass of these steps, counted from 1 in this process, after every save before has been completed:
+    else, which one is the newest would be a matter of chance."""
+    calls, save = itertools.count(1), write.CheckpointWriter.save
 
-    def loss(self: Mnist, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        value = original(self, model, batch)
-        if model.training and next(calls) in steps:
-            value = value * (fault() or 1)
-        return value
+    def save_and_wait(self: write.CheckpointWriter, tracker_state: dict[str, Any]) -> None:
+        save(self, tracker_state)
+        self.poll(wait=True)
+        if mirror := self._run.resume.mirror:  # room: mirror
+            mirror.wait()
 
-    Mnist.loss = loss  # type: ignore[method-assign]
+    def plant() -> None:
+        before(Mnist, "loss", lambda _, model, __: fault() if model.training and next(calls) in steps else None)
+        write.CheckpointWriter.save = save_and_wait  # type: ignore[method-assign]
 
-
-def in_step(fault: Callable[[], float | None]) -> Callable[[], None]:
-    return lambda: in_training_steps(range(STEP, STEP + 1), fault)
+    return plant
 
 
 def die() -> None:
@@ -72,11 +72,11 @@ def is_at_step(checkpoint: Path) -> bool:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "die": in_step(die),
-    "raise": in_step(fail),
-    "hang": in_step(lambda: time.sleep(10_000)),
-    "nan": in_step(lambda: math.nan),
-    "nan forever": lambda: in_training_steps(range(STEP, 10**9), lambda: math.nan),
+    "die": in_steps(die),
+    "raise": in_steps(fail),
+    "hang": in_steps(lambda: time.sleep(10_000)),
+    "nan": in_steps(lambda: math.nan),
+    "nan forever": in_steps(lambda: math.nan, range(STEP, 10**9)),
     "die before publication": lambda: before(
         write, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
     ),
@@ -84,7 +84,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slow save": lambda: in_the_save(3),
     "stuck save": lambda: in_the_save(10_000),
     "slow data": lambda: before(Mnist, "build_datasets", build_for_ever),
-    "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(4)),
+    "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(1)),
 }
 
 

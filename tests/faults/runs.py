@@ -1,5 +1,6 @@
 """What the fault tests share: a short run, runs in the background, and what makes two runs the same."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from src.checkpoint.format import file_facts
 from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.tensors import read, saved_tensors
 from src.config.errors import UserError
@@ -21,10 +23,19 @@ SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
 """An epoch has 23 steps: checkpoints at 8, 16, 24 and 30, evaluations at 23 and 30. With dropout."""
 EACH_STEP = (*SHORT, "--save_every=1", "--checkpoint.keep_last=9")
 """The same run, with the checkpoints of its last nine steps."""
+TINY = ("--max_steps=14", "--log_every=1", "--save_every=4", "--eval_every=8", "--global_batch_size=16")
+"""As short as can be: checkpoints at 4, 8, 12 and 14, evaluations at 8 and 14. With dropout."""
+ALL = (*TINY, "--checkpoint.keep_last=9")
+"""The same run, with all of its checkpoints."""
 
 WORKER: tuple[str, ...] = ()
 WORKER += ("--num_workers=1",)  # room: workers
 """A process that loads data, where there can be one."""
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Of its files, and the folders."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -54,8 +65,8 @@ def killed_and_resumed(launch: Launch, yaml: str, arguments: tuple[str, ...], fo
 
 
 def found(folder: Path, *arguments: str) -> ResumePoint:
-    """What SHORT goes on from in this folder, on one process, which is this one and locks it until it ends."""
-    config = run_settings([f"--output_dir={folder}", "--task.source=digits", *SHORT, *arguments])
+    """What TINY goes on from in this folder, on one process, which is this one and locks it until it ends."""
+    config = run_settings([f"--output_dir={folder}", "--task.source=digits", *TINY, *arguments])
     return find_checkpoint(Accelerator(cpu=True), config)
 
 
@@ -73,6 +84,17 @@ def curve(run: Run) -> list[dict[str, Any]]:
 
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{n: v for n, v in record.items() if not n.startswith("perf/")} for record in records]
+
+
+def evaluations(run: Run) -> list[dict[str, Any]]:
+    return [record for record in curve(run) if "eval/loss" in record]
+
+
+def relist(checkpoint: Path, name: str) -> None:
+    """Put a file that was changed into the manifest, as if it had been saved so."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][name] = file_facts(checkpoint / name)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:

@@ -10,16 +10,16 @@ import torch
 from src.checkpoint.integrity import problems
 from src.checkpoint.tensors import load_tensors
 from src.tasks.mnist import MnistCnn
-from tests.faults.runs import EACH_STEP, SHORT, assert_same_run, checkpoints, cut_back, refusal
+from tests.faults.runs import ALL, TINY, assert_same_run, checkpoints, cut_back, refusal
 from tests.launching import Launch, Whole
 
-SHARD = "shard-00001-model-00001-of-00001.safetensors"
+SHARD, OTHER = (f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2))
 
 
 @pytest.fixture
 def run(whole: Whole, tmp_path: Path) -> Path:
-    """Killed with checkpoints of steps 22 and 24."""
-    return cut_back(whole("ddp", *EACH_STEP), tmp_path / "run", 22, 24)
+    """Killed with checkpoints of steps 8 and 12."""
+    return cut_back(whole("ddp", *ALL), tmp_path / "run", 8, 12)
 
 
 def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -34,35 +34,28 @@ def half(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
-def swap(checkpoint: Path) -> None:
-    """Two files, each in the other's place."""
-    files = [checkpoint / SHARD, checkpoint / SHARD.replace("00001", "00002", 1)]
-    for file, data in zip(files, [file.read_bytes() for file in reversed(files)], strict=True):
-        file.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (rewrite(SHARD, half), "bytes, not"),
         (rewrite(SHARD, flip_a_bit), "has changed since it was saved"),
         (lambda step: (step / SHARD).unlink(), "is missing"),
-        (swap, "bytes, not"),
+        (lambda step: shutil.copy(step / OTHER, step / SHARD), "bytes, not"),
         # from an older checkpoint
-        (lambda step: shutil.copy(step.parent / "step_00000022" / SHARD, step), "has changed since it was saved"),
+        (lambda step: shutil.copy(step.parent / "step_00000008" / SHARD, step), "has changed since it was saved"),
         # DCP reads every shard that lies in the folder
         (lambda step: shutil.copy(step / SHARD, step / SHARD.replace("1", "3", 1)), "does not belong to it"),
         (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
         (rewrite("manifest.json", half), "manifest.json is damaged"),
-        (rewrite("state.json", lambda data: data.replace(b'"step": 24', b'"step": 23')), "state.json has changed"),
+        (rewrite("state.json", lambda data: data.replace(b'"step": 12', b'"step": 11')), "state.json has changed"),
         # a manifest from someone else must not make us read files elsewhere
-        (rewrite("manifest.json", lambda data: data.replace(b"state.json", b"../step_00000022/state.json")),
+        (rewrite("manifest.json", lambda data: data.replace(b"state.json", b"../step_00000008/state.json")),
          "state.json is not in the manifest"),
     ],
 )  # fmt: skip
 def test_each_damage_is_found(run: Path, damage: Callable[[Path], object], says: str) -> None:
     """Tried without: comparing sizes, checksums, the list of files; each lets some pass."""
-    checkpoint = run / "checkpoints" / "step_00000024"
+    checkpoint = run / "checkpoints" / "step_00000012"
     assert list(problems(checkpoint)) == []
     damage(checkpoint)
     assert says in "; ".join(problems(checkpoint))
@@ -71,30 +64,30 @@ def test_each_damage_is_found(run: Path, damage: Callable[[Path], object], says:
 
 
 def test_checkpoints_whose_names_were_swapped_are_not_taken_for_each_other(run: Path) -> None:
-    """Tried without comparing the name with the state: the run goes on from step 22, as if it were 24."""
-    older, newer = (run / "checkpoints" / f"step_000000{step}" for step in (22, 24))
+    """Tried without comparing the name with the state: the run goes on from step 8, as if it were 12."""
+    older, newer = (run / "checkpoints" / f"step_{step:08d}" for step in (8, 12))
     older.rename(run / "older")
     newer.rename(older)
     (run / "older").rename(newer)
     own_name = "give the folder its own name back"
     assert refusal(run)[:2] == [
-        f"{newer}: state.json is of step 22: {own_name}",
-        f"{older}: state.json is of step 24: {own_name}",
+        f"{newer}: state.json is of step 8: {own_name}",
+        f"{older}: state.json is of step 12: {own_name}",
     ]
-    assert checkpoints(run) == [22, 24]
+    assert checkpoints(run) == [8, 12]
     copy = older.rename(run / "the last one")  # any other name will do
     assert list(problems(copy)) == []
 
 
 def test_the_newest_whole_one_is_taken_and_the_reason_said(launch: Launch, run: Path, whole: Whole) -> None:
     """Tried without setting aside: the next save at that step fails."""
-    rewrite(SHARD, flip_a_bit)(run / "checkpoints" / "step_00000024")
-    again = launch("ddp", *SHORT, "--checkpoint.keep_last=3", folder=run).succeeded()
-    assert f"passed over and set aside: {run}/checkpoints/step_00000024, {SHARD} has changed" in again.stdout
-    assert "after step 22, from" in again.stdout
-    assert_same_run(again, whole("ddp", *EACH_STEP))
-    assert checkpoints(run) == [22, 24, 30]
-    assert len(list(run.glob("checkpoints/damaged_1_step_00000024"))) == 1
+    rewrite(SHARD, flip_a_bit)(run / "checkpoints" / "step_00000012")
+    again = launch("ddp", *TINY, "--checkpoint.keep_last=3", folder=run).succeeded()
+    assert f"passed over and set aside: {run}/checkpoints/step_00000012, {SHARD} has changed" in again.stdout
+    assert "after step 8, from" in again.stdout
+    assert_same_run(again, whole("ddp", *ALL))
+    assert checkpoints(run) == [8, 12, 14]
+    assert len(list(run.glob("checkpoints/damaged_1_step_00000012"))) == 1
 
 
 def test_with_none_whole_nothing_is_started_over(run: Path) -> None:
@@ -104,7 +97,7 @@ def test_with_none_whole_nothing_is_started_over(run: Path) -> None:
     lines = refusal(run)
     assert len(lines) == 3
     assert "no valid checkpoint to continue from" in lines[-1]
-    assert checkpoints(run) == [22, 24]
+    assert checkpoints(run) == [8, 12]
 
 
 def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
@@ -113,12 +106,12 @@ def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
     wider.fc2 = torch.nn.Linear(128, 11)
     message = r"another model: fc2.weight is \(10, 128\) in it and \(11, 128\) in this one, and 1 more differ"
     with pytest.raises(ValueError, match=message):
-        load_tensors(run / "checkpoints" / "step_00000024", wider)
+        load_tensors(run / "checkpoints" / "step_00000012", wider)
 
 
 def test_one_that_may_not_be_read_is_not_set_aside(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's may be whole. Tried without: it is renamed, and the run goes on from the one before."""
-    checkpoint = run / "checkpoints" / "step_00000024"
+    checkpoint = run / "checkpoints" / "step_00000012"
 
     def refuse(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))

@@ -11,7 +11,7 @@ import pytest
 
 from src.distributed.process import STOP_SIGNALS
 from src.training.state import ResumePoint
-from tests.faults.runs import EACH_STEP, SHORT, WORKER, assert_same_run, checkpoints, cut_back, found
+from tests.faults.runs import ALL, TINY, WORKER, assert_same_run, checkpoints, cut_back, found
 from tests.launching import Launch, Run, Started, Whole, launched, slow
 
 LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", *WORKER)
@@ -33,7 +33,7 @@ def assert_preempted(run: Run, at_least: int = 5) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("yaml", "number", "real"),
     [
-        ("ddp", signal.SIGUSR1, True), ("ddp", signal.SIGINT, False),
+        ("fsdp", signal.SIGUSR1, True), ("ddp", signal.SIGINT, False),
         *(slow(yaml, number, True) for yaml in ("cpu", "ddp") for number in STOP_SIGNALS),
     ],
 )  # fmt: skip
@@ -44,27 +44,22 @@ def test_a_signal_to_the_launcher(tmp_path: Path, yaml: str, number: signal.Sign
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
 
 
-def test_what_status_says_goes_on_exactly(whole: Whole, tmp_path: Path) -> None:
-    """Tried with what the process, not its launcher, was started with: no command for two processes."""
-    with Started("ddp", *SHORT, folder=tmp_path / "run") as started:
-        stopped = started.wait_for("step     10/").send(signal.SIGTERM).ended()
-    command = shlex.split(assert_preempted(stopped, at_least=10)["command"])
-    assert command[:2] == ["accelerate", "launch"]
-    again = launched("ddp", words=command[2:], folder=stopped.folder).succeeded()
-    assert_same_run(again, whole("ddp", *EACH_STEP))
-    assert again.status == {"status": "done", "step": 30}
-
-
-def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """The evaluation, six batches of four seconds, is made again. Tried without asking in `evaluate`: 24 seconds."""
-    with Started("ddp", *SHORT, folder=tmp_path / "run", FAULT="slow evaluation") as started:
-        started.wait_for("step     23/")
+def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(whole: Whole, tmp_path: Path) -> None:
+    """By the command in status.json the evaluation, 23 batches of one second, is made again, and it goes on exactly.
+    Tried without asking in `evaluate`: 23 seconds; with the command of the process, not of its launcher: it has no
+    second process."""
+    with Started("ddp", *TINY, folder=tmp_path / "run", FAULT="slow evaluation") as started:
+        started.wait_for("step      8/")
         asked = time.monotonic()
         stopped = started.send(signal.SIGTERM).ended()
-        assert time.monotonic() - asked < 15
-    assert assert_preempted(stopped)["step"] == 23
-    again = launch("ddp", *SHORT, folder=stopped.folder).succeeded()
-    assert_same_run(again, whole("ddp", *EACH_STEP))
+        assert time.monotonic() - asked < 14
+    status = assert_preempted(stopped)
+    assert status["step"] == 8
+    command = shlex.split(status["command"])
+    assert command[:2] == ["accelerate", "launch"]
+    again = launched("ddp", words=command[2:], folder=stopped.folder).succeeded()
+    assert_same_run(again, whole("ddp", *ALL))
+    assert again.status == {"status": "done", "step": 14}
 
 
 def test_a_signal_to_one_process_during_a_save_leaves_both_checkpoints_whole(
@@ -72,24 +67,13 @@ def test_a_signal_to_one_process_during_a_save_leaves_both_checkpoints_whole(
 ) -> None:
     """All stop after the same step, without an error. Tried without the sum over processes: the others wait for the one
     that left, and fail; without waiting for the save that is under way: one of the two is missing."""
-    with Started("fsdp", *SHORT, folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="8") as started:
-        started.wait_for("step      9/").send(signal.SIGTERM, to=started.trainers[1])
+    with Started("fsdp", *TINY, folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="4") as started:
+        started.wait_for("step      5/").send(signal.SIGTERM, to=started.trainers[1])
         stopped = started.ended()
     assert (stopped.exit_code, stopped.stderr) == (0, "")
-    step = assert_preempted(stopped, at_least=9)["step"]
-    assert checkpoints(stopped.folder) == [8, int(step)]
-    assert_same_run(launch("fsdp", *SHORT, folder=stopped.folder).succeeded(), whole("fsdp", *EACH_STEP))
-
-
-def test_where_the_grace_is_too_short_the_checkpoint_before_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Tried with writing under the final name: half of a checkpoint is taken for one."""
-    fault: dict[str, Any] = {"FAULT": "slow save", "FAULT_STEP": "16"}
-    with Started("cpu", *SHORT, folder=tmp_path / "run", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1", **fault) as started:
-        stopped = started.wait_for("step     16/").send(signal.SIGTERM).ended()
-    assert checkpoints(stopped.folder) == [8]
-    newest = str(stopped.folder / "checkpoints/step_00000008")
-    assert stopped.status == {"status": "unfinished", "checkpoint": newest}  # should its checkpoints go away
-    assert_same_run(launch("cpu", *SHORT, folder=stopped.folder).succeeded(), whole("cpu", *EACH_STEP))
+    step = assert_preempted(stopped)["step"]
+    assert checkpoints(stopped.folder) == [4, int(step)]
+    assert_same_run(launch("fsdp", *TINY, folder=stopped.folder).succeeded(), whole("fsdp", *ALL))
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
@@ -98,10 +82,10 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     with Started("ddp", *LONG, "--save_every=6", folder=tmp_path / "run", **fault) as started:
         started.wait_for("step      6/")
         trainers = started.trainers
-        for _ in range(2):
+        for seconds in (1.2, 0):  # a second one within a second counts as the first
             for trainer in trainers:
                 started.send(signal.SIGINT, to=trainer)
-            time.sleep(1.2)  # a second one within a second counts as the first
+            time.sleep(seconds)
         _, alive = psutil.wait_procs(trainers, timeout=1)
         assert not alive
         run = started.ended()
@@ -128,28 +112,27 @@ def test_a_signal_during_the_start(tmp_path: Path, phase: str, number: signal.Si
     nothing that a requeue script could read; with status.json among what makes a folder a run's: it is refused."""
     folder = tmp_path / "run"
     fault: dict[str, Any] = {"FAULT": "slow data"} if phase == "data" else {}
-    with Started("cpu", *SHORT, folder=folder, real=phase == "imports", **fault) as started:
+    with Started("cpu", *TINY, folder=folder, real=phase == "imports", **fault) as started:
         (trainer,) = started.wait_for_handlers(number)
         if phase == "data":
             started.wait_for("building the data")
         stopped = started.send(number, to=trainer).ended(seconds=20)
     assert stopped.exit_code == 0
-    assert {name: stopped.status[name] for name in ("status", "reason", "step", "checkpoint")} == {
-        "status": "preempted", "reason": number.name, "step": 0, "checkpoint": None,
-    }  # fmt: skip
+    told = {"status": "preempted", "reason": number.name, "step": 0, "checkpoint": None}
+    assert told.items() <= stopped.status.items()
     assert "stopped before the first step by" in stopped.stdout
     assert found(folder) == ResumePoint()
 
 
 def test_a_signal_to_the_launcher_during_a_resume(whole: Whole, tmp_path: Path) -> None:
     """While the other process waits for the data, where it sees no signal. Tried without: it shows a traceback."""
-    folder = cut_back(whole("ddp", *EACH_STEP), tmp_path / "run", 24)
-    with Started("ddp", *SHORT, folder=folder, FAULT="slow data") as started:
+    folder = cut_back(whole("ddp", *ALL), tmp_path / "run", 12)
+    with Started("ddp", *TINY, folder=folder, FAULT="slow data") as started:
         started.wait_for_handlers(signal.SIGTERM, processes=2)
         started.wait_for("building the data")
         time.sleep(1)  # the other one has come to its wait
         stopped = started.send(signal.SIGTERM).ended(seconds=15)
-    assert_preempted(stopped, at_least=24)
+    assert_preempted(stopped, at_least=12)
     assert 'train.py", line' not in stopped.stdout
 
 

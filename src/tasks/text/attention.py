@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 WITHOUT_EFFECT = {"cu_seq_lens_k", "max_length_k", "position_ids", "is_causal"}
-"""What attention functions are handed that doesn't change the attention of a decoder within a document."""
+"""Arguments of attention functions that do not change the attention of a decoder within a document."""
 
 
 def document_lengths(ends: list[int]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from src.tasks.text.trial import failure, require_decoder
 KINDS: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
 """Columns whose values are not text."""
 SUMS = ("nats", "targets", "correct")
-"""What an evaluation sums up over a sequence: the loss, the number of targets, and of those that were the likeliest."""
+"""Sums of an evaluation over a sequence: the loss, the number of targets, and of those that were the likeliest."""
 
 
 class CausalLM(Decoder):

@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 EVALUATION = ("validation", "valid", "val", "dev", "eval", "test")
 """Names of an evaluation split; the first one present is used."""
 SPLITS = {"train": "train", "val": "validation", "dev": "validation", "eval": "test", "test": "test"}
-"""How words in the names of files begin, and the split that they belong to then."""
+"""Beginnings of words in the names of files, and the split that such a file belongs to."""
 
 
 def path_error(path: Path) -> str | None:

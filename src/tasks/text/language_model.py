@@ -47,12 +47,12 @@ class LanguageModel(nn.Module):
 
     @property
     def hf(self) -> Any:
-        """The PreTrainedModel."""
+        """Return the PreTrainedModel."""
         return without_adapters(self.lm)
 
     @cached_property
     def flops(self) -> Flops | None:
-        """The operations of a step; None: unknown."""
+        """Return the operations of a step; None if they are unknown."""
         return count_flops(self.hf)
 
     def get_input_embeddings(self) -> nn.Module:

@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 
 Batch = dict[str, Any]
-"""What a task's `collate` returns."""
+"""A batch, as a task's `collate` returns it."""
 Chunk = dict[str, Any]
 """`input_ids` and `labels` of shape (length,), int64."""
 
@@ -24,7 +24,7 @@ class Sequences:
     rows: np.ndarray
     """The chunks' rows in the table, sequence by sequence; shape (chunks,), int64."""
     starts: np.ndarray
-    """Where in `rows` each sequence begins, and where the last ends; shape (sequences + 1,), int64."""
+    """Positions in `rows` where each sequence begins, and where the last ends; shape (sequences + 1,), int64."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1

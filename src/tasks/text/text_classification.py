@@ -29,7 +29,7 @@ from src.tasks.text.source import ColumnKind, table_checksum
 SHOWN = 20
 """Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
 MOST_CHARACTERS = 200
-"""Of a text in a table."""
+"""Characters of a text that a table shows at most."""
 
 
 class TextClassification(FineTuning):
