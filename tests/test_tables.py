@@ -15,7 +15,7 @@ from src.tasks.mnist import Mnist, bundled_digits
 from src.tasks.tables import label_tables
 from tests.launching import Whole
 
-SHORT = ("--max_steps=12", "--log_every=4", "--eval_every=6", "--task.dropout=0", "--task.rotation=0",
+SHORT = ("--max_steps=6", "--eval_every=3", "--task.dropout=0", "--task.rotation=0",
          "--optim.lr=1e-4")  # fmt: skip  # small, as in test_parity.py
 
 
