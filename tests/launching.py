@@ -96,7 +96,7 @@ Rounding = Callable[..., float]
 
 
 class Tool:
-    """A command of src, `name`, in this process, which has imported what it needs."""
+    """A command, `name`, in this process, which has imported what it needs."""
 
     def __init__(self, name: str, main: Callable[[list[str]], int | None], capsys: pytest.CaptureFixture[str]) -> None:
         self._name, self._main, self._capsys = name, main, capsys
@@ -105,7 +105,10 @@ class Tool:
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as ended, exit_codes(self._name):
             sys.exit(self._main([*map(str, arguments)]))
-        return Run(int(ended.value.code or 0), *self._capsys.readouterr(), Path())
+        code, (stdout, stderr) = ended.value.code, self._capsys.readouterr()
+        if isinstance(code, str):  # as the interpreter does
+            code, stderr = 1, f"{stderr}{code}\n"
+        return Run(code or 0, stdout, stderr, Path())
 
 
 def wait(condition: Callable[[], object], seconds: float = SECONDS, say: Callable[[], object] = str) -> None:

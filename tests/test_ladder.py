@@ -23,8 +23,9 @@ def arrows(file: Path) -> Iterator[tuple[str, bool]]:
 
 
 def test_no_import_leads_up_or_hides_in_a_function() -> None:
-    """And nothing is beside the eight folders. Tried in src/config/errors.py, where each is found: `from src.training.score
-    import score`, `import src.tools.sweep`, `from src import tracking`, and `import os` in a function."""
+    """And nothing is beside the eight folders. Tried in src/config/errors.py with each of these, which it finds:
+    `from src.training.score import score`, `import src.tools.sweep`, `from src import tracking`, and an import in a
+    function."""
     src = PROJECT / "src"
     assert {path.name for path in src.iterdir()} - {"__init__.py", "__pycache__"} <= FLOORS.keys()
     for file in src.rglob("*.py"):
