@@ -1,5 +1,5 @@
-"""What the tests share: `launch`, which runs train.py, `whole`, which gives them uninterrupted runs, `rounding`, which
-says how far apart two of these may be, and `recorded`, a run that trackers have."""
+"""What the tests share: `launch`, which runs train.py, `whole`, which gives them uninterrupted runs, and `rounding`,
+which says how far apart two of these may be."""
 
 import fcntl
 import hashlib
