@@ -126,8 +126,8 @@ def test_what_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> No
     launcher.parent.mkdir(parents=True)
     launcher.write_text(STUB)
     launcher.chmod(0o755)
-    (stub / "train.py").touch()
-    (stub / "src").symlink_to(PROJECT / "src")
+    for name in ("train.py", "src"):
+        (stub / name).symlink_to(PROJECT / name)
     (tmp_path / "lost").mkdir()
     lost = submit(cluster, tmp_path / "lost", options=("--nodes=2", f"--chdir={stub}"))
 
