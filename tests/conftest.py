@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.runs import SHORT, killed_and_resumed
 from tests.launching import WARM, Launch, Run, Whole, launched
 
 ONE_ULP = """
@@ -99,3 +100,17 @@ def rounding(whole: Whole) -> Callable[..., float]:
         return max(1e-5, 10 * drift)
 
     return bound
+
+
+@pytest.fixture(scope="session")
+def recorded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Run:  # room: wandb trackers
+    """A run that was killed and launched again, with all trackers. What they keep elsewhere is beside its folder."""
+    home = tmp_path_factory.mktemp("recorded")
+    arguments, trackers = [*SHORT, "--checkpoint.keep_last=9"], list[str]()
+    arguments += ["--wandb.mode=offline", "--wandb.checkpoints=reference"]  # room: wandb
+    trackers += ["wandb"]  # room: wandb
+    trackers += ["trackio", "tensorboard"]  # room: trackers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(home))
+        patch.setenv("TRACKIO_DIR", str(home / "trackio"))
+        return killed_and_resumed(launch, "ddp", (*arguments, f"--trackers=[{','.join(trackers)}]"), home / "run")

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ Rounding = Callable[..., float]
 
 
 class Tool:
-    """A command of src, `name`, in this process, which has imported what it needs."""
+    """A command, `name`, in this process, which has imported what it needs."""
 
     def __init__(self, name: str, main: Callable[[list[str]], int | None], capsys: pytest.CaptureFixture[str]) -> None:
         self._name, self._main, self._capsys = name, main, capsys
@@ -105,7 +105,18 @@ class Tool:
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as ended, exit_codes(self._name):
             sys.exit(self._main([*map(str, arguments)]))
-        return Run(int(ended.value.code or 0), *self._capsys.readouterr(), Path())
+        code, (stdout, stderr) = ended.value.code, self._capsys.readouterr()
+        if isinstance(code, str):  # as the interpreter does
+            code, stderr = 1, f"{stderr}{code}\n"
+        return Run(code or 0, stdout, stderr, Path())
+
+
+def wait(condition: Callable[[], object], seconds: float = SECONDS, say: Callable[[], object] = str) -> None:
+    """Until it is so; after these seconds, fail with what `say` returns."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, say()
+        time.sleep(0.01)
 
 
 def mistakes(*arguments: str) -> list[str]:
@@ -275,11 +286,8 @@ class Started:
         return -signal.SIGKILL if is_gone else None
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 120) -> "Started":
-        end = time.monotonic() + seconds
-        while not condition():
-            assert self.exit_code is None, self.output
-            assert time.monotonic() < end, self.output
-            time.sleep(0.01)
+        wait(lambda: condition() or self.exit_code is not None, seconds, lambda: self.output)
+        assert condition(), self.output
         return self
 
     def wait_for(self, text: str) -> "Started":
@@ -307,26 +315,22 @@ class Started:
             for process in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        while self.exit_code is None:
-            time.sleep(0.005)
+        self.result()
         return self
 
     def result(self) -> Run:
         """When the launcher has ended."""
-        end = time.monotonic() + SECONDS
-        while (code := self.exit_code) is None:
-            assert time.monotonic() < end, self.output
-            time.sleep(0.005)
-        return Run(code, self._stdout.read_text(), self._stderr.read_text(), self.folder)
+        wait(lambda: self.exit_code is not None, say=lambda: self.output)
+        return Run(self.exit_code or 0, self._stdout.read_text(), self._stderr.read_text(), self.folder)
 
     def ended(self, seconds: float = 60) -> Run:
         """When the launcher and every process that it had started have ended; stdout has both streams."""
-        end = time.monotonic() + seconds
-        left: list[psutil.Process] = []
-        while (code := self.exit_code) is None or (left := self.family):
-            assert time.monotonic() < end, f"left running: {left}\n{self.output}"
-            time.sleep(0.02)
-        return Run(code, self.output, self._stderr.read_text(), self.folder)
+        wait(
+            lambda: self.exit_code is not None and not self.family,
+            seconds,
+            lambda: f"left running: {self.family}\n{self.output}",
+        )
+        return replace(self.result(), stdout=self.output)
 
     def __enter__(self) -> "Started":
         return self

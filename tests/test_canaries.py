@@ -5,7 +5,6 @@ A canary that fails says that a library changed: look at the code it names befor
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +25,17 @@ if torch.distributed.is_initialized():
 ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
 
 
+def run_script(folder: Path, code: str, config: str | Path = "cpu", **variables: str) -> Run:
+    script = folder / "script.py"
+    script.write_text(code)
+    return launching.launched(config, folder=folder, script=str(script), **variables).succeeded()
+
+
 def launched(folder: Path, code: str, **config: object) -> Run:
     """Runs `code` under an accelerate yaml, without this project."""
-    (folder / "script.py").write_text(SAY + code + LEAVE)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **config}))
-    return launching.launched(folder / "config.yaml", folder=folder, script=str(folder / "script.py")).succeeded()
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **config}))
+    return run_script(folder, SAY + code + LEAVE, file)
 
 
 @pytest.mark.parametrize(
@@ -47,28 +52,21 @@ def test_what_each_process_gets_of_a_yaml(tmp_path: Path, code: str, says: str, 
     assert launched(tmp_path, code, distributed_type="FSDP", **config).stdout.splitlines() == [says, says]
 
 
-def said(folder: Path, code: str, **variables: Any) -> str:
-    """By a process of its own."""
-    (folder / "script.py").write_text(code)
-    script = str(folder / "script.py")
-    return launching.launched("cpu", folder=folder, script=script, **variables).succeeded().stdout.strip()
-
-
 def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
     """src/distributed/accelerator.py: gradients are reduced in fp32."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16  # what it would be
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
+    ours = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    for policy, reduced in ((None, torch.bfloat16), (ours, torch.float32)):  # without ours, in bf16
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        plugin.mixed_precision_policy = policy
+        plugin.set_mixed_precision("bf16")
+        assert plugin.mixed_precision_policy.reduce_dtype == reduced
 
 
 @needs("src/tracking/wandb.py")
 def test_wandb_login_answers_without_a_prompt(tmp_path: Path) -> None:
     """src/tracking/wandb.py: how it decides for offline."""
-    assert said(tmp_path, "import wandb; print(wandb.login(prompt=False, verify=False))", HOME=str(tmp_path)) == "False"
+    code = "import wandb; print(wandb.login(prompt=False, verify=False))"
+    assert run_script(tmp_path, code, HOME=str(tmp_path)).stdout == "False\n"
 
 
 def test_a_failed_save_of_dcp_is_no_exception() -> None:
@@ -85,8 +83,8 @@ from src.tasks import TASKS
 build_accelerator(config_from({'task': {'name': 'mnist'}}, TASKS))
 """
     count = "print((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())"
-    for code, says in (("", "1000000"), (build, "0")):
-        assert said(tmp_path, f"import torch; torch.set_num_threads(2)\n{code}\n{count}") == says
+    for code, says in (("", "1000000\n"), (build, "0\n")):
+        assert run_script(tmp_path, f"import torch; torch.set_num_threads(2)\n{code}\n{count}").stdout == says
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:

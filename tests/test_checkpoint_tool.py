@@ -24,7 +24,7 @@ def run(whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """With checkpoints of steps 22 to 30, and one's random numbers lost."""
     folder = tmp_path_factory.mktemp("tool") / "run"
     shutil.copytree(whole("fsdp", *EACH_STEP).folder, folder)
-    (folder / "checkpoints" / "step_00000022" / "rng_00002.json").unlink()
+    (folder / "checkpoints/step_00000022/rng_00002.json").unlink()
     return Run(0, "", "", folder)
 
 
@@ -40,10 +40,9 @@ def test_list(run: Run) -> None:
 
 def test_verify(tool: Tool, run: Run, tmp_path: Path) -> None:
     *lines, last = tool("verify", run.folder).succeeded().stdout.splitlines()
-    assert not [line for line in lines if "DAMAGED" in line or "missing" in line]
+    assert not re.search("DAMAGED|missing", str(lines))
     assert last.endswith("rng_00002.json is missing: dropout goes on with other random numbers")
-    copy = tmp_path / "step_00000030"
-    shutil.copytree(run.folder / "checkpoints" / "step_00000030", copy)
+    copy = shutil.copytree(run.folder / "checkpoints/step_00000030", tmp_path / "step_00000030")
     shard = copy / "shard-00002-model-00001-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     assert tool("list", copy).exit_code == 0
@@ -52,19 +51,17 @@ def test_verify(tool: Tool, run: Run, tmp_path: Path) -> None:
 
 
 def test_export_is_what_the_run_exported(tool: Tool, run: Run, tmp_path: Path) -> None:
-    exported = tool("export", run.folder).succeeded()
     folder = run.folder / "model_step_00000030"
-    assert exported.stdout == f"{folder}\n"
+    assert tool("export", run.folder).succeeded().stdout == f"{folder}\n"
     for name in ("model.safetensors", "README.md"):
         assert (folder / name).read_bytes() == (run.folder / "model" / name).read_bytes()
     again = tool("export", run.folder)
     assert (again.exit_code, again.stderr) == (2, f"checkpoint: {folder}: exists already; name another folder\n")
-    tool("export", run.folder / "checkpoints" / "step_00000024", f"--output={tmp_path}/older").succeeded()
-    weights = "model.safetensors"
-    assert (tmp_path / "older" / weights).read_bytes() != (folder / weights).read_bytes()
+    tool("export", run.folder / "checkpoints/step_00000024", f"--output={tmp_path}/older").succeeded()
+    older = tmp_path / "older/model.safetensors"
+    assert older.read_bytes() != (folder / older.name).read_bytes()
 
 
 def test_what_is_no_checkpoint_is_one_line(tool: Tool) -> None:
     says = "checkpoint: nowhere: neither a checkpoint nor a folder with any\n"
-    refused = tool("list", "nowhere")
-    assert (refused.exit_code, refused.stderr) == (2, says)
+    assert tool("list", "nowhere").stderr == says

@@ -1,6 +1,5 @@
 """The examples: a task is a file, and trains the same under every strategy. Those on text: text/test_examples.py."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -17,8 +16,12 @@ from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import Launch, Rounding, Run, Whole, needs, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
-STEPS = ("--max_steps=8", "--save_every=4", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
+STEPS = ("--max_steps=4", "--save_every=2", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
 BATCH_NORM = "--task.norm=batch"
+
+
+def example(name: str) -> tuple[str, str]:
+    return f"--config=examples/{name}.yaml", f"--task.name={name}"
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +30,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder = tmp_path_factory.mktemp("digits")
     digits_png(folder)
     for part in ("train", "val"):
-        files = sorted(folder.glob(f"{part}/*/*.png"))
-        for file in {*files} - {*files[::31]}:
-            file.unlink()
-    settings = (f"data_dir={folder}", "name=image_classification", "model=shufflenet_v2_x0_5", "size=64")
-    example = ("--config=examples/image_classification.yaml", "--global_batch_size=16")
-    return (*example, *(f"--task.{setting}" for setting in settings))
+        for i, file in enumerate(sorted(folder.glob(f"{part}/*/*.png"))):
+            if i % 31:
+                file.unlink()
+    model = ("--task.model=shufflenet_v2_x0_5", "--task.size=64", "--global_batch_size=16")
+    return (*example("image_classification"), f"--task.data_dir={folder}", *model)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     file = tmp_path_factory.mktemp("table") / "friedman.csv"
     friedman_csv(file)
     file.write_text("".join(file.read_text().splitlines(keepends=True)[: 1 + 303]))
-    settings = (f"csv={file}", "name=tabular_regression")
-    return ("--config=examples/tabular_regression.yaml", *(f"--task.{setting}" for setting in settings))
+    return (*example("tabular_regression"), f"--task.csv={file}")
 
 
 def assert_same(run: Run, alone: Run, within: float = 1e-5) -> None:
@@ -58,10 +59,10 @@ def assert_same(run: Run, alone: Run, within: float = 1e-5) -> None:
 def test_the_curve_is_the_same_under_every_strategy(
     whole: Whole, request: pytest.FixtureRequest, what: str, yaml: str
 ) -> None:
-    example = request.getfixturevalue(what)
-    run = whole(yaml, *example, *STEPS, processes=2)
+    arguments = (*request.getfixturevalue(what), *STEPS)
+    run = whole(yaml, *arguments, processes=2)
     assert run.summary["strategy"] == yaml
-    assert_same(run, whole("cpu", *example, *STEPS))
+    assert_same(run, whole("cpu", *arguments))
 
 
 @pytest.mark.slow
@@ -79,7 +80,7 @@ def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
 @needs("src/tools/evaluate.py")
 @pytest.mark.parametrize(
     ("what", "norm", "part"),
-    [slow("pictures", [BATCH_NORM], "model"), ("table", [], "checkpoints/step_00000008"), ("pictures", [], "model")],
+    [slow("pictures", [BATCH_NORM], "model"), ("table", [], "checkpoints/step_00000004"), ("pictures", [], "model")],
 )
 def test_its_metrics_are_those_of_the_training(
     launch: Launch, whole: Whole, request: pytest.FixtureRequest, tmp_path: Path, what: str, norm: list[str], part: str
@@ -101,7 +102,7 @@ def test_each_reaches_the_figures_in_its_config(launch: Launch, tmp_path: Path) 
         ("image_classification", f"data_dir={tmp_path}", "accuracy", 0.97, 1),
         ("tabular_regression", f"csv={tmp_path}/friedman.csv", "rmse", 0, 1.35),
     ):
-        run = launch("cpu", f"--config=examples/{name}.yaml", f"--task.name={name}", f"--task.{data}").succeeded()
+        run = launch("cpu", *example(name), f"--task.{data}").succeeded()
         assert low <= run.summary[f"eval/{figure}"] <= high
 
 
@@ -109,18 +110,17 @@ def test_each_reaches_the_figures_in_its_config(launch: Launch, tmp_path: Path) 
 def test_a_stopped_run_continues_to_the_last_bit(
     launch: Launch, whole: Whole, request: pytest.FixtureRequest, what: str, tmp_path: Path
 ) -> None:
-    example = request.getfixturevalue(what)
-    run = whole("fsdp", *example, *STEPS, processes=2)
-    again = launch("fsdp", *example, *STEPS, folder=cut_back(run, tmp_path / "run", 4), processes=2).succeeded()
-    assert "after step 4, from" in again.stdout
+    arguments = ("fsdp", *request.getfixturevalue(what), *STEPS)
+    run = whole(*arguments, processes=2)
+    again = launch(*arguments, folder=cut_back(run, tmp_path / "run", 2), processes=2).succeeded()
+    assert "after step 2, from" in again.stdout
     assert_same_run(again, run)
 
 
 @needs("src/check")
-@pytest.mark.parametrize(("what", "yaml"), [slow("pictures", "fsdp"), ("table", "fsdp")])
-def test_the_check_finds_no_fault(launch: Launch, request: pytest.FixtureRequest, what: str, yaml: str) -> None:
-    run = launch(yaml, *request.getfixturevalue(what), "--check", processes=2).succeeded()
-    assert "all checks passed" in run.stdout
+@pytest.mark.parametrize("what", [slow("pictures"), "table"])
+def test_the_check_finds_no_fault(launch: Launch, request: pytest.FixtureRequest, what: str) -> None:
+    launch("fsdp", *request.getfixturevalue(what), "--check", processes=2).succeeded()
 
 
 def test_weights_come_from_a_file_and_their_statistics_stay(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_bad_data_is_one_line(
     launch: Launch, pictures: tuple[str, ...], table: tuple[str, ...], tmp_path: Path
 ) -> None:
     """All mistakes of a csv at once."""
-    (tmp_path / "train" / "cat").mkdir(parents=True)
-    (tmp_path / "train" / "cat" / "1.png").write_text("a cat")
+    (tmp_path / "train/cat").mkdir(parents=True)
+    (tmp_path / "train/cat/1.png").write_text("a cat")
     absent = launch("cpu", *pictures, f"--task.data_dir={tmp_path}")
     says = f"[Errno 2] No such file or directory: '{tmp_path}/val'"
     assert absent.messages == [
@@ -155,7 +155,7 @@ def test_bad_data_is_one_line(
     file = tmp_path / "bad.csv"
     file.write_text("a,b,y\n1,x,2\n2,,3\n3,,\n")
     mixed = launch("cpu", *table, f"--task.csv={file}")
-    assert (absent.exit_code, broken.exit_code, mixed.exit_code) == (2, 2, 2)
+    assert {absent.exit_code, broken.exit_code, mixed.exit_code} == {2}
     hint = "task.categories lists the columns of categories"
     assert mixed.messages == [
         f"train.py: {file}: has no column site",
@@ -169,10 +169,11 @@ def test_hidden_pictures_are_not_data_and_the_content_decides_wherever_the_folde
     """Tried with torchvision's own choice of files: 11 pictures; with the paths in the fingerprint: a moved folder is
     another one; with sizes: pictures that changed places are the same."""
     before = tmp_path / "before"
-    for part, label, number in itertools.product(("train", "val"), ("cat", "dog"), range(5)):
-        (before / part / label).mkdir(parents=True, exist_ok=True)
-        Image.new("L", (8, 8), 20 * number).save(before / part / label / f"{number}.png")
-    (before / "train/cat/._1.png").write_bytes(b"of macOS")
+    for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (before / folder).mkdir(parents=True)
+        for number in range(5):
+            Image.new("L", (8, 8), 20 * number).save(before / folder / f"{number}.png")
+    (before / "train/cat/._1.png").touch()
 
     def found(folder: Path) -> tuple[int, str]:
         task = ImageClassification(data_dir=str(folder))
@@ -183,6 +184,6 @@ def test_hidden_pictures_are_not_data_and_the_content_decides_wherever_the_folde
     assert expected[0] == 10
     moved = before.rename(tmp_path / "after")
     assert found(moved) == expected
-    for source, target in (("1", "aside"), ("2", "1"), ("aside", "2")):
-        (moved / f"train/cat/{source}.png").rename(moved / f"train/cat/{target}.png")
+    for source, target in (("1.png", "aside"), ("2.png", "1.png"), ("aside", "2.png")):
+        (moved / "train/cat" / source).rename(moved / "train/cat" / target)
     assert found(moved) != expected

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from src.tasks import load_metric
-from src.tasks.metrics import Accuracy
 
 
 @pytest.fixture(autouse=True)
@@ -12,10 +11,10 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a metric went to the network"))
 
 
-@pytest.mark.parametrize("references", [[1, 2], ["one", "two", "three"], [1.5, 2.0, 3.0]])
-def test_what_is_no_label_or_has_no_partner_is_refused(references: list[object]) -> None:
-    with pytest.raises(ValueError, match="Mismatch in the number|don't match the expected format"):
-        Accuracy().compute(predictions=torch.tensor([1, 2, 3]), references=references)
+def test_what_is_no_label_or_has_no_partner_is_refused() -> None:
+    for references in ([1, 2], ["one", "two", "three"], [1.5, 2.0, 3.0]):
+        with pytest.raises(ValueError, match="Mismatch in the number|don't match the expected format"):
+            load_metric("Accuracy").compute(predictions=torch.tensor([1, 2, 3]), references=references)
 
 
 def test_accuracy_f1_and_matthews_are_the_textbooks() -> None:

@@ -3,12 +3,11 @@
 import os
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, PROJECT, Launch, Run, clean_environment, run_command, slow
+from tests.launching import BIN, PROJECT, Launch, Run, run_command, slow
 from tests.test_rooms import ROOMS, git, require_that_it_works
 
 ALL = " ".join(ROOMS)
@@ -31,10 +30,7 @@ def make(project: Path, *words: str) -> str:
     """Call make in a new project, with what is installed for this one. Return its output."""
     if not (project / ".venv").exists():
         (project / ".venv").symlink_to(BIN.parent)
-    command = ["make", "--assume-old=.venv/installed", *words]
-    done = subprocess.run(command, cwd=project, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr
-    return done.stdout
+    return run_command(["make", "--assume-old=.venv/installed", *words], project, project).succeeded().stdout
 
 
 @pytest.fixture(scope="module", params=PROJECTS)
@@ -64,8 +60,7 @@ def test_make_train_trains_its_task(launch: Launch, made: tuple[Path, str, str])
 def test_it_is_a_repository_of_its_own_with_its_name_everywhere(made: tuple[Path, str, str]) -> None:
     """And its pages link to nothing that is gone. Tried without `rename`: the first assertion fails."""
     project = made[0]
-    named = subprocess.run(["git", "grep", "-i", "accelerate-template"], cwd=project, capture_output=True, text=True)
-    assert named.stdout == ""
+    assert run_command(["git", "grep", "-i", "accelerate-template"], project, project).stdout == ""
     assert git(project, "log", "--format=%an: %s") == "my-project: Start my-project\n"
     assert set(git(project, "status", "--short").splitlines()) <= {"?? .venv"}  # a link here
     run_command([str(BIN / "ruff"), "format", "--check", "--no-cache", "."], project, cwd=project).succeeded()
@@ -75,8 +70,9 @@ def test_it_is_a_repository_of_its_own_with_its_name_everywhere(made: tuple[Path
 
 
 @pytest.mark.slow
-def test_make_train_and_make_test_pass_in_it(made: tuple[Path, str, str]) -> None:
+def test_make_train_and_make_test_pass_in_it(made: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its tests, those in no folder: text and check are this project's own, and faults need a quiet machine."""
+    monkeypatch.setattr("tests.launching.SECONDS", 3600)
     make(made[0], "train", "ARGS=--max_steps=20")
     make(made[0], "test", "ARGS=-n0 -p no:cacheprovider tests/test_*.py")
 
@@ -84,13 +80,13 @@ def test_make_train_and_make_test_pass_in_it(made: tuple[Path, str, str]) -> Non
 def test_all_mistakes_are_told_at_once_and_nothing_is_overwritten(tmp_path: Path) -> None:
     """Tried without each of the checks: its message is missing, or there is a traceback; or a project inside this
     one."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/file").write_text("mine")
-    inside = PROJECT / "runs/my-project"
+    mine, inside = tmp_path / "mine", PROJECT / "runs/my-project"
+    mine.mkdir()
+    (mine / "file").touch()
     for words, lines in (
-        (("NAME=it's", f"DEST={tmp_path}/mine", "TASK=dop", "WITHOUT=tex wandb"), [
+        (("NAME=it's", f"DEST={mine}", "TASK=dop", "WITHOUT=tex wandb"), [
             "NAME=it's: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends",
-            f"DEST={tmp_path}/mine: is there already; name a folder that doesn't exist or is empty, such as "
+            f"DEST={mine}: is there already; name a folder that doesn't exist or is empty, such as "
             "DEST=../my-project",
             "TASK=dop: not known, did you mean dpo?",
             "WITHOUT=tex: not known, did you mean text?",
@@ -105,4 +101,4 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_overwritten(tmp_path: Path
         told = [re.sub(r" \([^)]*\)$", "", line) for line in done.stderr.splitlines()[:-1]]
         assert told == [f"make new: {line}" for line in lines]
     assert not inside.exists()
-    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["file"]
+    assert [file.name for file in mine.iterdir()] == ["file"]

@@ -1,6 +1,5 @@
 """src/tracking/report.py: one page about any runs, whatever their folders hold, that needs nothing but itself."""
 
-import base64
 import io
 import json
 import re
@@ -19,13 +18,8 @@ from src.tracking.report import report_line, write_report
 from tests.launching import Launch, needs, slow
 
 PIXEL = (
-    "data:image/png;base64,"
-    + base64.b64encode(
-        bytes.fromhex(
-            "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
-            "1f15c4890000000d49444154789c63f8ffff3f0005fe02fea7356081a00000000049454e44ae426082"
-        )
-    ).decode()
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4//8/AAX+Av6nNWCB"
+    "oAAAAABJRU5ErkJggg=="
 )
 HOSTILE = "</td><script>document.title='taken'; fetch('http://127.0.0.1:9/x')</script><img src=x onerror=alert(1)>"
 CHROMIUM = shutil.which("chromium")
@@ -33,21 +27,19 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; .c
 
 
 def training(step: int, **more: Any) -> dict[str, Any]:
-    figures = {"perf/samples_per_second": 800.0, "perf/data_seconds": 0.001, "perf/compute_seconds": 0.08}
-    record = {"step": step, "epoch": step / 23, "train/lr": 1e-3, "train/grad_norm": 2.0, "train/loss": 3 / step**0.5}
-    return record | figures | {"perf/peak_memory_bytes": 2**30} | more
+    return {"step": step, "train/lr": 1e-3, "train/loss": 3 / step**0.5, "perf/compute_seconds": 0.08, **more}
 
 
 def evaluation(step: int, loss: float, **tables: Any) -> dict[str, Any]:
-    numbers = {"eval/loss": loss, "eval/examples": 359, "eval/accuracy": 1 - loss / 10}
-    return {"step": step, "epoch": step / 23, **numbers, **{f"eval/{name}": rows for name, rows in tables.items()}}
+    found = {"loss": loss, "examples": 359, "accuracy": 1 - loss / 10, **tables}
+    return {"step": step, **{f"eval/{name}": value for name, value in found.items()}}
 
 
 def run_folder(folder: Path, records: list[dict[str, Any]], task: str = "mnist", **optim: Any) -> Path:
     """A run that was killed: with metrics.jsonl and config.yaml alone."""
     folder.mkdir(parents=True)
-    settings = {"run_name": folder.name, "task": {"name": task}, "optim": {"lr": 0.003} | optim}
-    settings |= {"checkpoint": {"metric": "eval/loss", "mode": None}}
+    best = {"metric": "eval/loss", "mode": None}
+    settings = {"run_name": folder.name, "task": {"name": task}, "optim": optim, "checkpoint": best}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -55,13 +47,8 @@ def run_folder(folder: Path, records: list[dict[str, Any]], task: str = "mnist",
 
 def page(*folders: Path) -> str:
     target = folders[0] / "report.html"
-    write_report(list(folders), target)
+    write_report([*folders], target)
     return target.read_text()
-
-
-def readable(html: str) -> str:
-    """The text of a page without its style and its tags."""
-    return " ".join(re.sub(r"<style.*?</style>|<[^>]*>", " ", html, flags=re.DOTALL).split())
 
 
 ODD, NONE = "not as a run writes its files", "holds no run"
@@ -89,36 +76,36 @@ def test_what_is_damaged_in_a_folder_is_left_out_and_what_no_run_writes_is_refus
         with pytest.raises(UserError, match=f"^{folder}: {says}.*$"):
             page(folder)
     else:
-        assert "0.95" in readable(page(folder))
+        assert "0.95" in page(folder)
 
 
 def test_whatever_a_run_recorded_is_text_and_the_page_names_nothing_outside_itself(tmp_path: Path) -> None:
     """And it is the same page each time. Tried without autoescape: the script is in the page; without svg.hashsalt:
     names within the pictures differ."""
-    rows = [{"prompt": HOSTILE, "continuation": "Καλημέρα 早上好 \ud800 $x_"}]
-    mistakes = [{HOSTILE: PIXEL, "label": HOSTILE, "image": PIXEL + '"><script>'}, {"image": PIXEL}]
-    records = [training(1), evaluation(1, 0.5, samples=rows, mistakes=mistakes)]
-    folder = run_folder(tmp_path / "run", records, name=HOSTILE)
+    tables = {"samples": [{"prompt": HOSTILE, "continuation": "Καλημέρα 早上好 \ud800 $x_"}]}
+    tables["mistakes"] = [{HOSTILE: PIXEL, "label": HOSTILE, "image": PIXEL + '"><script>'}, {"image": PIXEL}]
+    folder = run_folder(tmp_path / "run", [training(1), evaluation(1, 0.5, **tables)], name=HOSTILE)
     html = page(folder)
     assert not re.search(r"<script|<img src=x|url\(http", html)
     assert "早上好" in html
-    links = re.findall(r"(?:src|href)=\"([^\"]{0,11})", html)
-    assert {*links} == {"data:image/"}
+    assert {*re.findall(r"(?:src|href)=\"([^\"]{0,11})", html)} == {"data:image/"}
     assert "Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in html
     assert page(folder) == html
 
 
 def test_a_run_may_have_hardly_anything(tmp_path: Path) -> None:
-    for i, record in enumerate((None, training(1), training(1, **{"train/loss": None}), evaluation(1, float("nan")))):
-        assert "mnist" in readable(page(run_folder(tmp_path / f"{i}", [record] if record else [])))
+    lossless = training(1, **{"train/loss": None})
+    for i, records in enumerate(([], [training(1)], [lossless], [evaluation(1, float("nan"))])):
+        assert "<td>mnist</td>" in page(run_folder(tmp_path / f"{i}", records))
 
 
 def test_many_records_and_long_texts_stay_below_a_megabyte(tmp_path: Path) -> None:
     """Tried without the cuts: 6 MB; with POINTS = 10**6: 4 MB."""
     noise = [training(step, **{"train/loss": 2 + step % 7}) for step in range(1, 20_001)]
-    tables: dict[str, Any] = {"mistakes": [{"text": "<" * 100_000, "label": "3"}] * 300}
-    tables["confusion"] = [{"label": "a", "a": 3, "b": 1}, {"label": "b", "a": 0, "b": 4}]
-    html = page(run_folder(tmp_path / "run", [*noise, evaluation(20_000, 0.5, **tables)]))
+    mistakes = [{"text": "<" * 100_000, "label": "3"}] * 300
+    confusion = [{"label": "a", "a": 3, "b": 1}, {"label": "b", "a": 0, "b": 4}]
+    last = evaluation(20_000, 0.5, mistakes=mistakes, confusion=confusion)
+    html = page(run_folder(tmp_path / "run", [*noise, last]))
     assert len(html.encode()) < 2**20
     assert re.findall(r"--share:([\d.]+)", html) == ["0.75", "0.25", "1.0"]
 
@@ -129,8 +116,7 @@ def test_trials_are_ranked_best_first_by_their_metric(tmp_path: Path) -> None:
     html = page(*(run_folder(tmp_path / f"trial-{i}", [evaluation(9, loss)], lr=i) for i, loss in enumerate(losses)))
     assert re.findall(r"<td[^>]*>[^<]*/trial-(\d+)</td>", html)[:5] == ["1", "3", "4", "0", "2"]
     differing, _, alike = html.partition("<details>")
-    assert "<td>optim.lr</td>" in differing
-    assert "<td>task.name</td>" not in differing
+    assert ["<td>optim.lr</td>" in differing, "<td>task.name</td>" in differing] == [True, False]
     assert "<td>task.name</td>" in alike
 
 
@@ -146,10 +132,10 @@ def test_why_there_is_no_report_is_one_line(tmp_path: Path, monkeypatch: pytest.
 @needs("src/check")
 def test_a_check_ends_with_a_report_which_that_of_a_run_shows_too(launch: Launch, tmp_path: Path) -> None:
     check = launch("cpu", "--check").succeeded()
-    assert "all checks passed" in readable((check.folder / "report.html").read_text())
+    assert "all checks passed" in (check.folder / "report.html").read_text()
     run = run_folder(tmp_path / "run", [training(1)])
     shutil.copy(check.folder / "check.json", run)
-    assert "What --check found" in readable(page(run))
+    assert "What --check found" in page(run)
 
 
 def test_the_command_writes_it_where_it_is_told(launch: Launch, tmp_path: Path) -> None:
@@ -165,19 +151,16 @@ def test_a_browser_shows_it_without_javascript_a_network_or_scrolling_sideways(
     tmp_path: Path, width: int, mode: Any
 ) -> None:
     """Tried with a picture from a server, and with a table that does not scroll by itself."""
-    tables: dict[str, Any] = {
-        "mistakes": [{"image": PIXEL, "label": HOSTILE}] * 24,
-        "samples": [{"prompt": "w" * 3000, "n": HOSTILE}],
-    }
-    tables["confusion"] = [{"label": "a"} | {f"prediction {i}": i for i in range(40)}]
-    run = run_folder(tmp_path / "run", [*map(training, range(1, 60)), evaluation(60, 0.5, **tables)], name="x" * 900)
+    mistakes, samples = [{"image": PIXEL, "label": HOSTILE}] * 24, [{"prompt": "w" * 3000, "n": HOSTILE}]
+    confusion = [{"label": "a"} | {f"prediction {i}": i for i in range(40)}]
+    last = evaluation(60, 0.5, mistakes=mistakes, samples=samples, confusion=confusion)
+    run = run_folder(tmp_path / "run", [*map(training, range(1, 60)), last], name="x" * 900)
     other = run_folder(tmp_path / ("long" * 40), [training(1), evaluation(2, 0.4)], "other-task-" * 20)
     address, events = f"file://{run}/report.html", []
     page(run, other)
     with sync_playwright() as playwright:
         browser: Any = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        view = {"width": width, "height": 900}
-        tab = browser.new_page(viewport=view, color_scheme=mode, java_script_enabled=False)
+        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=mode, java_script_enabled=False)
         for kind in ("request", "console", "pageerror"):
             tab.on(kind, lambda event: events.append(getattr(event, "url", event)))
         tab.goto(address)

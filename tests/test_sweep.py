@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from src.config.errors import UserError
 from src.tools.sweep import finished, main, open_study, read_sweep, settings_of
-from tests.launching import Started
+from tests.launching import Started, wait
 
 TRAINER = """\
 import json, os, pathlib, signal, sys, time
@@ -43,6 +42,7 @@ SWEEP: dict[str, Any] = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("src.tools.sweep.POLL_SECONDS", 0.02)
     (tmp_path / "trainer.py").write_text(TRAINER)
     return tmp_path
 
@@ -54,10 +54,13 @@ def write(folder: Path, **changes: Any) -> str:
     return str(file)
 
 
+def study_of(file: str) -> optuna.Study:
+    return open_study(read_sweep(file), Path("runs/sweep"))
+
+
 def trials(file: str) -> dict[str, str]:
     """What became of each trial, by its folder."""
-    study = open_study(read_sweep(file), Path("runs/sweep"))
-    return {trial.user_attrs["folder"]: trial.state.name for trial in study.trials if "folder" in trial.user_attrs}
+    return {trial.user_attrs["folder"]: trial.state.name for trial in study_of(file).trials}
 
 
 def test_a_grid_has_each_combination_once_and_names_the_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +90,7 @@ def test_numbers_are_drawn_from_ranges_others_in_each_session(folder: Path, meth
         study = open_study(sweep, Path("runs/drawn"))
         trial = study.ask()
         trial.set_user_attr("folder", "x")
-        drawn.append(float(sweep.draw(trial)["optim.lr"]))
+        drawn += [float(sweep.draw(trial)["optim.lr"])]
         study.tell(trial, drawn[-1])
     assert 0.0003 <= min(drawn) < max(drawn) <= 0.03
     assert len(set(drawn)) == 12
@@ -98,14 +101,14 @@ def test_with_halving_the_worse_are_stopped_and_save(folder: Path) -> None:
     """Those that come first go on. Tried without `should_prune`: all come to their end."""
     halving = {"type": "hyperband", "min_iter": 1, "eta": 2}
     best_first = {"name": "eval/loss", "goal": "maximize"}
-    parameters = SWEEP["parameters"] | {"sleep": {"value": 1.0}}
+    parameters = SWEEP["parameters"] | {"sleep": {"value": 0.5}}
     file = write(folder, parameters=parameters, early_terminate=halving, metric=best_first)
     main([file])
     found = trials(file)
-    assert set(found.values()) == {"COMPLETE", "PRUNED"}
+    assert {*found.values()} == {"COMPLETE", "PRUNED"}
     for name, state in found.items():
-        ends = {path.name for path in (folder / "runs/sweep" / name).iterdir()} & {"saved", "ended"}
-        assert ends == {"saved" if state == "PRUNED" else "ended"}
+        ends = ((folder / "runs/sweep" / name / end).exists() for end in ("saved", "ended"))
+        assert [*ends] == [state == "PRUNED", state == "COMPLETE"]
 
 
 def test_a_trial_that_fails_does_not_end_the_sweep_and_is_tried_again(folder: Path) -> None:
@@ -116,8 +119,7 @@ def test_a_trial_that_fails_does_not_end_the_sweep_and_is_tried_again(folder: Pa
     mended = TRAINER.replace('== "bad"', '== "worse"').replace('float(given["op', 'len(given["op')
     (folder / "trainer.py").write_text(mended)
     main([file])
-    study = open_study(read_sweep(file), Path("runs/sweep"))
-    assert len({trial.user_attrs["folder"] for trial in finished(study)}) == 2
+    assert len({trial.user_attrs["folder"] for trial in finished(study_of(file))}) == 2
 
 
 def test_mistakes_of_a_file_get_a_line_each(folder: Path) -> None:
@@ -138,19 +140,16 @@ def test_a_sweep_that_is_stopped_or_killed_stops_its_trial_and_goes_on_with_it(
     slow = SWEEP["parameters"] | {"sleep": {"value": 100}}
     file = write(folder, parameters=slow, program=str(folder / "trainer.py"), name=str(folder / "s"))
     words = ["--config_file", "accelerate_configs/cpu.yaml", "src/tools/sweep.py", file]
-    saved = folder / "s/trial-00/saved"
+    trial = folder / "s/trial-00"
     with Started("cpu", folder=folder, words=words) as sweep:
-        sweep.wait_until((folder / "s/trial-00/began").exists)
+        sweep.wait_until((trial / "began").exists)
         ended = sweep.send(number, sweep.trainers[0]).result()
         if number == signal.SIGTERM:
-            assert saved.exists()
+            assert (trial / "saved").exists()
             assert ended.exit_code == 1
-            assert f"stopped by SIGTERM in {folder}/s/trial-00; to continue: " in ended.stderr
+            assert f"stopped by SIGTERM in {trial}; to continue: " in ended.stderr
             assert "Traceback" not in ended.stderr
             study = open_study(read_sweep(file), folder / "s")
             (waiting,) = study.get_trials(states=(optuna.trial.TrialState.WAITING,))
             assert waiting.user_attrs == {"folder": "trial-00"}
-        end = time.monotonic() + 30
-        while not saved.exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait((trial / "saved").exists, 30)

@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 
 from src.tasks import tables
+from src.tasks.base import PICTURE
 from src.tasks.mnist import Mnist, bundled_digits
 from src.tasks.tables import label_tables
 from tests.launching import Whole
 
-SHORT = ("--max_steps=12", "--log_every=4", "--eval_every=6", "--task.dropout=0", "--task.rotation=0",
+SHORT = ("--max_steps=6", "--eval_every=3", "--task.dropout=0", "--task.rotation=0",
          "--optim.lr=1e-4")  # fmt: skip  # small, as in test_parity.py
 
 
@@ -43,8 +44,9 @@ def test_mistakes_come_most_confident_first_and_labels_are_counted() -> None:
 def test_tables_stay_small_whatever_the_number_of_labels_and_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of 100 labels are confused: they are shown. Tried without MOST_LABELS, and without MOST_MISTAKES."""
     monkeypatch.setattr(tables, "MOST_LABELS", 2)
-    names, references = [str(i) for i in range(100)], list(range(100))
-    confused = torch.eye(100)[[*range(3), 70, *range(4, 70), 3, *range(71, 100)]].tolist()
+    names, references, predicted = [str(i) for i in range(100)], [*range(100)], [*range(100)]
+    predicted[3], predicted[70] = 70, 3
+    confused = torch.eye(100)[predicted].tolist()
     found = label_tables(outputs(references, confused), names, lambda i: {})
     assert found["confusion"] == [{"label": "3", "3": 0, "70": 1}, {"label": "70", "3": 1, "70": 0}]
     assert [row["label"] for row in found["classes"]] == ["3", "70"]
@@ -57,9 +59,8 @@ def test_a_picture_is_the_image_itself() -> None:
     made = outputs(digits.labels[:6].tolist(), torch.eye(10)[digits.labels[:6]].tolist())
     made["predictions"][5] += 1
     (mistake,) = Mnist().tables(made, digits)["mistakes"]
-    head, _, data = mistake["image"].partition(",")
-    assert head == "data:image/png;base64"
-    picture = Image.open(io.BytesIO(b64decode(data)))
+    assert mistake["image"].startswith(PICTURE)
+    picture = Image.open(io.BytesIO(b64decode(mistake["image"].removeprefix(PICTURE))))
     assert picture.mode == "L"
     assert np.array_equal(np.asarray(picture), digits.images[5].numpy())
 
@@ -70,16 +71,10 @@ def test_a_run_records_them_at_each_evaluation_alike_on_any_number_of_processes(
     alone, several = (
         [record for record in whole(yaml, *SHORT).records if "eval/loss" in record] for yaml in ("cpu", "ddp")
     )
-    labels = bundled_digits()[1].labels
     for one, two in zip(alone, several, strict=True):
         assert len(json.dumps(one)) < 30_000
-        assert [row["examples"] for row in one["eval/classes"]] == labels.bincount().tolist()
-        right = sum(row[row["label"]] for row in one["eval/confusion"])
-        assert right / 359 == pytest.approx(one["eval/accuracy"])
-        mistakes = one["eval/mistakes"]
-        assert len(mistakes) == min(24, 359 - right)
-        assert all(labels[row["index"]] == int(row["label"]) for row in mistakes)
-        for name in ("eval/confusion", "eval/classes"):
-            assert one[name] == two[name]
-        for row, other in zip(mistakes, two["eval/mistakes"], strict=True):
+        assert sum(row["examples"] for row in one["eval/classes"]) == 359
+        assert one["eval/classes"] == two["eval/classes"]
+        assert one["eval/confusion"] == two["eval/confusion"]
+        for row, other in zip(one["eval/mistakes"], two["eval/mistakes"], strict=True):
             assert row == other | {"confidence": pytest.approx(other["confidence"], abs=1e-4)}

@@ -2,24 +2,15 @@
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from src.config.errors import UserError
-from tests.launching import Whole
+from tests.launching import Whole, mistakes
 from train import run_settings
 
 EXPECTED = "resume=wandb:me/digits/checkpoint-x:best: cannot be downloaded, "
 ARGUMENTS = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best")
-
-
-def mistakes(*arguments: str) -> list[str]:
-    with pytest.raises(UserError) as refusal:
-        run_settings([*arguments])
-    return str(refusal.value).splitlines()
 
 
 def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,15 +20,14 @@ def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch
     source = whole("cpu", "--max_steps=4").folder / "checkpoints" / "step_00000004"
     downloads: list[str] = []
 
-    def artifact(_: Any, name: str) -> SimpleNamespace:
-        def download(root: str) -> None:
-            downloads.append(root)
-            shutil.copytree(source, root, dirs_exist_ok=True)
-
-        return SimpleNamespace(qualified_name=name.replace(":best", ":v3"), download=download)
+    def download(root: str) -> None:
+        downloads.append(root)
+        shutil.copytree(source, root, dirs_exist_ok=True)
 
     monkeypatch.setattr("wandb.login", lambda **_: True)
-    monkeypatch.setattr("wandb.Api", lambda: type("Api", (), {"artifact": artifact})())
+    api = Mock()
+    api.artifact.side_effect = lambda name: Mock(qualified_name=name.replace(":best", ":v3"), download=download)
+    monkeypatch.setattr("wandb.Api", lambda: api)
     for _ in range(2):
         config = run_settings([*ARGUMENTS, "--max_steps=8"])
         assert config.resume == "artifacts/me/digits/checkpoint-x:v3"

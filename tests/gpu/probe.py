@@ -71,14 +71,13 @@ def steps_of(*arguments: str, steps: int = 5, processes: int = 0, **environment:
 def main(result: str, *arguments: str) -> None:
     import statistics
     import time
-    from importlib import import_module
-    from importlib.util import find_spec
 
     import torch
     import torch.distributed as dist
 
     import train
     from src.distributed.stop import StopSignal
+    from src.tracking.performance import Performance  # room: performance
     from src.training.batches import CountedSteps, evaluation_batches, training_steps
     from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
     from train import run_settings
@@ -109,9 +108,7 @@ def main(result: str, *arguments: str) -> None:
         dist.new_group = lambda *a, backend=None, **k: real(*a, backend="fake" if backend == "gloo" else backend, **k)
     run = train.build(run_settings([*arguments]))
     assert run
-    performance: Any = None
-    if find_spec("src.tracking.performance"):  # it may have been thrown out
-        performance = import_module("src.tracking.performance").Performance(run)
+    performance = Performance(run)  # room: performance
     found, milliseconds = [], []
     take_step: Any = train.train_step
     if run.config.cuda_graphs:  # room: cuda_graphs
@@ -124,14 +121,11 @@ def main(result: str, *arguments: str) -> None:
         if not left:  # it takes longer than what it notes
             null.null_gpu_set_callback(note)
         started = time.perf_counter()
-        if performance:
-            performance.begin_step()
+        performance.begin_step()  # room: performance
         micro_batches, counts_of_step = next(steps)
-        if performance:
-            performance.begin_computing(micro_batches)
+        performance.begin_computing(micro_batches)  # room: performance
         take_step(run, micro_batches, counts_of_step)
-        if performance:
-            performance.end_step()
+        performance.end_step()  # room: performance
         milliseconds.append(1e3 * (time.perf_counter() - started))
         null.null_gpu_set_callback(None)
         found.append(counts())

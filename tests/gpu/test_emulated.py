@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.launching import PROJECT, Launch, Whole, needs, slow
+from tests.launching import Launch, Whole, needs, slow
 
 SHORT = ("--log_every=1", "--save_every=4", "--optim.lr=1e-4", "--optim.max_grad_norm=1")
 TEXT = ("--task.name=causal_lm", "--task.sequence_length=64", "--global_batch_size=8")
@@ -27,38 +27,37 @@ YAMLS = {
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
-    """The arguments of each kind of model."""
-    mnist: dict[str, tuple[str, ...]] = {"mnist": ("--task.dropout=0", "--micro_batch_size=16")}
-    if not (PROJECT / "tests/text").exists():
-        return mnist
+def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
+    """The arguments of each kind of language model."""
     tiny, folder = import_module("tests.text.tiny"), tmp_path_factory.mktemp("data")
-    text = (*TEXT, f"--task.dataset={tiny.questions(folder / 'questions.jsonl')}")
-    files = (*text, f"--task.model={tiny.llama(folder / 'llama')}")
-    adapters = (*files, "--task.lora.r=4")
-    return {**mnist, "llama": (*text, *SCRATCH), "llama_files": files, "llama_adapters": adapters}
+    data = (*TEXT, f"--task.dataset={tiny.questions(folder / 'questions.jsonl')}")
+    files = (*data, f"--task.model={tiny.llama(folder / 'llama')}")
+    return {"llama": (*data, *SCRATCH), "llama_files": files, "llama_adapters": (*files, "--task.lora.r=4")}
 
 
-@pytest.mark.parametrize(
-    ("yaml", "kind"),
-    [
-        ("single_gpu", "mnist"),
-        *(slow(yaml, "mnist") for yaml in YAMLS if yaml != "single_gpu"),
-        *(
-            pytest.param(yaml, kind, marks=[pytest.mark.slow, needs_text])
-            for kind in ("llama", "llama_files", "llama_adapters")
-            for yaml in YAMLS
-        ),
-    ],
-)
+@pytest.mark.parametrize("yaml", ["single_gpu", *(slow(yaml) for yaml in YAMLS if yaml != "single_gpu")])
 def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
-    gpu: Launch, whole: Whole, tasks: dict[str, tuple[str, ...]], tmp_path: Path, yaml: str, kind: str
+    gpu: Launch, whole: Whole, tmp_path: Path, yaml: str
 ) -> None:
     """Tried with each of these taken out: the question whether a device has an index, the move of offloaded shards to
     the CPU, the filters of warnings in src/distributed/accelerator.py."""
-    arguments, processes = (*tasks[kind], *SHORT), YAMLS[yaml]
+    require_the_cpus_run(gpu, whole, tmp_path / "run", yaml, "--task.dropout=0", "--micro_batch_size=16")
+
+
+@needs_text
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "llama_files", "llama_adapters"])
+@pytest.mark.parametrize("yaml", YAMLS)
+def test_so_has_one_of_a_language_model(
+    gpu: Launch, whole: Whole, text: dict[str, tuple[str, ...]], tmp_path: Path, yaml: str, kind: str
+) -> None:
+    require_the_cpus_run(gpu, whole, tmp_path / "run", yaml, *text[kind])
+
+
+def require_the_cpus_run(gpu: Launch, whole: Whole, folder: Path, yaml: str, *task: str) -> None:
+    arguments = (*task, *SHORT)
     first, run = (
-        gpu(yaml, *arguments, f"--max_steps={steps}", folder=tmp_path / "run", processes=processes).succeeded()
+        gpu(yaml, *arguments, f"--max_steps={steps}", folder=folder, processes=YAMLS[yaml]).succeeded()
         for steps in (4, 6)
     )
     alone = whole("cpu", *arguments, "--max_steps=6")
@@ -66,9 +65,8 @@ def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
     for name in ("eval/loss", "eval/examples"):
         assert run.summary[name] == pytest.approx(alone.summary[name], rel=1e-5)
-    on = {"cpu": ("cpu", None), "single_gpu": ("cuda", None)}.get(yaml, ("cuda", "nccl"))
-    backend = run.summary["backend"]
-    assert (run.summary["device"], "nccl" if "nccl" in str(backend) else backend) == on
+    assert run.summary["device"] == ("cpu" if yaml == "cpu" else "cuda")
+    assert ("nccl" in str(run.summary["backend"])) == (YAMLS[yaml] > 1)
     for file in (alone.folder / "model").glob("*.safetensors"):
         weights, expected = load_file(run.folder / "model" / file.name), load_file(file)
         assert weights.keys() == expected.keys()
@@ -80,24 +78,23 @@ def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
 def test_a_recorded_step_is_the_step(gpu: Launch, tmp_path: Path, optimizer: str) -> None:
     """To the last bit, with dropout drawn anew in each replay, over ragged batches, and after a resume. Tried with the
     learning rate set as a number: each replay repeats that of the step that was recorded."""
-    arguments = (*SHORT, "--max_steps=30", f"--optim.name={optimizer}", "--optim.momentum=0.5")
-    plain = gpu("single_gpu", *arguments).succeeded()
-    folder = tmp_path / "run"
-    gpu("single_gpu", *arguments, "--cuda_graphs=true", "--max_steps=12", folder=folder).succeeded()
-    graphs = gpu("single_gpu", *arguments, "--cuda_graphs=true", folder=folder).succeeded()
+    arguments = ("single_gpu", *SHORT, "--max_steps=25", f"--optim.name={optimizer}", "--optim.momentum=0.5")
+    plain = gpu(*arguments).succeeded()
+    for steps in (12, 25):
+        more = ("--cuda_graphs=true", f"--max_steps={steps}")
+        graphs = gpu(*arguments, *more, folder=tmp_path / "run").succeeded()
     assert "cuda_graphs" in graphs.summary["tuned"]
     assert graphs.losses == pytest.approx(plain.losses, rel=1e-6)  # the rate is rounded to fp32
-    assert len(set(graphs.losses)) == 30
+    assert len(set(graphs.losses)) == 25
 
 
 @needs_text
 @needs("src/check")
 @pytest.mark.slow
-def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, tasks: dict[str, Any]) -> None:
+def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, text: dict[str, Any]) -> None:
     """The emulated kernel sums in another order each time, as flash attention does unless torch is asked strictly.
     Tried with warn_only=True: `Checkpoint` fails."""
-    arguments = (*tasks["llama"], "--check")
-    run = gpu("single_gpu", *arguments, launcher_arguments=BF16).succeeded()
+    run = gpu("single_gpu", *text["llama"], "--check", launcher_arguments=BF16).succeeded()
     found = {row["what"]: row["result"] for row in json.loads((run.folder / "check.json").read_text())["checks"]}
     assert found["losses and weights after a restart"] == "pass"
 
@@ -105,28 +102,28 @@ def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, t
 @needs_text
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["olmo", "phi"])
-def test_attention_is_tried_with_heads_of_the_models_own_size(gpu: Launch, tasks: Any, model_type: str) -> None:
+def test_attention_is_tried_with_heads_of_the_models_own_size(gpu: Launch, text: Any, model_type: str) -> None:
     """10 heads of 12: flash attention takes multiples of 8. Tried with a small model whose heads are 16 wide."""
     sizes = {"model_type": model_type, "hidden_size": 120, "num_attention_heads": 10, "num_key_value_heads": 10}
     shape = [f"--task.architecture.{name}={value}" for name, value in sizes.items()]
-    run = gpu("single_gpu", *tasks["llama"], *shape, "--max_steps=1", launcher_arguments=BF16).succeeded()
+    run = gpu("single_gpu", *text["llama"], *shape, "--max_steps=1", launcher_arguments=BF16).succeeded()
     assert any(fact.startswith("sdpa attention (not varlen:") for fact in run.summary["tuned"])
 
 
 FULL = "GPU 0 is full, other processes hold about 78 of its 79 GiB: end them"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("yaml", "environment", "says"),
     [
-        slow("single_gpu", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
-        slow("ddp", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
-        slow("ddp", {"NULL_GPU_COUNT": "1"}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
+        ("single_gpu", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
+        ("ddp", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
+        ("ddp", {"NULL_GPU_COUNT": "1"}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_one_line(gpu: Launch, yaml: str, environment: dict[str, str], says: str) -> None:
-    processes = 1 if yaml == "single_gpu" else 2
-    run = gpu(yaml, "--max_steps=1", processes=processes, real=True, **environment)
+    run = gpu(yaml, "--max_steps=1", processes=YAMLS[yaml], real=True, **environment)
     assert run.exit_code != 0
     (message,) = run.messages
     assert message.startswith(f"train.py: {says}")

@@ -2,11 +2,10 @@
 
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.launching import BIN, SECONDS
+from tests.launching import BIN, wait
 from tests.machines.hosts import FREEZER, Network
 
 HOSTS = {"control": "10.87.21.100", "node1": "10.87.21.1", "node2": "10.87.21.2", "node3": "10.87.21.3"}
@@ -79,8 +78,5 @@ class Cluster(Network):
         file = self.folder / f"{number}.log"
         return file.read_text() if file.exists() else ""
 
-    def wait_until(self, condition: Callable[[], object], seconds: float = SECONDS) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, {file.name: file.read_text()[-3000:] for file in self.folder.glob("*.log")}
-            time.sleep(0.1)
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        wait(condition, say=lambda: {file.name: file.read_text()[-3000:] for file in self.folder.glob("*.log")})

@@ -13,7 +13,7 @@ import pytest
 
 from src.distributed.machines import differences
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
-from tests.launching import PROJECT, QUIET, Launch, Rounding, Run, Started, Whole, slow
+from tests.launching import Launch, Rounding, Run, Started, Whole, launch_words, slow
 from tests.machines.hosts import Network, why_not
 from tests.test_parity import DIGITS, assert_same_curve
 
@@ -23,18 +23,16 @@ needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 class Two(Network):
     """host1 and host2, which know no names but their own, with a process each."""
 
-    def __init__(self, folder: Path, *names: str) -> None:
-        known = [f"127.0.0.1 localhost\n{others}" for others in names or ("", "")]
-        addresses = {f"host{number}": f"10.77.0.{number}" for number in (1, 2)}
-        super().__init__(folder, addresses, dict(zip(addresses, known, strict=True)))
+    def __init__(self, folder: Path, first: str = "", second: str = "") -> None:
+        known = {"host1": f"127.0.0.1 localhost\n{first}", "host2": f"127.0.0.1 localhost\n{second}"}
+        super().__init__(folder, {"host1": "10.77.0.1", "host2": "10.77.0.2"}, known)
 
     def launch(self, host: int, yaml: str, folder: Path, *arguments: str, **launcher: Any) -> Started:
-        own = {"num_processes": 2, "num_machines": 2, "machine_rank": host - 1, "main_process_ip": "10.77.0.1"}
+        own = {"num_machines": 2, "machine_rank": host - 1, "main_process_ip": "10.77.0.1"}
         options = [f"--{name}={value}" for name, value in (own | {"main_process_port": 29500} | launcher).items()]
-        file = str(PROJECT / "accelerate_configs" / f"{yaml}.yaml")
-        script = ["train.py", f"--output_dir={folder}", "--task.source=digits", *QUIET, *arguments]
-        words, within = ["--config_file", file, *options, *script], self.hosts[f"host{host}"].enter
-        return self.enter_context(Started("", words=words, folder=folder, real=True, within=within))
+        words = launch_words(yaml, *arguments, folder=folder, processes=2, launcher_arguments=tuple(options))
+        within = self.hosts[f"host{host}"].enter
+        return self.enter_context(Started(yaml, words=words, folder=folder, real=True, within=within))
 
     def start(self, *arguments: Any, **launcher: Any) -> list[Started]:
         """A run on both."""

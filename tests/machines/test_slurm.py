@@ -72,16 +72,15 @@ class Job:
         self.cluster("scancel", "--signal=TERM", self.number)
 
     @property
-    def losses(self) -> list[float]:
-        return Run(0, "", "", self.folder).losses
+    def run(self) -> Run:
+        return Run(0, "", "", self.folder)
 
 
 def submit(
     cluster: Cluster, folder: Path, *settings: str, options: tuple[str, ...] = (), wandb: str = "disabled", **more: str
 ) -> Job:
     own = ["--task.source=digits", f"--output_dir={folder}", *([f"--wandb.mode={wandb}"] if WANDB else [])]
-    number = cluster.submit(*options, "launchers/slurm.sbatch", *own, *settings, **more)
-    return Job(cluster, number, folder)
+    return Job(cluster, cluster.submit(*options, "launchers/slurm.sbatch", *own, *settings, **more), folder)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ def test_a_job_that_is_told_to_save_goes_on_and_has_the_curve_of_one_in_one_piec
     assert finished["Restarts"] == "1"
     assert "by SIGTERM; to continue" in finished.log
     assert finished["NumNodes"] == "2"
-    assert finished.losses == whole("ddp", *SETTINGS, processes=2).losses
+    assert finished.run.losses == whole("ddp", *SETTINGS, processes=2).losses
 
 
 @pytest.mark.skipif(not WANDB, reason="Weights & Biases was thrown out")
@@ -109,26 +108,26 @@ def test_it_goes_on_in_the_same_run_of_weights_and_biases(finished: Job) -> None
 
 
 def test_a_finished_run_is_not_trained_again(cluster: Cluster, finished: Job) -> None:
-    record = (finished.folder / "metrics.jsonl").read_bytes()
+    record = finished.run.records
     again = submit(cluster, finished.folder, *SETTINGS, wandb="offline", YAML=SINGLE)
     assert again.ended() == "COMPLETED"
     assert "finished: nothing to do" in again.log
-    assert (finished.folder / "metrics.jsonl").read_bytes() == record
+    assert finished.run.records == record
 
 
 def test_what_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
     """Even if it has been stopped before, or one node's failure makes another one stop."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/status.json").write_text('{"status": "preempted", "checkpoint": null}')
-    failing = submit(cluster, tmp_path / "run", "--task.source=mnist", "--task.data_dir=/nowhere")
+    (tmp_path / "failing").mkdir()
+    (tmp_path / "failing/status.json").write_text('{"status": "preempted", "checkpoint": null}')
+    failing = submit(cluster, tmp_path / "failing", "--task.source=mnist", "--task.data_dir=/nowhere")
     mistaken = submit(cluster, tmp_path / "mistaken", "--max_step=3")
 
-    stub = tmp_path / "stub"
-    (stub / ".venv/bin").mkdir(parents=True)
-    (stub / "train.py").touch()
-    (stub / "src").symlink_to(PROJECT / "src")
-    (stub / ".venv/bin/accelerate").write_text(STUB)
-    (stub / ".venv/bin/accelerate").chmod(0o755)
+    stub, launcher = tmp_path / "stub", tmp_path / "stub/.venv/bin/accelerate"
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text(STUB)
+    launcher.chmod(0o755)
+    for name in ("train.py", "src"):
+        (stub / name).symlink_to(PROJECT / name)
     (tmp_path / "lost").mkdir()
     lost = submit(cluster, tmp_path / "lost", options=("--nodes=2", f"--chdir={stub}"))
 
@@ -136,7 +135,7 @@ def test_what_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> No
         assert (job.ended(), job["Restarts"], job["ExitCode"]) == ("FAILED", "0", code), job.log
     assert "/nowhere" in failing.log
     assert mistaken.log == "slurm.sbatch: --max_step=3: unknown setting, did you mean max_steps?\n"
-    assert "preempted" in (lost.folder / "status.json").read_text()
+    assert lost.run.status["status"] == "preempted"
 
 
 @pytest.mark.slow
@@ -152,7 +151,7 @@ def test_a_job_makes_room_for_an_urgent_one_and_goes_on(
     assert job.ended() == "COMPLETED", job.log
     assert job["Restarts"] == "1"
     assert cluster.job(urgent.strip())["JobState"] == "COMPLETED"
-    assert job.losses == whole("ddp", *SETTINGS, processes=2).losses
+    assert job.run.losses == whole("ddp", *SETTINGS, processes=2).losses
 
 
 @pytest.mark.slow
