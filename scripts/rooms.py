@@ -34,8 +34,9 @@ FILES = {
     "performance": "src/tracking/performance.py tests/test_performance.py tests/text/test_performance.py"
     " docs/performance.md",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
-    "safeguards": "src/checkpoint/occupied.py src/checkpoint/same_run.py",
-    "status": "src/checkpoint/status.py",
+    "safeguards": "src/checkpoint/occupied.py src/checkpoint/same_run.py tests/test_occupied.py"
+    " tests/faults/test_same_run.py",
+    "status": "src/checkpoint/status.py tests/faults/test_preemption.py",
     "tables": "src/tasks/tables.py tests/test_tables.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/shakespeare.yaml configs/sst2.yaml sweeps/shakespeare.yaml"

@@ -20,14 +20,14 @@ def find(pattern: str, name: str) -> list[Any]:
     return re.findall(pattern, read(name), re.MULTILINE)
 
 
-def test_make_targets_that_the_pages_name_exist() -> None:
+def test_make_targets_that_the_pages_name_exist() -> None:  # room: template
     """Tried with `make tests` in CONTRIBUTING.md."""
     for page in (*PROJECT.glob("*.md"), *PROJECT.glob("docs/**/*.md")):
         called = find(r"(?:`|^ *)make ([a-z-]+)(?=`|  | [A-Z]+=|$)", str(page))
         assert set(called) <= TARGETS, page
 
 
-def test_files_and_tests_that_the_guides_name_exist() -> None:
+def test_files_and_tests_that_the_guides_name_exist() -> None:  # room: template
     """Tried with src/optimizers.py, with a link to docs/setting.md and with `-k setting_up`."""
     tests = " ".join(path.name for path in PROJECT.glob("tests/**/test_*.py"))
     for guide in ("AGENTS.md", "CONTRIBUTING.md"):
@@ -39,6 +39,16 @@ def test_files_and_tests_that_the_guides_name_exist() -> None:
         assert chosen
         assert not [word for word in chosen if word not in tests], guide
     assert read("AGENTS.md").count("\n") <= 40
+
+
+def test_each_promise_names_tests_that_exist() -> None:  # room: template
+    """Of the files that its row links to. Tried with a test renamed, and with one in another file."""
+    every = [str(path) for path in PROJECT.glob("tests/**/test_*.py")]
+    for cell in find(r"\|([^|]*)\|$", "docs/promises.md"):
+        files = re.findall(r"\]\(\.\./(tests/[^)]+\.py)\)", cell) or every
+        tests = "\n".join(map(read, files))
+        for name in re.findall(r"`([a-z0-9_]{8,})`", cell):
+            assert re.search(rf"def test_\w*{name}", tests), (name, cell)
 
 
 def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:

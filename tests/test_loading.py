@@ -18,7 +18,6 @@ from src.training.batches import (
     training_steps,
 )
 from src.training.evaluation import gather_in_order
-from src.training.progress import StepCounts
 
 EXAMPLES = 103
 
@@ -75,7 +74,8 @@ def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None
     """Tried with the seed that a generator begins with: the same noise on every process, in every epoch."""
     task = SimpleNamespace(
         order=lambda *_: np.arange(8), augmented=lambda train, _: train, collate=torch.stack,
-        count_targets=lambda _: 0, count_tokens=lambda _: (0, 0),
+        count_targets=lambda _: 0,
+        count_tokens=lambda _: (0, 0),  # room: text
     )  # fmt: skip
     config = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, micro_batch=lambda _: 4)
     run: Any = SimpleNamespace(config=config, train_set=Noise(), steps_per_epoch=1, total_steps=2, world_size=2)
@@ -118,12 +118,19 @@ def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
         return wait
 
     exchange: Any = SimpleNamespace(begin_sum=begin_sum, requested=False)
-    counts = BatchCounts(8, 20, 30)
+    counts = BatchCounts(
+        targets=8,
+        tokens=20,  # room: text
+        padded_tokens=30,  # room: text
+    )
     windows = [[MicroBatch(None, 4, counts)] * 2, [MicroBatch(None, 0, counts)], [MicroBatch(None, 4, counts)]]
     steps = CountedSteps(iter(windows), exchange)
-    assert next(steps) == (windows[0], StepCounts(32, 80, 120, 0))
+    micro_batches, summed = next(steps)
+    assert (micro_batches, summed.targets, summed.stop_requests) == (windows[0], 32, 0)
+    assert (summed.tokens, summed.padded_tokens) == (80, 120)  # room: text
     assert did == ["begun", "waited", "begun"]
     exchange.requested = True  # while the first step is computed: its counts are known, those of the second too
     assert not steps.is_stop_requested()
-    assert next(steps) == (windows[1], StepCounts(0, 0, 0, 0))
+    micro_batches, summed = next(steps)
+    assert (micro_batches, {*summed}) == (windows[1], {0})
     assert steps.is_stop_requested()

@@ -17,7 +17,7 @@ def test_what_is_no_label_or_has_no_partner_is_refused() -> None:
             load_metric("Accuracy").compute(predictions=torch.tensor([1, 2, 3]), references=references)
 
 
-def test_accuracy_f1_and_matthews_are_the_textbooks() -> None:
+def test_accuracy_f1_and_matthews_are_the_textbooks() -> None:  # room: text
     labels = {"predictions": torch.tensor([1, 1, 0, 0, 1]), "references": torch.tensor([1, 0, 0, 1, 1])}
     f1 = load_metric("F1")
     assert f1.compute(**labels, labels=2) == {"f1": pytest.approx(2 / 3)}  # 2 right, 1 too many, 1 missed

@@ -33,8 +33,13 @@ def test_in_fp16_only_what_the_smallest_scale_does_not_help_counts_as_bad() -> N
 
 
 def step(loss_sum: float, norm: float) -> StepResult:
-    counts, numbers = StepCounts(4, 10, 16, 0), (loss_sum, norm)
-    return StepResult(counts, 1e-3, *(torch.tensor(number, dtype=torch.float64) for number in numbers))
+    counts = StepCounts(
+        targets=4,
+        tokens=10,  # room: text
+        padded_tokens=16,  # room: text
+        stop_requests=0,
+    )
+    return StepResult(counts, 1e-3, *(torch.tensor(number, dtype=torch.float64) for number in (loss_sum, norm)))
 
 
 def test_steps_are_counted_in_their_order_whenever_they_are_read() -> None:
@@ -47,7 +52,8 @@ def test_steps_are_counted_in_their_order_whenever_they_are_read() -> None:
     assert not together.read_steps(ALONE, is_fp16=False, max_bad_steps=3)
     assert asdict(each) == asdict(together)
     assert together.interval_loss == 1.5 + 0.25 + 1e-9
-    assert (together.interval_targets, together.interval_tokens, together.interval_padded_tokens) == (12, 30, 48)
+    assert together.interval_targets == 12
+    assert (together.interval_tokens, together.interval_padded_tokens) == (30, 48)  # room: text
     assert (together.loss_scale, together.skipped, together.skipped_in_a_row) == (1.0, 2, 0)
     for result in steps:
         together.add_step(result)

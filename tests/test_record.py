@@ -18,7 +18,7 @@ WHOLE = [{"step": 10, "train/loss": 1.0}, {"step": 20, "train/loss": None, "eval
 DAMAGED = [b'{"step": 5, "train/loss": 1', b"\0" * 90, b"\xff\xfe", b"5", b'{"train/loss": 9}', b"[" * 10**5, b""]
 
 
-def test_a_damaged_line_is_left_out_and_none_beside_it(tmp_path: Path) -> None:
+def test_a_damaged_line_is_left_out_and_none_beside_it(tmp_path: Path) -> None:  # room: report sweep
     """With each kind of damage between two records, and cut short by a kill. Tried with json.loads: a traceback."""
     first, last = (json.dumps(record).encode() for record in WHOLE)
     file = tmp_path / "metrics.jsonl"
@@ -38,13 +38,13 @@ def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
         stream.seek(2**40)
         stream.write(last)
     state: Any = SimpleNamespace(metrics_bytes=2**40 + len(last), wandb_id=None)
-    require_whole_record(config, tmp_path / "step_00000010", state)
+    require_whole_record(config, tmp_path / "step_00000010", state)  # room: safeguards
     start: Any = SimpleNamespace(state=state, checkpoint=tmp_path, is_own=lambda _: True)
     of_the_run = {"progress": Progress(step=10), "metadata": {"data": []}, "launch": SimpleNamespace(as_dict=dict)}
     run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, **of_the_run)
     monkeypatch.setattr(tracking, "print_summary", lambda *_: None)
     with tracking.Tracker(run) as tracker:
         assert tracker.state()["metrics_bytes"] == state.metrics_bytes
-    state.metrics_bytes += 1
-    with pytest.raises(UserError, match="bring it back"):
+    state.metrics_bytes += 1  # room: safeguards
+    with pytest.raises(UserError, match="bring it back"):  # room: safeguards
         require_whole_record(config, tmp_path / "step_00000010", state)

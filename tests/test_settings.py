@@ -1,13 +1,10 @@
 """Settings: code < yaml < command line, typed, every mistake at once, and nothing heavy imported for an answer."""
 
 import re
-import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from src.checkpoint.folder import parent_checkpoint
 from src.config.errors import UserError
@@ -62,7 +59,7 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
     ("arguments", "files", "lines"),
     [
         ("--config=a.yaml|--config=b.yaml|--optm.lr=1|--lr=1|--seed=-1|--task=mnist|--task.dropout=9|--optim.name=adam|"
-         "--global_batch_size=0|verbose|--log_every|--output_dir=/proc/version/x",
+         "--global_batch_size=0|verbose|--log_every",
          {"a": "epoch: 3\noptim:\n  lr: fast"}, [
             "verbose: not understood; settings are written --name=value",
             "--log_every: not understood; settings are written --name=value",
@@ -76,7 +73,6 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "--optm.lr=1: unknown setting, did you mean optim.lr?",
             "--lr=1: unknown setting, did you mean optim.lr?",
             "--task.dropout=9: must be less than 2",
-            "output_dir=/proc/version/x: /proc/version is a file, not a folder; choose another --output_dir",
         ]),
         ("--task.name=mnits|--task.source=digits", {}, [
             f"--task.name=mnits: no such task, did you mean mnist? ({', '.join(TASKS)})"]),
@@ -91,7 +87,7 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "--config=d.yaml: must hold settings, one `name: value` per line",
             "--config=.: cannot be read as yaml, [Errno 21] Is a directory: '.'",
         ]),
-        ("--config=a.yaml", {"a": "max_hours: 1:30\nepochs: yes\noptim: {lr: on}\ndry_run: yes"}, [
+        ("--config=a.yaml", {"a": "max_hours: 1:30\nepochs: yes\noptim: {lr: on}"}, [
             "a.yaml: epochs: yes: must be a valid integer, unable to parse string as an integer",
             "a.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
             "a.yaml: optim.lr: on: must be a valid number, unable to parse string as a number",
@@ -173,7 +169,7 @@ def test_a_setting_without_a_default_must_be_given() -> None:
         validate(Mine, {"rate": "fast"}, {"rate": "--rate=fast"}, [])
 
 
-def test_a_switch_is_on_by_itself_and_may_have_a_hyphen() -> None:
+def test_a_switch_is_on_by_itself_and_may_have_a_hyphen() -> None:  # room: check+dry_run
     for written in ("--dry-run", "--dry_run", "--dry-run=true", "--dry_run=true"):
         config = run_settings([written])
         assert (config.dry_run, config.check) == (True, False)
@@ -185,7 +181,7 @@ def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """No shell expands ~ after `--name=`. Tried without: a folder that is called ~."""
     monkeypatch.setenv("HOME", str(Path.cwd()))
     assert run_settings(["--output_dir=~/x"]).folder == Path.cwd() / "x"
-    assert mistakes("--resume=~/step_00000003")[0].startswith(f"resume={Path.cwd()}/step_00000003: not a checkpoint")
+    assert run_settings(["--task.data_dir=~/x"]).task.data_dir == str(Path.cwd() / "x")
 
 
 @pytest.mark.parametrize(
@@ -204,33 +200,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(
     assert mistakes(*arguments) == [f"global_batch_size=64: not a multiple of {says}"]
 
 
-def test_a_folder_that_holds_a_run_is_refused_and_untouched() -> None:
-    """Nor does a backup of a checkpoint, or an archive of one, stand for it. Tried with all names that begin so: the
-    run starts over, its record and model are lost."""
-    folder = Path("runs/mnist")
-    for name in ("config.yaml", "metrics.jsonl", "summary.json", "model"):
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / "checkpoints/step_00000030.bak").mkdir(parents=True)
-        (folder / "checkpoints/step_00000040").touch()
-        (folder / name).write_text("precious")
-        assert mistakes() == [
-            f"output_dir=runs/mnist: holds a run already ({name}, checkpoints), but no checkpoint of it; choose "
-            "another --run_name or --output_dir, or move that folder away"
-        ]
-        assert (folder / name).read_text() == "precious"
-
-
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_folders_made_in_advance_are_a_new_run(resume: str) -> None:
-    """Or links to some. Tried without: "holds a run already"."""
-    Path("runs/mnist/wandb").mkdir(parents=True)
-    Path("disk/lost+found").mkdir(parents=True)
-    Path("runs/mnist/checkpoints").symlink_to(Path("disk").absolute())
-    run_settings([f"--resume={resume}"])
-    Path("disk/tmp_step_00000005").mkdir()
-    assert "holds a run already (checkpoints)" in mistakes(f"--resume={resume}")[0]
-
-
 def test_a_spoilt_status_or_config_yaml_is_no_traceback() -> None:
     Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
     for data in (b"\xff\xfe", b"null", b"resume: [a]", b"- a", b"a: &a {b: *a}", b'{"checkpoint": null}'):
@@ -239,54 +208,11 @@ def test_a_spoilt_status_or_config_yaml_is_no_traceback() -> None:
         assert parent_checkpoint(run_settings([])) in (None, Path("['a']"))
 
 
-@pytest.mark.parametrize(
-    "link", ["", "/mnist", "/mnist/checkpoints", "/mnist/checkpoints/step_00000008", "/mnist/metrics.jsonl"]
-)
-def test_a_link_to_a_disk_that_is_not_mounted(link: str) -> None:
-    """Tried without: a run whose checkpoints are elsewhere starts over, or ends in a traceback."""
-    Path(f"runs{link}").parent.mkdir(parents=True, exist_ok=True)
-    Path(f"runs{link}").symlink_to("/nowhere/disk")
-    assert f"runs{link} is a broken link to /nowhere/disk: mount the disk or create the folder" in mistakes()[-1]
-
-
-def test_a_run_does_not_start_over_where_its_checkpoints_went_away() -> None:
-    """Its status.json says that there were some. Tried without: it does."""
-    folder = Path("runs/mnist")
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(run_settings(["--save_every=8"]).model_dump(mode="json")))
-    (folder / "status.json").write_text('{"status": "unfinished", "checkpoint": null}')
-    run_settings(["--save_every=8"])  # it never could save
-    (folder / "status.json").write_text('{"status": "preempted", "checkpoint": "runs/mnist/checkpoints/step_5"}')
-    assert mistakes("--save_every=8") == [
-        "output_dir=runs/mnist: its run saved checkpoints, but none are there: restore runs/mnist/checkpoints; "
-        "or choose another --run_name or --output_dir, or move that folder away"
-    ]
-
-
-def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
     config = run_settings(["--optim.lr=0.003", "--task.dropout=0.5"])
     assert (config.run_name, config.folder, config.optim.lr) == ("mnist", Path("runs/mnist-r1"), 0.003)
-
-
-def test_an_output_folder_that_cannot_be_written() -> None:
-    """/proc is one even for root, who runs CI and may write anywhere else."""
-    assert mistakes("--output_dir=/proc/a/b")[0].startswith("output_dir=/proc/a/b: cannot write in /proc, ")
-    (line,) = mistakes(f"--run_name={'x' * 300}")
-    assert line.endswith("x: has a name of more than 255 bytes; choose another --run_name or --output_dir")
-
-
-def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
-    """Stood for by what even root can't write: a socket, and a link into /proc. Tried without: summary.json is deleted,
-    then a traceback; or a run without any checkpoint."""
-    Path("runs/mnist").mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as unwritable:
-        unwritable.bind("runs/mnist/metrics.jsonl")
-    assert "cannot write runs/mnist/metrics.jsonl, " in mistakes()[-1]
-    Path("runs/mnist/metrics.jsonl").unlink()
-    Path("runs/mnist/checkpoints").symlink_to("/proc")
-    assert "cannot write in runs/mnist/checkpoints, " in mistakes()[-1]
 
 
 def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command() -> None:

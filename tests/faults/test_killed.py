@@ -194,7 +194,7 @@ def test_a_crash_while_old_checkpoints_are_deleted(launch: Launch, tmp_path: Pat
     folder, arguments = tmp_path / "run", (*TINY, "--checkpoint.keep_last=1")
     launch("cpu", *arguments, folder=folder, FAULT="die in rotation")
     assert checkpoints(folder) == [8]
-    assert not any(problems(folder / "checkpoints" / "step_00000008"))
+    assert not any(problems(folder / "checkpoints" / "step_00000008"))  # room: integrity
     assert found(folder).progress.step == 8
 
 
@@ -206,5 +206,5 @@ def test_what_a_killed_first_save_left_is_not_taken_into_the_next(launch: Launch
     assert checkpoints(folder) == []
     again = launch("cpu", *TINY, folder=folder).succeeded()
     assert "starting over" in again.stdout
-    assert not [problem for path in (folder / "checkpoints").iterdir() for problem in problems(path)]
+    assert not [wrong for path in (folder / "checkpoints").iterdir() for wrong in problems(path)]  # room: integrity
     assert_same_run(again, whole("cpu", *ALL))

@@ -1,10 +1,6 @@
 """A run that was killed goes on exactly: losses, record and final weights are those of a run in one piece."""
 
-import contextlib
-import dataclasses
 import itertools
-import json
-import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +12,6 @@ import pytest
 import torch
 import yaml
 
-from src.checkpoint import format, occupied
-from src.checkpoint.occupied import lock
-from src.checkpoint.same_run import note_changes, require_same_data
-from src.config.config import config_from
-from src.config.errors import UserError
-from src.tasks import TASKS
 from src.training import batches
 from tests.faults.runs import (
     ALL,
@@ -34,10 +24,9 @@ from tests.faults.runs import (
     cut_back,
     evaluations,
     found,
-    refusal,
     weights,
 )
-from tests.launching import WANDB, Launch, Rounding, Whole, mistakes, slow
+from tests.launching import Launch, Rounding, Whole, mistakes, slow
 from train import run_settings
 
 SMOOTH = ("--task.dropout=0", "--optim.lr=1e-4", *ALL)
@@ -132,16 +121,6 @@ def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Who
     assert contents(tmp_path) == before
 
 
-def test_a_record_that_was_cut_is_not_written_on(whole: Whole, tmp_path: Path) -> None:
-    """Tried without: the run goes on, with a part of its record."""
-    folder = cut_back(whole("cpu", *ALL), tmp_path / "run", 12)
-    record = folder / "metrics.jsonl"
-    text = record.read_text()
-    record.write_text(text[:100])
-    assert refusal(folder)[0].startswith(f"{record} has 100 bytes, and had ")
-    assert record.read_text() == text[:100]
-
-
 def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Of a run that was stopped right before its last evaluation, made it when it went on, and then went on for
     more steps; but it can't have fewer. Tried without: it is cut off; and with naming the own checkpoint: the run is a
@@ -158,38 +137,6 @@ def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Who
     assert [record["step"] for record in evaluated] == [8, 12, 14]
     assert [record for record in curve(longer) if record != evaluated[1]] == curve(finished)
     assert yaml.safe_load((folder / "config.yaml").read_text())["resume"] == "auto"
-
-
-def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
-    """Where the steps asked for are more than those of the epochs, they are what the schedule spans."""
-    state = format.read_state(whole("cpu", *ALL).folder / "checkpoints" / "step_00000012")
-    for then, now, is_refused in (
-        ({"max_steps": 1000}, {"max_steps": 950}, True),  # an epoch has 90 steps, so 10 of them 900
-        ({"max_steps": 200}, {"max_steps": 100}, False),
-        ({"max_steps": None}, {"max_steps": 901}, False),
-        ({"max_steps": 901}, {"max_steps": None}, True),
-        ({"epochs": 10, "max_steps": 100}, {"epochs": 9, "max_steps": 100}, True),
-        ({"epochs": 9, "max_steps": 1000}, {"epochs": 10, "max_steps": 1000}, False),
-    ):
-        saved = dataclasses.replace(state, config=state.config | then)
-        refusal = pytest.raises(UserError, match="the learning rate's schedule then spans [89][0-9]+ steps, not ")
-        with refusal if is_refused else contextlib.nullcontext():
-            note_changes(config_from(state.config | now, TASKS), Path("step_00000012"), saved)
-
-
-def test_changed_settings_are_refused_unless_asked_for(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """And nothing is touched. Tried without refusing: it trains on."""
-    folder = cut_back(whole("cpu", *ALL), tmp_path / "run", 12)
-    free = ("--wandb.tags=[x]",) if WANDB else ()
-    changed = ("--optim.lr=0.001", "--global_batch_size=8", "--micro_batch_size=4", *free)
-    before = contents(folder)
-    (line,) = refusal(folder, *changed)
-    assert "global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001; set them back" in line
-    assert contents(folder) == before
-    branch = (*TINY, *changed, f"--resume={folder}/checkpoints/step_00000012", "--checkpoint.accept_changes=true")
-    asked = launch("cpu", *branch).succeeded()
-    assert "changed since: global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001" in asked.stdout
-    assert [record["step"] for record in asked.records if "train/loss" in record] == [13, 14]
 
 
 def test_a_checkpoint_of_another_run_starts_a_branch(launch: Launch, whole: Whole) -> None:
@@ -243,20 +190,3 @@ def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_
     assert f"after step 12, from {origin}" in run.stdout
     assert [record["step"] for record in run.records if "train/loss" in record] == [13, 14]
     assert found(folder, branch).checkpoint == folder / "checkpoints" / "step_00000014"
-
-
-def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tried with a lock that can be shared."""
-    monkeypatch.setattr(occupied, "PATIENCE_SECONDS", 1)
-    lock(tmp_path)
-    with pytest.raises(ValueError, match="another process is writing this run"):
-        lock(tmp_path)
-
-
-def test_a_value_that_is_no_number_is_the_same_after_a_checkpoint(tmp_path: Path) -> None:
-    """Such as the mean of an empty column, in what a task keeps of its data. Tried without: NaN differs from NaN."""
-    facts = {"examples": 5, "data": ["one", "other"], "data_state": {"mean": {"a": math.nan, "b": 1.0}}}
-    require_same_data(tmp_path, json.loads(json.dumps(facts)), facts)
-    changed = {**facts, "data_state": {"mean": {"a": math.nan, "b": 2.0}}}
-    with pytest.raises(UserError, match="mean"):
-        require_same_data(tmp_path, json.loads(json.dumps(facts)), changed)

@@ -70,7 +70,7 @@ def test_a_run_that_never_could_save_starts_over_by_the_same_command(launch: Lau
     run = launched_with_small_files(launch, *TINY, kilobytes=4000)
     assert run.exit_code == 1
     assert run.records[-1]["step"] == 14
-    assert run.status == {"status": "unfinished", "checkpoint": None}
+    assert run.status == {"status": "unfinished", "checkpoint": None}  # room: status
     again = launch("cpu", *TINY, folder=run.folder).succeeded()
     assert f"starting over: {run.folder} has no checkpoint yet" in again.stdout
     assert_same_run(again, whole("cpu", *ALL))
@@ -93,7 +93,9 @@ def test_on_a_disk_that_is_read_only_no_room_is_asked_for() -> None:
     assert end.value.code == f"train.py: /runs/x cannot be written, {says}"
 
 
-def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(launch: Launch) -> None:
+def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(  # room: status
+    launch: Launch,
+) -> None:
     """Tried with str(): "None", as if it were a folder."""
     run = launched_with_small_files(launch, *TINY, "--max_hours=1e-9").succeeded()
     assert (run.status["status"], run.status["step"], run.status["checkpoint"]) == ("preempted", 1, None)

@@ -1,0 +1,98 @@
+"""An output folder that holds another run, or that cannot be written to, is refused before anything is touched."""
+
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from src.checkpoint import occupied
+from src.checkpoint.occupied import lock
+from tests.launching import mistakes
+from train import run_settings
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_untouched() -> None:
+    """Nor does a backup of a checkpoint, or an archive of one, stand for it. Tried with all names that begin so: the
+    run starts over, its record and model are lost."""
+    folder = Path("runs/mnist")
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "model"):
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "checkpoints/step_00000030.bak").mkdir(parents=True)
+        (folder / "checkpoints/step_00000040").touch()
+        (folder / name).write_text("precious")
+        assert mistakes() == [
+            f"output_dir=runs/mnist: holds a run already ({name}, checkpoints), but no checkpoint of it; choose "
+            "another --run_name or --output_dir, or move that folder away"
+        ]
+        assert (folder / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_folders_made_in_advance_are_a_new_run(resume: str) -> None:
+    """Or links to some. Tried without: "holds a run already"."""
+    Path("runs/mnist/wandb").mkdir(parents=True)
+    Path("disk/lost+found").mkdir(parents=True)
+    Path("runs/mnist/checkpoints").symlink_to(Path("disk").absolute())
+    run_settings([f"--resume={resume}"])
+    Path("disk/tmp_step_00000005").mkdir()
+    assert "holds a run already (checkpoints)" in mistakes(f"--resume={resume}")[0]
+
+
+@pytest.mark.parametrize(
+    "link", ["", "/mnist", "/mnist/checkpoints", "/mnist/checkpoints/step_00000008", "/mnist/metrics.jsonl"]
+)
+def test_a_link_to_a_disk_that_is_not_mounted(link: str) -> None:
+    """Tried without: a run whose checkpoints are elsewhere starts over, or ends in a traceback."""
+    Path(f"runs{link}").parent.mkdir(parents=True, exist_ok=True)
+    Path(f"runs{link}").symlink_to("/nowhere/disk")
+    assert f"runs{link} is a broken link to /nowhere/disk: mount the disk or create the folder" in mistakes()[-1]
+
+
+def test_a_run_does_not_start_over_where_its_checkpoints_went_away() -> None:
+    """Its status.json says that there were some. Tried without: it does."""
+    folder = Path("runs/mnist")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(run_settings(["--save_every=8"]).model_dump(mode="json")))
+    (folder / "status.json").write_text('{"status": "unfinished", "checkpoint": null}')
+    run_settings(["--save_every=8"])  # it never could save
+    (folder / "status.json").write_text('{"status": "preempted", "checkpoint": "runs/mnist/checkpoints/step_5"}')
+    assert mistakes("--save_every=8") == [
+        "output_dir=runs/mnist: its run saved checkpoints, but none are there: restore runs/mnist/checkpoints; "
+        "or choose another --run_name or --output_dir, or move that folder away"
+    ]
+
+
+def test_an_output_folder_that_cannot_be_written() -> None:
+    """/proc is one even for root, who runs CI and may write anywhere else."""
+    assert mistakes("--output_dir=/proc/a/b")[0].startswith("output_dir=/proc/a/b: cannot write in /proc, ")
+    (line,) = mistakes("--output_dir=/proc/version/x")
+    assert line.endswith("/x: /proc/version is a file, not a folder; choose another --output_dir")
+    (line,) = mistakes(f"--run_name={'x' * 300}")
+    assert line.endswith("x: has a name of more than 255 bytes; choose another --run_name or --output_dir")
+
+
+def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
+    """Stood for by what even root can't write: a socket, and a link into /proc. Tried without: summary.json is deleted,
+    then a traceback; or a run without any checkpoint."""
+    Path("runs/mnist").mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as unwritable:
+        unwritable.bind("runs/mnist/metrics.jsonl")
+    assert "cannot write runs/mnist/metrics.jsonl, " in mistakes()[-1]
+    Path("runs/mnist/metrics.jsonl").unlink()
+    Path("runs/mnist/checkpoints").symlink_to("/proc")
+    assert "cannot write in runs/mnist/checkpoints, " in mistakes()[-1]
+
+
+def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tried with a lock that can be shared."""
+    monkeypatch.setattr(occupied, "PATIENCE_SECONDS", 1)
+    lock(tmp_path)
+    with pytest.raises(ValueError, match="another process is writing this run"):
+        lock(tmp_path)
