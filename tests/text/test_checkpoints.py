@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint.same_run import changed_settings, require_same_data
+from src.checkpoint.same_run import changed_settings, require_same_data  # room: safeguards
 from src.config.config import config_from
 from src.tasks import TASKS
 from src.tasks.text.text_classification import TextClassification
@@ -52,7 +52,7 @@ def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, ma
     assert "was trained with other frozen weights" in other.messages[0]
 
 
-SWAPPED = {"falling": "rising", "rising": "falling"}
+SWAPPED = {"falling": "rising", "rising": "falling"}  # room: safeguards
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ SWAPPED = {"falling": "rising", "rising": "falling"}
         ("train.tsv", lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
     ],
 )
-def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edit: Any, says: str) -> None:
+def test_other_data_are_another_run(  # room: safeguards
+    models: Path, tmp_path: Path, name: str, edit: Any, says: str
+) -> None:
     """Labels that are renamed or swapped, texts that are edited or moved, as long as before: each is named. Tried with
     comparing the number of examples."""
 
@@ -82,7 +84,7 @@ def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edi
         require_same_data(Path("step"), then, facts(reviews))
 
 
-def test_a_change_within_a_mapping_is_a_change() -> None:
+def test_a_change_within_a_mapping_is_a_change() -> None:  # room: safeguards
     """Tried with comparing only what is no mapping."""
     task = {"name": "causal_lm", "architecture": {"model_type": "llama"}}
     now = config_from({"task": task, "output_dir": "run"}, TASKS)
