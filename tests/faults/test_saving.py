@@ -76,7 +76,7 @@ def test_a_run_that_never_could_save_starts_over_by_the_same_command(launch: Lau
     assert_same_run(again, whole("cpu", *ALL))
 
 
-def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch) -> None:
+def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch) -> None:  # room: tables
     """It would go on unrecorded. Tried without: a traceback."""
     run = launched_with_small_files(launch, *TINY, kilobytes=4)
     assert run.exit_code == 1
