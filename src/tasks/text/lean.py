@@ -84,6 +84,9 @@ def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None
         _convert(_WithoutAdapters(model), _slices(files), device)
     finally:
         hook.remove()
+    for name, parameter in list[tuple[str, Any]](model.named_parameters()):
+        if parameter.is_meta and parameter.to_local().numel() == 0:  # fewer rows, such as experts, than processes
+            _set(model, name, torch.empty_like(parameter, device=device))
 
 
 def _convert(model: Any, weights: dict[str, Any], device: torch.device) -> LoadStateDictInfo:
