@@ -21,14 +21,20 @@ def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> 
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(shapes, filename_pattern=pattern, max_shard_size=LARGEST_FILE)
     for file, names in split.filename_to_tensors.items():
-        gathered = {}
-        for name in names:
-            tensor = tensors[name].detach().to(accelerator.device)
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if accelerator.is_main_process:
-                gathered[name] = whole.cpu()
-        if accelerator.is_main_process:
-            save_file(gathered, folder / file, {"format": "pt"})
+        _write_file(folder / file, {name: tensors[name] for name in names}, accelerator)
     if accelerator.is_main_process and split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_file(file: Path, tensors: Tensors, accelerator: Accelerator) -> None:
+    """Gather these tensors on the first process, and write them there. Collective."""
+    # a function of its own: a name that still held a tensor of the file before would keep it in memory beside this one
+    gathered = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to(accelerator.device)
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if accelerator.is_main_process:
+            gathered[name] = whole.cpu()
+    if accelerator.is_main_process:
+        save_file(gathered, file, {"format": "pt"})
