@@ -29,6 +29,7 @@ from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks.metrics import Accuracy
 from src.tasks.mnist import MnistCnn, mnist
+from src.training.cpu import tune_for_cpu
 from train import evaluate, run_settings
 
 ROUNDS, TESTED = 9, 10_000
@@ -53,6 +54,7 @@ def measure_in_process(data_dir: str) -> None:
         return time.perf_counter() - started
 
     def compare(model: nn.Module) -> list[list[float]]:
+        tune_for_cpu(model, "fp32")  # as train.py does; what it changes for the process, both sides gain from
         model = prepare(accelerator, model)
         loader = accelerator.prepare(DataLoader(test_set, batch_size=64, collate_fn=config.task.collate))
         counts: set[int] = set()
