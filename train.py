@@ -139,20 +139,8 @@ def build(config: Config) -> Run | None:
     # (numpy takes no seed from 2**32 on.) The checkpoint comes after, as it restores those of its step.
     set_seed((config.seed + accelerator.process_index) % 2**32)
     progress = resume.progress
-    run = Run(
-        config,
-        accelerator,
-        launch,
-        resume,
-        command,  # room: status
-        model,
-        optimizers,
-        progress,
-        train_set,
-        eval_set,
-        metadata,
-        facts,
-    )
+    run = Run(config, accelerator, launch, resume, model, optimizers, progress, train_set, eval_set, metadata, facts)
+    run.resume_command = command  # room: status
     describe_data(run)  # room: text
     load_checkpoint(run)
     return run
@@ -178,8 +166,7 @@ def fit(run: Run) -> bool:
                 is_stopping = not evaluate_and_log(run, stop, tracker)
             is_ending = is_stopping or progress.step == run.total_steps
             unknown = progress.unknown_metrics(config)  # room: best
-            is_ending = is_ending or bool(unknown)  # room: best
-            is_ending = is_ending or progress.is_out_of_patience(config.early_stopping)  # room: best
+            is_ending = is_ending or bool(unknown) or progress.is_out_of_patience(config.early_stopping)  # room: best
             checkpoints.poll()  # reports on the one being written once it is done
             # a checkpoint always holds the evaluation of its step: evaluate first, save second
             if progress.step and (is_ending or run.is_save_due()):

@@ -32,8 +32,6 @@ class Run:
     launch: Launch
     resume: ResumePoint
     """The checkpoint that it continues from, if there is one."""
-    resume_command: str  # room: status
-    """The command that continues it."""
     model: nn.Module
     """The model as prepared: wrapped in DDP, or sharded."""
     optimizers: list[Optimizer]
@@ -44,6 +42,8 @@ class Run:
     """Facts about the run that each checkpoint records."""
     facts: dict[str, Any]
     """Facts about model and data, for summary.json and the start-up summary."""
+    resume_command: str = ""  # room: status
+    """The command that continues it."""
 
     def __post_init__(self) -> None:
         # bf16 has fp32's range: only fp16's smallest numbers are larger than some gradients
