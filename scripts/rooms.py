@@ -49,7 +49,7 @@ FILES = {
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py",
     "examples": "examples docs/examples.md tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
-    "rooms": "scripts/rooms.py docs/make-it-yours.md",
+    "rooms": "scripts/rooms.py scripts/new* docs/make-it-yours.md tests/test_new_project.py tests/test_rooms.py",
     "template": "scripts/new* scripts/stub* tests/test_new_project.py tests/test_rooms.py .ci CITATION.cff"
     " docs/run.svg",
 }
