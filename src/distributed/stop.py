@@ -18,6 +18,7 @@ class StopSignal:
     """Turns signals and max_hours into a request, which the loop honours between steps."""
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
+        # from now on, the loop answers them  # room: status
         SIGNALS.answer_by(None)  # room: status
         self._max_hours = config.max_hours
         self._deadline = psutil.Process().create_time() + (config.max_hours or math.inf) * 3600
@@ -26,6 +27,7 @@ class StopSignal:
         if accelerator.num_processes > 1:
             timeout = timedelta(minutes=config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        self._num_processes = accelerator.num_processes
         self._calls, self._calls_per_exchange, self._asked = 0, 1, 0.0
 
     @property
@@ -59,8 +61,8 @@ class StopSignal:
         if self._calls % self._calls_per_exchange:
             return False
         requests, seconds = self.begin_sum([float(self.requested), time.monotonic() - self._asked])()
-        # An exchange takes 0.6 ms, as long as a small batch. The processes add up their seconds, so as to decide alike.
-        if seconds < 1:
-            self._calls_per_exchange *= 2
+        # An exchange takes 0.6 ms, as long as a small batch. So the calls from one to the next double as long as they
+        # take less than a second; else the next call exchanges. The seconds are added up, so that all decide alike.
+        self._calls_per_exchange = 2 * self._calls_per_exchange if seconds < self._num_processes else 1
         self._asked = time.monotonic()
         return requests > 0

@@ -5,14 +5,18 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
+from accelerate import Accelerator
 
 from src.distributed.process import STOP_SIGNALS
+from src.distributed.stop import StopSignal
 from src.training.state import ResumePoint
 from tests.faults.runs import ALL, TINY, WORKER, assert_same_run, checkpoints, cut_back, found
 from tests.launching import Launch, Run, Started, Whole, launched, slow
+from train import run_settings
 
 LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", *WORKER)
 """Too long to end by itself in a test, never saved but when told to, and with a process that loads data."""
@@ -143,3 +147,23 @@ def test_a_launcher_that_is_gone_before_the_first_step_leaves_no_orphan(tmp_path
         time.sleep(1)  # within its imports
         run = started.send(signal.SIGTERM).ended()
     assert not (run.folder / "metrics.jsonl").exists()
+
+
+def test_slow_batches_are_asked_after_one_by_one_and_quick_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without going back to each call: none of the last 20 asks; without doubling: each quick one does."""
+    clock = Mock(return_value=0.0)
+    monkeypatch.setattr("time.monotonic", clock)
+    stop = StopSignal(Accelerator(cpu=True), run_settings([]))
+    exchange = Mock(side_effect=stop.begin_sum)
+    monkeypatch.setattr(stop, "begin_sum", exchange)
+
+    def exchanges(calls: int, seconds: float) -> int:
+        exchange.reset_mock()
+        for _ in range(calls):
+            clock.return_value += seconds
+            assert not stop.poll()
+        return exchange.call_count
+
+    assert 0 < exchanges(1000, 0.005) < 50
+    exchanges(1000, 2.0)
+    assert exchanges(20, 2.0) == 20
