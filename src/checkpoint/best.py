@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from accelerate.utils import broadcast_object_list
+
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import step_of
 from src.checkpoint.integrity import first_valid
@@ -15,7 +17,8 @@ def load_best(run: Run, say: Callable[[str], None]) -> dict[str, float] | None:
     valid checkpoint that was evaluated. Collective."""
     mirror, evaluations = run.resume.mirror, run.progress.evaluations
     own = mirror.candidates() if mirror else list_checkpoints(run.config.folder / "checkpoints")
-    best, damaged = first_valid(run.accelerator, best_first(own, run.config.checkpoint, evaluations), mirror)
+    (candidates,) = broadcast_object_list([best_first(own, run.config.checkpoint, evaluations)])
+    best, damaged = first_valid(run.accelerator, candidates, mirror)
     for path, why in damaged.items():
         say(f"WARNING: {path}: {why}")
     if best is None:

@@ -71,11 +71,11 @@ def first_valid(
     candidates: list[Path],
     mirror: Any,  # room: mirror
 ) -> tuple[Path | None, dict[Path, str]]:
-    """Return the first whole one of the main process's candidates, and what is wrong with those before it. Collective:
-    each process reads its share of the files. What one lacks is fetched from the mirror."""
+    """Return the first whole one of the candidates, which are the same on all processes, and what is wrong with those
+    before it. Collective: each process reads its share of the files. What one lacks is fetched from the mirror."""
     damaged: dict[Path, str] = {}
     share = accelerator.process_index, accelerator.num_processes
-    for checkpoint in gather_object([candidates])[0]:
+    for checkpoint in candidates:
         wrong = gather_object(list(problems(checkpoint, share=share)))
         if mirror:  # room: mirror
             checkpoint, wrong = mirror.fetch(checkpoint, wrong)

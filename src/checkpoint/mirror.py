@@ -60,6 +60,8 @@ class Mirror:
         self.copying: Path | None = None
         """The published checkpoint that is being copied."""
         self._newest: Path | None = None
+        self.at_start: list[Path] = []
+        """The mirrored checkpoints that `bring_record` has found, the newest first."""
         self._of_main = Path(gather_object([str(self._own)])[0])
         self.is_shared = self._is_disk_shared(accelerator)
         self._is_first = self._is_main if self.is_shared else accelerator.is_local_main_process
@@ -83,14 +85,10 @@ class Mirror:
             return []
         return sorted({*list_checkpoints(self._own), *self._manifests()}, key=format.step_of, reverse=True)
 
-    def checkpoints(self) -> list[Path]:
-        """Return the mirrored checkpoints, the newest first."""
-        return list(self._manifests())
-
     def bring_record(self) -> None:
         """Fetch the run's record if the newest checkpoint is in the mirror. Keep a local record that begins with it,
         and set any other aside."""
-        there = self.checkpoints()
+        there = self.at_start = list(self._manifests())
         if not there or self._config.resume == "never" or there[0] != self.candidates()[0]:
             return
         for name in RECORD:

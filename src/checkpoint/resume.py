@@ -6,11 +6,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 
 from src.checkpoint import format
-from src.checkpoint.folder import (
-    list_checkpoints,
-    parent_checkpoint,
-    saved_settings,
-)
+from src.checkpoint.folder import list_checkpoints, parent_checkpoint, saved_settings
 from src.checkpoint.integrity import first_valid, passed_over, require_none_damaged, set_aside
 from src.checkpoint.mirror import Mirror
 from src.checkpoint.occupied import claim, require_free
@@ -63,7 +59,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
             point.mirror.bring_record()
         require_free(  # room: safeguards
             config,
-            point.mirror.checkpoints() if point.mirror else [],  # room: mirror
+            point.mirror.at_start if point.mirror else [],  # room: mirror
         )
         config.folder.mkdir(parents=True, exist_ok=True)
         format.remove_incomplete(own)
@@ -75,7 +71,8 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if parent := parent_checkpoint(config):
         candidates.append(parent)
     # as the main process sees them: a change to a file system reaches machines at different times
-    (checkpoint,) = broadcast_object_list([next(iter(candidates), None)])
+    (candidates,) = broadcast_object_list([candidates])
+    checkpoint = next(iter(candidates), None)
     checkpoint, damaged = first_valid(  # room: integrity mirror
         accelerator,
         candidates,
