@@ -1,4 +1,4 @@
-"""The output folder of a run: reading its files, which run it holds, and why this one must not write into it."""
+"""The output folder of a run: reading its files, and which checkpoints it holds."""
 
 import contextlib
 import json

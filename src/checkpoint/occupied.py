@@ -35,12 +35,12 @@ def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterato
             return
         if config.check and config.dry_run:  # room: check+dry_run
             yield "dry_run: writes nothing, and check writes check.json; choose one of them"
-        is_known = True
-        if config.checkpoint.mirror:  # room: mirror
-            is_known = mirrored is not None
+        writes_run = True
         if config.check:  # room: check
-            is_known = False
-        if is_known:
+            writes_run = False
+        if config.checkpoint.mirror and mirrored is None:  # room: mirror
+            writes_run = False
+        if writes_run:
             yield from _run_errors(config, mirrored or [])
         yield from _write_errors(folder)
     except OSError as error:

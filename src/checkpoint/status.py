@@ -18,6 +18,7 @@ def write_unfinished(folder: Path, checkpoint: Path | None) -> None:
 
 
 def write_done(folder: Path, step: int) -> None:
+    """Write that the run has come to its end, after this step."""
     write_json(folder / "status.json", {"status": "done", "step": step})
 
 

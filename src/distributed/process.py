@@ -63,7 +63,7 @@ class Signals:
             self._interrupted = self._interrupted or time.monotonic()
             if time.monotonic() > self._interrupted + 1:  # else the same, forwarded
                 self.die()
-        # not in a data loading worker
+        # not in a data loading worker  # room: status
         if self._answer and os.getpid() == self._process:  # room: status
             self._answer(self.name)
 

@@ -60,7 +60,7 @@ class Tracker:
         self._metrics.truncate(self._recorded + (len(line) if is_of_this_step else 0))
 
     def _write_settings(self) -> None:
-        """Write config.yaml, and remove what is of an earlier end."""
+        """Write the run's settings, and remove the summary of an earlier end."""
         config, resume = self._run.config, self._run.resume
         is_continued = resume.is_own(config)
         parent = saved_settings(self.folder).get("resume") if is_continued else parent_checkpoint(config)

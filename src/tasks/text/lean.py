@@ -84,8 +84,10 @@ def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None
         _convert(_WithoutAdapters(model), _slices(files), device)
     finally:
         hook.remove()
-    for name, parameter in list[tuple[str, Any]](model.named_parameters()):
-        if parameter.is_meta and parameter.to_local().numel() == 0:  # fewer rows, such as experts, than processes
+    # with fewer rows, such as experts, than processes, some have none of them, for which transformers reads nothing
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.is_meta and parameter.to_local().numel() == 0:
             _set(model, name, torch.empty_like(parameter, device=device))
 
 

@@ -29,7 +29,7 @@ def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> 
 
 def _write_file(file: Path, tensors: Tensors, accelerator: Accelerator) -> None:
     """Gather these tensors on the first process, and write them there. Collective."""
-    # a function of its own: a name that still held a tensor of the file before would keep it in memory beside this one
+    # in a function of its own: `whole` would otherwise keep the last tensor of the file before in memory
     gathered = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().to(accelerator.device)
