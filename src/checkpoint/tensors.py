@@ -28,8 +28,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     Leave out frozen parameters: `build_model` makes them as they were, and they dwarf adapters."""
     by_identity: dict[int, tuple[str, Tensor]] = {}
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
+    buffers = {id(buffer) for buffer in unwrapped.buffers()}
     for name, tensor in unwrapped.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+        # what is neither belongs to a frozen weight, such as the scales of one in 4 bits
+        if tensor.requires_grad or id(tensor) in buffers:
             by_identity.setdefault(id(tensor), (f"model.{name}", tensor))
     return dict(by_identity.values())
 

@@ -17,6 +17,7 @@ from src.config.settings import ResumeSafe
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
+from src.tasks.text.four_bit import loading_options
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lean import Tensors
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
@@ -159,10 +160,13 @@ class CausalLM(Decoder):
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
         save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
-            save_merged(self.with_adapters(self.load_model()), self._tokenizer, weights, folder / "merged")
+            save_merged(self.with_adapters(self.load_dense_model()), self._tokenizer, weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
-        lm = load_exported(folder)
+        options: dict[str, Any] = {}
+        if self.lora.base_dtype == "nf4":  # room: four_bit
+            options = loading_options()
+        lm = load_exported(folder, **options)
         check_fit(self.sequence_length, lm.config, self._tokenizer)
         return LanguageModel(lm, self._attention)
 

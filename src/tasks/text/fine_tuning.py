@@ -23,6 +23,7 @@ from transformers import (
 
 from src.config.errors import UserError
 from src.tasks.base import Task
+from src.tasks.text.four_bit import keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
 from src.tasks.text.lean import empty_pretrained, load, start_heads, weight_files
 from src.tasks.text.lora import Lora
@@ -68,8 +69,10 @@ class FineTuning(TextSource, Task):
         is_bf16 = dtype == torch.bfloat16
         if self.lora.r and self.lora.base_dtype is None:
             self.lora.base_dtype = "bf16" if device == "cuda" and is_bf16 else "fp32"
-        if self.lora.base_dtype == "bf16" and not is_bf16:
-            raise UserError("task.lora.base_dtype=bf16: needs --mixed_precision bf16 before train.py")
+        if self.lora.base_dtype in ("bf16", "nf4") and not is_bf16:
+            raise UserError(
+                f"task.lora.base_dtype={self.lora.base_dtype}: needs --mixed_precision bf16 before train.py"
+            )
         return [f"frozen weights in {self.lora.base_dtype}"] if self.lora.r else []
 
     def load_config(self) -> PreTrainedConfig:
@@ -92,6 +95,8 @@ class FineTuning(TextSource, Task):
         return self.finish(self.load_model())
 
     def build_empty_model(self) -> Any:
+        if self.lora.base_dtype == "nf4":  # room: four_bit
+            require_four_bits(is_sharded=True)
         logging.disable_progress_bar()
         with loading("model", self.model):
             source = str(self.model)
@@ -123,6 +128,10 @@ class FineTuning(TextSource, Task):
         another kind of model."""
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
+        options: dict[str, Any] = {}
+        if self.lora.base_dtype == "nf4":  # room: four_bit
+            require_four_bits(is_sharded=False)
+            options = loading_options()
         with loading("model", self.model):
             model, loaded = self.auto_class.from_pretrained(
                 self.model,
@@ -132,8 +141,17 @@ class FineTuning(TextSource, Task):
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **options,
             )
+        keep_layout(model)  # room: four_bit
         self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+        return model
+
+    def load_dense_model(self) -> Any:
+        """Return what `load_model` does, with weights in 4 bits as the bf16 numbers that they stand for."""
+        model = self.load_model()
+        if self.lora.base_dtype == "nf4":  # room: four_bit
+            model = model.dequantize(torch.bfloat16)
         return model
 
     def _require_all(self, model: PreTrainedModel, absent: set[str]) -> None:

@@ -24,9 +24,9 @@ class Lora(Settings):
     """Dropout rate of the adapters' input."""
     target_modules: list[str] = []
     """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
-    base_dtype: ResumeSafe[Literal["bf16", "fp32"] | None] = None
-    """Type in which the frozen weights are kept; null: bf16 if a GPU computes in it, else fp32. Adapters, and a
-    classifier's head, are fp32."""
+    base_dtype: ResumeSafe[Literal["nf4", "bf16", "fp32"] | None] = None
+    """Type in which the frozen weights are kept; null: bf16 if a GPU computes in it, else fp32. nf4: 4 bits, on one
+    device or under DDP; embedding and output are bf16. Adapters, and a classifier's head, are fp32."""
     merge: SafeReopens[bool] = False
     """Also export the model with the adapters added to its weights, into model/merged. A classifier's always are."""
 
@@ -55,6 +55,7 @@ class Lora(Settings):
             if isinstance(layer, LoraLayer):
                 layer.reset_lora_parameters("default", init_lora_weights=True)
         for name, parameter in adapted.named_parameters():
-            if self.base_dtype == "bf16" and not parameter.requires_grad and ORIGINAL_HEAD not in name:
+            is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
+            if self.base_dtype in ("bf16", "nf4") and not is_kept:
                 parameter.data = parameter.data.bfloat16()
         return adapted

@@ -14,16 +14,18 @@ from src.tasks.text.lean import Tensors, saved_weights
 from src.tasks.text.sharded_files import write_gathered
 
 
-def load_exported(folder: Path) -> Any:
+def load_exported(folder: Path, **options: Any) -> Any:
     """Return the language model that a run exported, fp32, with adapters if it has any. Raise a UserError if there is
-    none."""
+    none. `options` are for `from_pretrained`."""
     logging.set_verbosity_error()  # what is missing is judged below
     logging.disable_progress_bar()
     adapters: Path = folder / "adapter_config.json"
     auto: Any = AutoModelForCausalLM
     with explained("not a language model, ", (OSError, ValueError)):
         revision = json.loads(adapters.read_text())["revision"] if adapters.is_file() else None  # of what they adapt
-        model, found = auto.from_pretrained(folder, revision=revision, dtype=torch.float32, output_loading_info=True)
+        model, found = auto.from_pretrained(
+            folder, revision=revision, dtype=torch.float32, output_loading_info=True, **options
+        )
     if found["missing_keys"]:
         raise UserError(f"not a language model, it lacks {min(found['missing_keys'])}")
     return model
@@ -53,8 +55,9 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folde
 
 
 def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
-    """Load `weights` into `model`, add its adapters to its own weights, and write the result."""
-    model.load_state_dict(weights)
+    """Load what is trained of `weights` into `model`, add its adapters to its own weights, and write the result."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    model.load_state_dict({name: weights[name] for name in trained}, strict=False)
     merged = model.merge_and_unload()
     save(merged, tokenizer, merged.state_dict(), folder)
 

@@ -174,7 +174,7 @@ class TextClassification(FineTuning):
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> None:
         if self.lora.r:  # adapters alone would not say which labels there are
-            save_merged(self.build_model(), self._tokenizer, weights, folder)
+            save_merged(self.finish(self.load_dense_model()), self._tokenizer, weights, folder)
         else:
             save(model, self._tokenizer, weights, folder)
 

@@ -1,0 +1,43 @@
+"""Frozen weights in 4 bits, under adapters: NF4, with its scales in 8 bits, as in QLoRA (Dettmers et al. 2023,
+https://arxiv.org/abs/2305.14314), by bitsandbytes."""
+
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from peft.import_utils import is_bnb_4bit_available
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from src.config.errors import UserError
+
+
+def require_four_bits(is_sharded: bool) -> None:
+    """Raise a UserError if a model's weights can't be in 4 bits, because of what is installed, or of FSDP."""
+    setting = "task.lora.base_dtype=nf4"
+    if not is_bnb_4bit_available():
+        raise UserError(f"{setting}: needs bitsandbytes; `pip install -e '.[nf4]'`")
+    if is_sharded:
+        # what FSDP gathers are bytes without the scales that they are read with
+        hint = "take accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
+        raise UserError(f"{setting}: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); {hint}")
+
+
+def loading_options() -> dict[str, Any]:
+    """Return what `from_pretrained` needs to load linear layers in 4 bits, except for the output, which compute in
+    bf16. A tensor at a time is quantized, on the device that will hold it: on a CPU, 8 billion weights take minutes."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": quantization, "device_map": {"": PartialState().device}}
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Have an evaluation leave the weights as they are: on a CPU with AVX512-BF16, bitsandbytes 0.50 would reorder them
+    for kernels without a backward pass, and gradients would stop there from then on."""
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
