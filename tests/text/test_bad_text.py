@@ -171,6 +171,8 @@ BAD_CHATS: list[tuple[Any, str]] = [
 ]
 BAD_TEMPLATES = {
     "{% for %}": "Expected an expression",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endfor %}": "unknown tag 'endfor'",
+    "{{ messages }}{% generation %}{% endgeneration %}": "marks around nothing",
     "{{ raise_exception('Roles must\nalternate') }}": "Roles must alternate",
 }
 

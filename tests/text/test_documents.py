@@ -63,6 +63,13 @@ THINKING = (  # as Qwen3 does: what was thought stands only in the answers after
     "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 PROMPTED = THINKING.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")  # as DeepSeek-R1 does
+# Qwen3's, and Qwen3.5's, whose generation prompt has its beginning; GLM's; Magistral's; one of another word
+EMPTY, PROMPTED_EMPTY = THINKING.replace(">t<", ">\n\n<"), PROMPTED.replace(">t<", ">\n\n<")
+GLM, MAGISTRAL = (
+    THINKING.replace("<think>t</think>", "\n<think></think>\n"),
+    EMPTY.replace("<think>", "[THINK]").replace("</think>", "[/THINK]\n"),
+)
+OTHER_WORD = THINKING.replace("<think>t</think>", "<memo></memo>")
 ENDING = (  # the text where the chat ends, as Phi-4-mini's does; tried without: "rewrites earlier turns"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
@@ -75,6 +82,7 @@ BEGINNING = "{{ messages[0].role }}:" + THINKING  # with the assistant's turn; i
 REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
 MARKS_TEXT = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
 MARKED_REWRITING = REWRITING.replace("{{ m.content }}", MARKS_TEXT + "{% else %}{{ m.content }}{% endif %}")
+OWN_THOUGHT = [CHAT[1], {"role": "assistant", "content": "<think></think>Yo"}]
 PAIRS = {"q": ["2+2=", "ä"], "a": ["4", "ö!"]}
 LONG: dict[str, Any] = {"q": ["12345", "1"], "a": ["abcdef", "b"], "length": 8}
 TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space as empty
@@ -94,6 +102,11 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n"),
         (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}"),
         (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>"),
+        # Thoughts that a template writes for those that a turn doesn't have.
+        *((CHATS, {"m": [CHAT], "template": empty}, "Yo<end>\nCiao<end>\n") for empty in (EMPTY, GLM, MAGISTRAL)),
+        (CHATS, {"m": [CHAT], "template": PROMPTED_EMPTY}, "Yo<end>\nCiao<end>\n"),
+        (CHATS, {"m": [CHAT], "template": OTHER_WORD}, "Yo<end>\n<memo></memo>Ciao<end>\n"),
+        (CHATS, {"m": [OWN_THOUGHT], "template": MARKING}, "<think></think>Yo<end>"),
         # Marks decide where there are any. Tried without: the assistant's name is learnt; others are refused.
         (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!"),
         (
@@ -158,7 +171,7 @@ def test_calls_of_tools_are_learnt(arguments: object) -> None:
             chunks(form, m=[without], t=tools)
     table = chunks(form, m=[chat], t=tools, template=QWEN)
     turn = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
-    assert learnt(table) == f"{turn}<|im_end|>\n<think>\n\n</think>\n\nRain.<|im_end|>\n"
+    assert learnt(table) == f"{turn}<|im_end|>\nRain.<|im_end|>\n"
     text = str(byte_tokenizer().decode(table[0]["input_ids"]))
     assert text.startswith('<|im_start|>system\n[{"function": {"name": "weather"}}]')
 

@@ -15,11 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
 from src.tasks.text.attention import document_lengths
+from src.tasks.text.chats import CHATML, END_OF_TURN
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
 from src.tasks.text.four_bit import loading_options
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lean import Tensors
+from src.tasks.text.new_tokens import add_rows, add_tokens
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
 from src.tasks.text.source import ColumnKind, table_checksum
@@ -37,7 +39,10 @@ class CausalLM(Decoder):
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
     chat_template: str | None = None
-    """A Jinja file with a chat template; null: the tokenizer's own."""
+    """A Jinja file with a chat template, or chatml, a usual one; null: the tokenizer's own."""
+    new_tokens: list[str] = []  # room: new_tokens
+    """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and the last layer are trained,
+    beside adapters too."""
     text_column: str | None = None
     """Column of raw text. If none of these four is set, the columns that are there decide."""
     prompt_column: str | None = None
@@ -59,6 +64,7 @@ class CausalLM(Decoder):
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
     _columns: Columns = PrivateAttr(default_factory=dict)
     _attention: str = PrivateAttr("sdpa")
+    _trained_rows: dict[str, list[int]] = PrivateAttr(default_factory=dict)  # room: new_tokens
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
@@ -69,12 +75,31 @@ class CausalLM(Decoder):
             reason = f" (not varlen: {refusal})" if refusal else ""
         return [*chosen_before, f"{self._attention} attention{reason}"]
 
+    def load_model(self) -> Any:
+        model = super().load_model()
+        if self.new_tokens:  # room: new_tokens
+            self._trained_rows = add_rows(model, self._tokenizer, self.new_tokens)
+        return model
+
+    def build_empty_model(self) -> Any:
+        if self.new_tokens:  # room: new_tokens
+            return None  # their rows start from those of all other tokens, which no process would have
+        return super().build_empty_model()
+
     def reference(self) -> "CausalLM":
         return self.model_copy(update={"attention": "sdpa"})
 
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
+        if self.chat_template == "chatml":
+            model.generation_config.eos_token_id = self._tokenizer.eos_token_id
         return LanguageModel(self.with_adapters(model), self._attention)
+
+    def adapter_options(self) -> dict[str, Any]:
+        options = super().adapter_options()
+        if self.new_tokens:  # room: new_tokens
+            options["trainable_token_indices"] = self._trained_rows
+        return options
 
     def core(self, model: LanguageModel) -> Any:
         return model.lm
@@ -82,7 +107,13 @@ class CausalLM(Decoder):
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = self.new_tokenizer()
-        if self.chat_template:
+        if self.new_tokens:  # room: new_tokens
+            add_tokens(tokenizer, self.new_tokens)
+        if self.chat_template == "chatml":
+            tokenizer.chat_template = CHATML
+            if END_OF_TURN in tokenizer.get_vocab():
+                tokenizer.eos_token = END_OF_TURN  # where an answer ends
+        elif self.chat_template:
             with explained("task.chat_template: cannot be read, ", (OSError, UnicodeDecodeError)):
                 tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         return tokenizer
@@ -94,7 +125,9 @@ class CausalLM(Decoder):
         kinds = {column: KINDS.get(role, "text") for role, column in self._columns.items()}
         train, evaluation = self.usable_parts(*rows, kinds)
         if "messages" in self._columns and not self._tokenizer.chat_template:
-            raise UserError("the tokenizer has no chat template: set --task.chat_template to a Jinja file with one")
+            tokens = f", with --task.new_tokens='[<|im_start|>, {END_OF_TURN}]' if the model has no such tokens"
+            hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
+            raise UserError(f"the tokenizer has no chat template: {hint}")
         _ = self._config  # sequence_length is checked before the work begins
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
 
@@ -167,12 +200,14 @@ class CausalLM(Decoder):
         if self.lora.base_dtype == "nf4":  # room: four_bit
             options = loading_options()
         lm = load_exported(folder, **options)
-        check_fit(self.sequence_length, lm.config, self._tokenizer)
+        check_fit(self.sequence_length, lm.config, self._tokenizer, len(self.new_tokens))
         return LanguageModel(lm, self._attention)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         if not self.lora.r:
             return super().export_sharded(model, folder, accelerator)
+        if self.lora.merge and self.new_tokens:  # room: new_tokens
+            return False
         if self.lora.merge and not super().export_sharded(model, folder / "merged", accelerator):
             return False
         adapters = {n: p.full_tensor().cpu() for n, p in model.lm.named_parameters() if p.requires_grad}

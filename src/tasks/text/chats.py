@@ -1,6 +1,7 @@
 """Chats as a tokenizer's template writes them, and which parts of that text the assistant wrote."""
 
 import json
+import re
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -19,6 +20,17 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "
 """Roles of ShareGPT's format and others, as templates call them."""
 ANSWER = {"role": "assistant", "content": "\ufdd0"}
 """An answer that no chat has, to see what the template writes before one: Unicode gives this character no meaning."""
+CHATML = """\
+{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+"""A template for models without one, in the format of Qwen's and SmolLM's."""
+LONGEST_TAG = 20
+OTHER = "set another --task.chat_template"
+END_OF_TURN = "<|im_end|>"
+EMPTY_THOUGHT = re.compile(
+    r"\s*(?P<open>[<\[])(?P<tag>[\w:]*think\w*)[>\]]\s*(?P=open)/(?P=tag)[>\]]\s*", re.IGNORECASE
+)
+"""<think></think> of Qwen3, SmolLM3 and GLM-4.5, or [THINK][/THINK] of Magistral, with nothing in between."""
 
 
 def normalize_chat(chat: Any) -> Chat:
@@ -83,7 +95,7 @@ def render_chat(
     for part in [*calls, *(tools or [])]:
         if str(part.get("function", part).get("name", "")) not in text:
             says = f"the tokenizer's chat template leaves out the tools or their calls in {_quote(chat)}"
-            raise UserError(f"{says}: set another --task.chat_template")
+            raise UserError(f"{says}: {OTHER}")
     if train_on_prompts:
         return text, None
     template = tokenizer.get_chat_template(tools=tools)
@@ -91,8 +103,24 @@ def render_chat(
     if "endgeneration" in template and all(message.get("weight") != 0 for message in chat):
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
+        answers = any(chat[i]["content"].strip() for i in learnt)
+        if answers and not any(start < end for start, end in marked[0]):
+            raise UserError(f"the tokenizer's chat template has {{% generation %}} marks around nothing: {OTHER}")
         return text, marked[0]
-    return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
+    turns = ((chat[i], _turn(chat, i, text, render, str(tokenizer.eos_token or ""))) for i in learnt)
+    return text, [_without_empty_thought(message, turn, text) for message, turn in turns]
+
+
+def _without_empty_thought(message: dict[str, Any], turn: tuple[int, int], text: str) -> tuple[int, int]:
+    """Return the part of the text that is the turn, without the empty thought that templates of models which may think
+    or not write into one without any: in the loss, it would teach such a model not to think (NeMo Automodel issue
+    3738)."""
+    start, end = turn
+    for thought in EMPTY_THOUGHT.finditer(text, max(0, start - LONGEST_TAG), end):
+        # it may begin before the turn: some generation prompts end with <think>
+        if thought.start() <= start < thought.end() and not EMPTY_THOUGHT.match(message["content"]):
+            return thought.end(), end
+    return turn
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:

@@ -50,7 +50,7 @@ class Decoder(FineTuning):
         if getattr(config.get_text_config(), "output_router_logits", False):
             says = "the auxiliary loss of a mixture of experts would differ with the number of processes"
             raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
-        check_fit(self.sequence_length, config, self._tokenizer)
+        check_fit(self.sequence_length, config, self._tokenizer, len(self.new_tokens))
         return config
 
     def new_tokenizer(self) -> PreTrainedTokenizerFast:

@@ -121,7 +121,11 @@ class FineTuning(TextSource, Task):
 
     def with_adapters(self, model: Any) -> Any:
         """Return the model with new adapters, if the settings ask for them."""
-        return self.lora.add_adapters(model, self.adapters_for, self.revision) if self.lora.r else model
+        return self.lora.add_adapters(model, self.revision, **self.adapter_options()) if self.lora.r else model
+
+    def adapter_options(self) -> dict[str, Any]:
+        """Return fields of peft's LoraConfig that don't come from the settings in task.lora."""
+        return {"task_type": self.adapters_for}
 
     def load_model(self) -> Any:
         """Return transformers' model with its weights, fp32. Raise a UserError if it cannot be found, is damaged, or is

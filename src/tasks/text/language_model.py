@@ -4,6 +4,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
+from peft.utils import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,7 +35,12 @@ class LanguageModel(nn.Module):
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
         self.hf.get_input_embeddings().register_forward_hook(_in_bf16_under_autocast)
+        with_new_rows = isinstance(head, TrainableTokensWrapper)  # its weight has them  # room: new_tokens
         self._is_plain_head = type(head) is nn.Linear and head.bias is None  # with adapters it is not
+        self._is_plain_head |= with_new_rows  # room: new_tokens
+        self._has_tied_rows = False
+        # Accelerate finds out whether layers are tied by their weights, which peft makes anew each time
+        self._has_tied_rows = with_new_rows and head.token_adapter.tied_adapter is not None  # room: new_tokens
         if self._is_plain_head:
             # around it, FSDP gathers the weight
             head.forward = partial(self._head_forward, head)
@@ -55,13 +61,13 @@ class LanguageModel(nn.Module):
         """Return the operations of a step; None if they are unknown."""
         return count_flops(self.hf)
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the first layer: Accelerate has FSDP gather it, and the last, by itself."""
-        return self.hf.get_input_embeddings()
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Return the first layer, which Accelerate has FSDP gather by itself; None: with the model's other parts."""
+        return None if self._has_tied_rows else self.hf.get_input_embeddings()
 
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the last layer."""
-        return self.hf.get_output_embeddings()
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the last layer, to be gathered with the norm before it."""
+        return None if self._has_tied_rows else self.hf.get_output_embeddings()
 
     def forward(self, method: Literal["loss", "score"], index: Tensor, targets: Tensor, **inputs: Any) -> Any:
         """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone.

@@ -1,7 +1,7 @@
 """Low-rank adapters: their settings, and how a model gets them."""
 
 import warnings
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -30,12 +30,10 @@ class Lora(Settings):
     merge: SafeReopens[bool] = False
     """Also export the model with the adapters added to its weights, into model/merged. A classifier's always are."""
 
-    def add_adapters(
-        self, model: PreTrainedModel, task_type: Literal["CAUSAL_LM", "SEQ_CLS"], revision: str | None
-    ) -> PeftModel:
-        """Return `model`, of this revision on the Hub, with new adapters; its own weights are frozen, except for a
-        classifier's head. Raise a UserError if `target_modules` names layers that it does not have, or that cannot be
-        adapted."""
+    def add_adapters(self, model: PreTrainedModel, revision: str | None, **options: Any) -> PeftModel:
+        """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, except for a
+        classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
+        `target_modules` names layers that it does not have, or that cannot be adapted."""
         assert self.r
         layers = [name for name, _ in model.named_modules()]
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
@@ -43,7 +41,7 @@ class Lora(Settings):
             raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
         targets = self.target_modules or "all-linear"
         config = LoraConfig(
-            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=targets, task_type=task_type
+            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=targets, **options
         )
         with explained("task.lora.target_modules: ", ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated

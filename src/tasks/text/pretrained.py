@@ -1,16 +1,25 @@
 """Models and tokenizers of transformers that a run exported: loaded, checked and saved again."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, logging
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    logging,
+)
 
 from src.config.errors import UserError, explained
 from src.tasks.text.lean import Tensors, saved_weights
+from src.tasks.text.new_tokens import grow
 from src.tasks.text.sharded_files import write_gathered
 
 
@@ -19,15 +28,22 @@ def load_exported(folder: Path, **options: Any) -> Any:
     none. `options` are for `from_pretrained`."""
     logging.set_verbosity_error()  # what is missing is judged below
     logging.disable_progress_bar()
-    adapters: Path = folder / "adapter_config.json"
     auto: Any = AutoModelForCausalLM
+    source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
     with explained("not a language model, ", (OSError, ValueError)):
-        revision = json.loads(adapters.read_text())["revision"] if adapters.is_file() else None  # of what they adapt
+        if has_adapters:
+            adapted = json.loads((folder / "adapter_config.json").read_text())
+            source, revision = adapted["base_model_name_or_path"], adapted["revision"]
         model, found = auto.from_pretrained(
-            folder, revision=revision, dtype=torch.float32, output_loading_info=True, **options
+            source, revision=revision, dtype=torch.float32, output_loading_info=True, **options
         )
-    if found["missing_keys"]:
-        raise UserError(f"not a language model, it lacks {min(found['missing_keys'])}")
+        if found["missing_keys"]:
+            raise UserError(f"not a language model, it lacks {min(found['missing_keys'])}")
+        if has_adapters:
+            grow(model, len(AutoTokenizer.from_pretrained(folder)))  # room: new_tokens
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # as in lora.py
+                model = PeftModel.from_pretrained(model, folder)
     return model
 
 
@@ -37,9 +53,12 @@ def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> 
     return min(positions, tokenizer.model_max_length) if positions > 0 else tokenizer.model_max_length
 
 
-def check_fit(sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise a UserError if a sequence is longer than the model can be, or there are tokens that it does not know."""
-    limit, known = max_length(config, tokenizer), config.get_text_config().vocab_size
+def check_fit(
+    sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, num_new: int = 0
+) -> None:
+    """Raise a UserError if a sequence is longer than the model can be, or the tokenizer has tokens that the model does
+    not know, besides so many new ones."""
+    limit, known = max_length(config, tokenizer), config.get_text_config().vocab_size + num_new
     if sequence_length > limit:
         raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
     if len(tokenizer) > known:
