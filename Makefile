@@ -29,13 +29,6 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml train.py --config configs/digits.yaml \
 		--run_name=$$name $(ARGS)
 
-chat: setup  ## fine-tune a chat model with LoRA on questions about this project; MODEL=folder of another one  # room: text
-	@name=chat; n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); name=chat-$$n; done; \
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml train.py --config configs/chat_lora.yaml \
-		--run_name=$$name $(if $(MODEL),--task.model=$(MODEL)) $(ARGS) && \
-	$(BIN)/python -m src.tools.generate runs/$$name --prompt "What does --check do?" --temperature 0 --compare && \
-	echo "ask it more: .venv/bin/python -m src.tools.generate runs/$$name"
-
 test: setup  ## run all but the slow tests, 5 to 10 minutes; ARGS='-k parity' for some of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
@@ -55,6 +48,7 @@ format: setup  ## let the linter and the formatter change what they can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+-include examples/chat.mk  # make chat
 -include benchmarks/bench.mk  # make bench, make bench-check
 -include tests/gpu.mk  # make test-gpu
 -include scripts/new.mk  # make new

@@ -24,7 +24,7 @@ FILES = {
     "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",
     "examine": "src/tasks/returned.py tests/test_returned.py",
     "four_bit": "src/tasks/text/four_bit.py tests/text/test_four_bit.py configs/chat_qlora.yaml",
-    "generate": "src/tools/generate.py tests/text/test_generate.py",
+    "generate": "src/tools/generate.py examples/chat.mk tests/text/test_generate.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md",
     "hub": "src/checkpoint/hub.py",
     "integrity": "tests/faults/test_damage.py",
@@ -42,7 +42,8 @@ FILES = {
     "tables": "src/tasks/tables.py tests/test_tables.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
-    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chats.jsonl examples/dpo.* examples/token_classification.* examples/make_text.py src/tools/generate.py"
+    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/dpo.* examples/token_classification.*"
+    " examples/make_text.py src/tools/generate.py"
     " docs/transformers.md",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"

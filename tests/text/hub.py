@@ -1,0 +1,59 @@
+"""A stand-in for the Hugging Face Hub on this machine: it serves models by name, a folder of files each."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+FILE = re.compile(r"/([\w.-]+/[\w.-]+)/resolve/main/(.+)")
+API = re.compile(r"/api/models/([\w.-]+/[\w.-]+)(?:/(?:revision|tree)/main)?")
+
+
+@contextmanager
+def serving(models: dict[str, Path], home: Path) -> Iterator[dict[str, str]]:
+    """Serve the folders by their models' names; yield the environment of a process that asks for them, with an empty
+    cache in `home`."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler(models)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        offline = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "no_proxy": "*"}
+        yield {"HF_ENDPOINT": address, "HF_HOME": str(home), **offline}
+        server.shutdown()
+
+
+def handler(models: dict[str, Path]) -> type[BaseHTTPRequestHandler]:
+    def content(path: str) -> bytes:
+        if asked := FILE.fullmatch(path):
+            return (models[asked[1]] / asked[2]).read_bytes()
+        name = API.fullmatch(path)[1]  # type: ignore[index]  # a TypeError is a 404 too
+        files = [{"type": "file", "path": file.name, "rfilename": file.name} for file in models[name].iterdir()]
+        return json.dumps(files if "/tree/" in path else {"id": name, "sha": "main", "siblings": files}).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            try:
+                status, body, headers = 200, content(urlsplit(self.path).path), {}
+            except (LookupError, OSError, TypeError):
+                status, body, headers = 404, b"{}", {"X-Error-Code": "EntryNotFound"}
+            self.send_response(status)
+            headers |= {"Content-Length": str(len(body)), "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
+            headers["X-Repo-Commit"] = "0" * 40
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815  # http.server's name
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    return Handler
