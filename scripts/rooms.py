@@ -46,6 +46,7 @@ FILES = {
     "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
     " tests/test_wandb_sweep.py",
     "workers": "src/training/workers.py",
+    "wsd": "tests/test_wsd.py",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py",
     "examples": "examples docs/examples.md tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
