@@ -23,6 +23,7 @@ FILES = {
     "dry_run": "src/tracking/dry_run.py tests/test_dry_run.py",
     "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",
     "examine": "src/tasks/returned.py tests/test_returned.py",
+    "familiar": "src/config/familiar.py tests/test_familiar.py",
     "generate": "src/tools/generate.py tests/text/test_generate.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md",
     "hub": "src/checkpoint/hub.py",
