@@ -20,7 +20,7 @@ FILES = {
     "compile": "src/training/transforms.py",
     "cpu": "src/training/cpu tests/test_cpu.py",
     "cuda_graphs": "src/training/cuda_graph.py",
-    "dry_run": "src/tracking/dry_run.py tests/test_dry_run.py",
+    "dry_run": "src/tracking/dry_run.py tests/test_dry_run.py tests/text/test_preview.py",
     "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",
     "examine": "src/tasks/returned.py tests/test_returned.py",
     "familiar": "src/config/familiar.py tests/test_familiar.py",
