@@ -78,6 +78,11 @@ class TokenClassification(TextClassification):
         labels, tokens = inputs.pop("labels"), sum(sample["length"] for sample in samples)
         return {"inputs": dict(inputs), "labels": labels, "tokens": tokens, "targets": int((labels >= 0).sum())}
 
+    def preview(self, dataset: Dataset, index: int) -> str:  # room: dry_run
+        row = dataset[index]
+        pieces = zip(self._tokenizer.convert_ids_to_tokens(row["input_ids"]), row["label"], strict=True)
+        return " ".join(f"{piece}/{self._labels[label]}" if label >= 0 else piece for piece, label in pieces)
+
     def count_targets(self, batch: dict[str, Any]) -> int:
         return batch["targets"]
 

@@ -2,9 +2,27 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from src.tasks.mnist import Mnist
+from src.tracking.dry_run import MOST_CHARACTERS, shown
 from tests.faults.runs import ALL, TINY, contents
 from tests.launching import Launch, Whole
+
+
+def order(epoch: int) -> np.ndarray:
+    """Of the bundled digits, with seed 0."""
+    return np.random.default_rng([0, epoch]).permutation(1438)
+
+
+def digit(task: Mnist, index: int) -> str:
+    """As the first epoch sees it, moved by augmentation."""
+    return task.preview(task.augmented(task.build_datasets()[0], [0, 0, 1]), index)
 
 
 def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(launch: Launch, tmp_path: Path) -> None:
@@ -17,6 +35,9 @@ def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(launch
     )
     assert ", 2 processes" in run.stdout
     assert f"output     {tmp_path}/a/b" in run.stdout
+    task = Mnist(source="digits")
+    first = [f"example {i} of the training data, in step 1:\n{digit(task, i)}" for i in order(epoch=0)[:2]]
+    assert "\n\n".join(first) in run.stdout
 
 
 def test_a_dry_run_finds_and_loads_the_resume_point_and_touches_nothing(
@@ -35,7 +56,54 @@ def test_a_dry_run_finds_and_loads_the_resume_point_and_touches_nothing(
     assert f"passed over: {damaged}, state.json has " in run.stdout
     assert "after step 12, from" in run.stdout
     assert run.stdout.splitlines()[-1].startswith("dry run: 8 of 20 steps to take")
+    assert f"example {order(epoch=0)[12 * 16]} of the training data, in step 13:" in run.stdout
     other = launch("cpu", *TINY, "--optim.lr=1", "--dry-run", folder=folder)
     assert other.exit_code == 2
     assert "of a run with other settings: optim.lr" in other.messages[0]
     assert contents(folder) == before
+
+
+class AnyTask(Mnist):
+    """Of examples that nobody foresaw."""
+
+    def collate(self, samples: Any) -> Any:
+        return default_collate(samples)
+
+
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [
+        ((torch.zeros(3, 4), 7), '["torch.float32 (3, 4), 0 to 0", 7]'),
+        (
+            {"x": np.arange(5) / 8, "at": {"n": 3, "rate": 0.5}, "is_new": True, "name": "a ñ"},
+            '{"x": "torch.float64 (5,), 0 to 0.5", "at": {"n": 3, "rate": 0.5}, "is_new": true, "name": ["a \\u00f1"]}',
+        ),
+        ({"boxes": torch.zeros(0, 4), "mask": torch.tensor([True, False])},
+         '{"boxes": [], "mask": "torch.bool (2,), 0 to 1"}'),
+        (torch.tensor([-1.5, torch.nan]), '"torch.float32 (2,), nan to nan"'),
+    ],
+)  # fmt: skip
+def test_any_example_is_told_by_its_names_shapes_types_and_values(example: Any, says: str) -> None:
+    """Tried without the case of no elements: torch refuses to take their minimum."""
+    told = AnyTask().preview([example], 0)
+    assert " ".join(told.split()).replace("[ ", "[").replace(" ]", "]").replace("{ ", "{").replace(" }", "}") == says
+
+
+def test_what_contributes_is_green_in_a_terminal_and_in_brackets_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert shown("a⟦b⟧c") == "a⟦b⟧c"  # pytest captures the output
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert shown("a⟦b⟧c") == "a\x1b[32mb\x1b[0mc"
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as within:
+            within.setenv(name, value)
+            assert shown("a⟦b⟧c") == "a⟦b⟧c"
+
+
+def test_a_long_text_is_cut_with_what_was_left_out_and_cannot_control_the_terminal() -> None:
+    """Tried without closing the mark: all that follows is green."""
+    text = "x" * 10 + "⟦" + "y" * 9000 + "⟧z"
+    assert shown(text) == text[:MOST_CHARACTERS] + f"⟧\n… and {9013 - MOST_CHARACTERS:,} more characters"
+    assert shown("⟦a⟧" * 3) == "⟦a⟧" * 3
+    assert shown("a\tb\n\x1b]0;title\x07\r\x9b2J") == "a\tb\n\ufffd]0;title\ufffd\ufffd\ufffd2J"

@@ -1,5 +1,6 @@
 """The groups of settings that each run has: the optimizer, checkpoints, early stopping."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -24,16 +25,35 @@ class Optim(Settings):
     """Momentum of sgd and muon."""
     max_grad_norm: PositiveFloat | None = None
     """Global L2 norm that gradients are clipped to; null: no clipping."""
-    schedule: Literal["constant", "linear", "cosine", "step", "one_cycle"] = "one_cycle"
+    schedule: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "step",
+        "one_cycle",
+        "wsd",  # room: wsd
+    ] = "one_cycle"
     """Shape of the learning-rate curve: see lr_at in src/training/optim.py."""
     warmup_steps: NonNegativeFloat = 0.3
     """Steps until the peak is reached; a value below 1 is a share of the schedule."""
     final_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the end of linear, cosine and one_cycle, as a share of the peak."""
+    """Learning rate at the end of a schedule that falls to its end, as a share of the peak."""
+    decay_steps: NonNegativeFloat = 0.2  # room: wsd
+    """Steps at the end of schedule=wsd in which the learning rate falls; a value below 1 is a share of the schedule."""
     decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.7
     """Factor that schedule=step multiplies the learning rate by."""
     decay_epochs: PositiveFloat = 1.0
     """Epochs between two such multiplications."""
+
+    def decay_errors(self, schedule_steps: float) -> Iterator[str]:  # room: wsd
+        """Yield what is wrong with decay_steps, one line each; a schedule whose length is not known yet is infinite."""
+        warmup, decay = self.warmup_steps, self.decay_steps
+        share = sum(steps if steps < 1 else steps / schedule_steps for steps in (warmup, decay))
+        if self.schedule == "wsd":
+            if share > 1.000001:
+                yield f"optim.warmup_steps={warmup:g} and optim.decay_steps={decay:g}: {share:.1%} of the schedule"
+        elif decay != Optim().decay_steps:
+            yield f"optim.decay_steps={decay:g}: is for optim.schedule=wsd, and it is {self.schedule}"
 
 
 class Checkpoint(Settings):

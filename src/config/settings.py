@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from src.config.errors import UserError, cause, explained
+from src.config.familiar import OURS
 
 
 class Change(Enum):
@@ -65,10 +66,13 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
     """
     files: list[str] = []
     options: dict[str, str] = {}
+    theirs = ""  # room: familiar
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
         name = name.replace("-", "_")
+        if argument.startswith("--"):  # room: familiar
+            theirs = name if name in OURS else ""
         if argument == "--config" or (name == "config" and equals):
             if file := value if equals else next(arguments, ""):
                 files.append(file)
@@ -76,6 +80,8 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
                 mistakes.append(f"{argument}: name a yaml file, --config=FILE.yaml")
         elif argument.startswith("--") and (equals or name in ("check", "dry_run")):
             options[name] = value if equals else "true"
+        elif theirs:  # room: familiar
+            options[theirs] = "…"  # its name without a value, or a word of its value
         else:
             mistakes.append(f"{argument}: not understood; settings are written --name=value")
 
@@ -125,6 +131,9 @@ def validate(
             match problem["type"]:
                 case "extra_forbidden":
                     says = f"unknown setting{nearest(name, list(known))}"
+                    if where in OURS:  # room: familiar
+                        note = " (--task.name=causal_lm has it)" * OURS[where].startswith("task.")
+                        says = f"here it is {OURS[where]}{note}"
                 case "model_type":
                     example = next(setting for setting in known if setting.startswith(f"{name}."))
                     says = f"{name} is a group; write, for example, --{example}=…"

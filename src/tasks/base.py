@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import recursively_apply
 from huggingface_hub import load_torch_model, save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -32,7 +33,7 @@ Table = list[dict[str, Any]]
 
 class Task(Settings, ABC):
     """Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
-    (`--task.<field>`). All methods but `metrics`, `tables` and `export` are called on every process."""
+    (`--task.<field>`). All methods but `metrics`, `tables`, `preview` and `export` are called on every process."""
 
     name: str
     """The task to train."""
@@ -178,6 +179,26 @@ class Task(Settings, ABC):
         """Return the columns of predictions.parquet, a row for each example. The arguments are those of `tables`."""
         return {name: values.tolist() for name, values in outputs.items()}
 
+    def preview(self, dataset: Any, index: int) -> str:  # room: dry_run
+        """Return an example of `augmented` as the model sees it, in lines of text; if not all of it contributes to the
+        loss, what does within ⟦ ⟧."""
+        batch = self.collate(samples(dataset, [index]))
+        return json.dumps(recursively_apply(_in_words, batch), indent=2, default=str)
+
     def card(self) -> dict[str, Any]:  # room: hub
         """Return metadata for the model card: fields of huggingface_hub.ModelCardData, such as license or tags."""
         return {}
+
+
+def samples(dataset: Any, indices: list[int]) -> Any:
+    """Return these examples as the dataset has them, for Task.collate."""
+    # the protocol of torch's DataLoader: one call gives the whole batch where the dataset can do that
+    fetch_batch = getattr(dataset, "__getitems__", None)
+    return fetch_batch(indices) if fetch_batch else [dataset[i] for i in indices]
+
+
+def _in_words(batch: Tensor) -> Any:  # room: dry_run
+    """Return what a tensor holds of the only example in it: a number, or what says of which kind many are."""
+    if batch.numel() < 2:
+        return batch.squeeze().tolist()
+    return f"{batch.dtype} {tuple(batch.shape[1:])}, {batch.min():.6g} to {batch.max():.6g}"

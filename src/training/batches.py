@@ -21,7 +21,7 @@ from torch import Tensor
 from src.config.config import Config
 from src.config.terminal import bar
 from src.distributed.stop import StopSignal
-from src.tasks.base import Examples, Task
+from src.tasks.base import Examples, Task, samples
 from src.training.progress import StepCounts, StepResult
 from src.training.run import Run
 from src.training.workers import load_in_workers
@@ -191,13 +191,6 @@ def examples_seen(run: Run, step: int) -> int:
 def fetch(task: Task, dataset: Any, indices: list[int]) -> Any:
     """Return a batch of these examples."""
     return task.collate(samples(dataset, indices))
-
-
-def samples(dataset: Any, indices: list[int]) -> Any:
-    """Return these examples as the dataset has them, for Task.collate."""
-    # the protocol of torch's DataLoader: one call gives the whole batch where the dataset can do that
-    fetch_batch = getattr(dataset, "__getitems__", None)
-    return fetch_batch(indices) if fetch_batch else [dataset[i] for i in indices]
 
 
 def micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:

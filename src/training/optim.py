@@ -87,7 +87,9 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
 
     constant: the peak; linear, cosine: from the peak to final_lr_ratio of it; step: times decay_factor every
     decay_epochs epochs (torch's StepLR); one_cycle: cosine up from a 25th of the peak, cosine down (Smith & Topin 2018,
-    https://arxiv.org/abs/1708.07120, as torch's OneCycleLR). All but one_cycle warm up linearly.
+    https://arxiv.org/abs/1708.07120, as torch's OneCycleLR); wsd: the peak, and only in the last decay_steps cosine
+    down to final_lr_ratio of it (Hu et al. 2024, https://arxiv.org/abs/2404.06395, as transformers' get_wsd_schedule).
+    All but one_cycle warm up linearly.
     """
     # No scheduler: a function of the step has no state to save, and can't be stepped too often, as Accelerate does with
     # a prepared scheduler: num_processes times a step (accelerate#2318).
@@ -99,7 +101,7 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
         # + 1: a learning rate of 0 would waste the first step
         rise = (step + 1) / warmup
         if config.schedule == "one_cycle":
-            return config.lr * _cosine(1 / 25, 1, rise)
+            rise = _cosine(1 / 25, 1, rise)
         return config.lr * rise
 
     progress = (step - warmup) / max(1, schedule_steps - warmup)
@@ -114,6 +116,12 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
             # 1e-9: a quotient that should be whole may come out just below
             decays = math.floor(step / steps_per_epoch / config.decay_epochs + 1e-9)
             return config.lr * config.decay_factor**decays
+        case "wsd":  # room: wsd
+            decay = config.decay_steps
+            if decay < 1:
+                decay = round(decay * schedule_steps)
+            left = (schedule_steps - step) / max(1, decay)
+            return config.lr * _cosine(config.final_lr_ratio, 1, min(1, left))
 
 
 def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:

@@ -142,6 +142,17 @@ def test_rows_that_do_not_fit_are_named(models: Path, tmp_path: Path) -> None:
     assert refused(dpo, file, row, {**row, "prompt": "a" * 20}) == says
 
 
+def test_a_dry_run_shows_their_examples(models: Path, tmp_path: Path) -> None:  # room: dry_run
+    """Tags at the first piece of each word."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"tokens": ["Ur", "."], "tags": ["B-LOC", "O"], "prompt": "a", "chosen": "b", "rejected": "cd"}')
+    tags = TokenClassification(model=f"{models}/bert", dataset=str(file), eval_from="all")
+    assert tags.preview(tags.build_datasets()[0], 0) == "<|endoftext|> Ġ/B-LOC U r Ġ/O ."
+    dpo = Dpo(model=f"{models}/llama", dataset=str(file), eval_from="all")
+    shown = json.loads(dpo.preview(dpo.build_datasets()[0], 0))
+    assert shown == {"input_ids": "torch.int64 (2, 4), 0 to 256", "labels": "torch.int64 (2, 4), -100 to 256"}
+
+
 @needs("src/check")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESULTS)

@@ -2,6 +2,7 @@
 
 import math
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -163,6 +164,21 @@ class CausalLM(Decoder):
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]
+
+    def preview(self, dataset: Sequences, index: int) -> str:  # room: dry_run
+        (chunks,) = dataset.__getitems__([index])
+        batch = self.collate([chunks])
+        targets = self.count_targets(batch)
+        share = f"{targets:,} of them ({targets / batch['tokens']:.1%})"
+        text = f"{batch['tokens']:,} tokens, {share} contribute to the loss"
+        for number, chunk in enumerate(chunks, start=1):
+            text += f"\n──── document {number} of {len(chunks)} ────\n"
+            # each label is the token after: the last one is not read, and shown only if it contributes
+            pairs = zip([*chunk["input_ids"], chunk["labels"][-1]], [-100, *chunk["labels"]], strict=True)
+            for is_learnt, run in groupby(pairs, lambda pair: pair[1] != -100):
+                words = self._tokenizer.decode([token for token, _ in run if token != -100])
+                text += f"⟦{words}⟧" if is_learnt else f"{words}"
+        return text
 
     def count_tokens(self, batch: Batch) -> tuple[int, int]:
         return batch["tokens"], batch["inputs"]["input_ids"].numel()

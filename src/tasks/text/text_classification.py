@@ -172,6 +172,10 @@ class TextClassification(FineTuning):
 
         return label_tables(outputs, self._labels, show)
 
+    def preview(self, dataset: Dataset, index: int) -> str:  # room: dry_run
+        row = dataset[index]
+        return f"{self._tokenizer.decode(row['input_ids'])}\nlabel: {self._labels[row['label']]}"
+
     def export(self, model: Any, weights: Tensors, folder: Path) -> None:
         if self.lora.r:  # adapters alone would not say which labels there are
             save_merged(self.finish(self.load_dense_model()), self._tokenizer, weights, folder)

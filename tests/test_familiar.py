@@ -1,0 +1,75 @@
+"""Names that users of HF's Trainer, TRL and axolotl know: one line each says what it is called here."""
+
+import re
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+
+from src.config.config import _config_class
+from src.config.familiar import OURS, THEIRS
+from src.config.settings import fields
+from src.tasks import TASKS
+from tests.launching import PROJECT, mistakes, needs
+
+needs_text = needs("src/tasks/text/causal_lm.py")
+KNOWN = {name for task in TASKS for name, _ in fields(_config_class(task, TASKS))}
+LAUNCHER = {option for action in launch_command_parser()._actions for option in action.option_strings}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_each_is_refused_in_one_line_with_a_name_that_exists(name: str) -> None:
+    """Written with an equals sign or as a word of its own, with hyphens, with a value or two, or without. Tried with a
+    misspelt `log_evry`, and without the value being passed over."""
+    setting = re.split("[ ,]", OURS[name])[0]
+    assert setting in KNOWN | LAUNCHER
+    for file in re.findall(r"\S+\.yaml", OURS[name]):
+        assert (PROJECT / file).exists()
+    hyphens = name.replace("_", "-")
+    for words in (f"--{name}=2e-5", f"--{name}", f"--{name} 2e-5", f"--{hyphens} -1 --{name}", f"--{hyphens} a b"):
+        (line,) = mistakes(*words.split())
+        if name == "optim":
+            assert re.fullmatch(r"--optim=\S+: optim is a group; write, for example, --optim.name=…", line)
+        else:
+            task = " (--task.name=causal_lm has it)" if setting.startswith("task.") else ""
+            assert re.fullmatch(rf"--{name}=(2e-5|…): here it is {re.escape(OURS[name] + task)}", line)
+
+
+def test_each_of_them_is_one_thing_here() -> None:
+    """Tried with one behind two settings: the later one would win, silently."""
+    names = " ".join(THEIRS.values()).split()
+    assert len(names) == len(OURS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        ("--learning_rate 2e-5 --bf16 --epochs=x --gradient_accumulation_steps=4 --save-steps 500", [
+            "--learning_rate=…: here it is optim.lr",
+            "--bf16=…: here it is --mixed_precision bf16 before train.py, or fp16",
+            "--epochs=x: must be a valid integer, unable to parse string as an integer",
+            "--gradient_accumulation_steps=4: here it is global_batch_size, which counts all micro-batches of all "
+            "processes",
+            "--save_steps=…: here it is save_every, in steps",
+        ]),
+        # tried without: `more` is passed over, as what follows one of theirs
+        ("--fp16 --config a.yaml more", [
+            "more: not understood; settings are written --name=value",
+            "a.yaml: num_epochs: 3: here it is epochs",
+            "a.yaml: fsdp_config.fsdp_version: 2: here it is --config_file accelerate_configs/fsdp.yaml before "
+            "train.py",
+            "--fp16=…: here it is --mixed_precision bf16 before train.py, or fp16",
+        ]),
+        pytest.param("--model_name_or_path Qwen/Qwen3-0.6B --lora_target_modules=q_proj", [
+            "--model_name_or_path=…: here it is task.model (--task.name=causal_lm has it)",
+            "--lora_target_modules=q_proj: here it is task.lora.target_modules, a list (--task.name=causal_lm has it)",
+        ], marks=needs_text),
+    ],
+)  # fmt: skip
+def test_on_the_command_line_and_in_a_yaml_among_other_mistakes(
+    arguments: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A yaml of axolotl's has many keys without a value."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("num_epochs: 3\nfsdp_config: {fsdp_version: 2}\nadapter:")
+    assert sorted(mistakes(*arguments.split())) == sorted(lines)
