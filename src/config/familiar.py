@@ -35,7 +35,7 @@ THEIRS |= {  # room: text
     "task.lora.alpha": "lora_alpha",
     "task.lora.dropout": "lora_dropout",
     "task.lora.target_modules, a list": "lora_target_modules",
-    "task.lora.base_dtype, of which bf16 is the smallest": "load_in_4bit load_in_8bit",
+    "task.lora.base_dtype, nf4 for 4 bits": "load_in_4bit load_in_8bit",
 }
 OURS = {name: ours for ours, names in THEIRS.items() for name in names.split()}
 """Ours by each name of theirs."""

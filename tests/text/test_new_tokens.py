@@ -67,7 +67,7 @@ def test_what_is_exported_is_loaded_with_its_tokens(whole: Whole, made: Path, ch
     merged: Any = AutoModelForCausalLM.from_pretrained(folder / "merged")
     text = tokenizer.apply_chat_template([{"role": "user", "content": "say 5"}], tokenize=False)
     assert text == "<|im_start|>user\nsay 5<|im_end|>\n"
-    tokens = tokenizer(text, return_tensors="pt")["input_ids"]
+    tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     assert tokens[0, 0] == 258
     with torch.no_grad():
         logits = [model(input_ids=tokens).logits for model in (load_exported(folder), merged)]

@@ -175,9 +175,9 @@ class CausalLM(Decoder):
             text += f"\n──── document {number} of {len(chunks)} ────\n"
             # each label is the token after: the last one is not read, and shown only if it contributes
             pairs = zip([*chunk["input_ids"], chunk["labels"][-1]], [-100, *chunk["labels"]], strict=True)
-            for is_learnt, run in groupby(pairs, lambda pair: pair[1] != -100):
+            for contributes, run in groupby(pairs, lambda pair: pair[1] != -100):
                 words = self._tokenizer.decode([token for token, _ in run if token != -100])
-                text += f"⟦{words}⟧" if is_learnt else f"{words}"
+                text += f"⟦{words}⟧" if contributes else words
         return text
 
     def count_tokens(self, batch: Batch) -> tuple[int, int]:

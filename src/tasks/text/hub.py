@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from huggingface_hub.errors import LocalEntryNotFoundError
+
 from src.config.errors import UserError, cause
 
 
@@ -15,4 +17,7 @@ def loading(setting: str, name: str | None) -> Iterator[None]:
         reason = f"cannot be loaded, {cause(error).split('. ')[0][:300]}"
         if "trust_remote_code" in str(error):
             reason = "wants to run code of its own, which is not allowed here; use one that transformers has"
+        elif isinstance(error.__cause__, LocalEntryNotFoundError):
+            reason = f"the Hub cannot be reached; give a folder that has it, --task.{setting}=FOLDER"
+            reason += " (make chat MODEL=FOLDER)" * (setting == "model")
         raise UserError(f"task.{setting}={name}: {reason}") from error
