@@ -1,4 +1,4 @@
-# `make train` and `make test` work on a fresh machine that has Python >= 3.10; `make help` lists the rest.
+# `make train` and `make test` work on a fresh machine that has Python >= 3.11; `make help` lists the rest.
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
@@ -12,12 +12,16 @@ help:  ## list the targets
 
 setup: .venv/installed  ## make .venv with everything in it
 
-.venv/installed: requirements.txt requirements-dev.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=python3.12")'
+.venv/installed: pyproject.toml requirements.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
 	@echo "installing into .venv, a few GB: minutes"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
 	@touch $@
+
+ifeq ($(wildcard $(BIN)/pytest),)  # `uv sync` takes out what the tests need
+.PHONY: .venv/installed
+endif
 
 uv:  ## the same with uv, if it is installed
 	@uv venv --quiet --allow-existing --seed --python $(PYTHON) .venv

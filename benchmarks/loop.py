@@ -97,7 +97,7 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["train"], ["by_hand"]):
-        TASKS["mlp"] = "benchmarks.loop.Mlp"
+        TASKS["mlp"] = "benchmarks.loop:Mlp"
         (train_or_check if sys.argv[1] == "train" else by_hand)(sys.argv[2:])
     else:
         pairs.main(measure, pairs.parser(__doc__))

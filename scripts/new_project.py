@@ -17,7 +17,7 @@ from pathlib import Path
 from rooms import FILES, throw_out
 
 TEMPLATE = Path(__file__).resolve().parent.parent
-TASKS = dict(re.findall(r'"(\w+)": "([\w.]+)\.\w+"', (TEMPLATE / "src/tasks/__init__.py").read_text()))
+TASKS = dict(re.findall(r'"(\w+)": "([\w.]+):\w+"', (TEMPLATE / "src/tasks/__init__.py").read_text()))
 """Each task's module. The map is read as text: importing it would import torch."""
 SECTION = re.compile(r"^## .*?(?=^## |\Z)", re.M | re.S)
 
@@ -109,7 +109,7 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
     code, config, makefile = f"src/tasks/{task}.py", f"configs/{task}.yaml", project / "Makefile"
     if TASKS[task].startswith("examples."):
         tasks, example = project / "src/tasks/__init__.py", (project / f"examples/{task}.yaml").read_text()
-        (line,) = re.findall(rf'"{task}": "examples\.{task}\.\w+"', tasks.read_text())
+        (line,) = re.findall(rf'"{task}": "examples\.{task}:\w+"', tasks.read_text())
         replace(tasks, {"TASKS = {\n": f"TASKS = {{\n    {line.replace('examples.', 'src.tasks.')},\n"})
         moves = {f"examples/{task}.py": code, f"examples/{task}.yaml": config}
         names = {"stub_task": task, f"examples/{task}.y": f"configs/{task}.y"}

@@ -56,7 +56,7 @@ FILES = {
     "course": "docs/learn tests/test_learn.py",
     "rooms": "scripts/rooms.py scripts/new* docs/make-it-yours.md tests/test_new_project.py tests/test_rooms.py",
     "template": "scripts/new* scripts/stub* tests/test_new_project.py tests/test_rooms.py .ci CITATION.cff"
-    " docs/run.svg",
+    " docs/run.svg uv.lock",
 }
 """The files and folders of each room."""
 SHARED = {

@@ -79,7 +79,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(PROJECT / "train.py", copy)
     (copy / "src/tasks/sign.py").write_text(TASK)
     registry = copy / "src/tasks/__init__.py"
-    line = '    "sign": "src.tasks.sign.Sign",'
+    line = '    "sign": "src.tasks.sign:Sign",'
     registry.write_text(registry.read_text().replace("TASKS = {\n", f"TASKS = {{\n{line}\n"))
     return copy
 

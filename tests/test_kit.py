@@ -1,7 +1,12 @@
 """What comes with the project for GitHub, git, Docker and coding assistants names what is there."""
 
 import re
+import tomllib
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from tests.launching import PROJECT
 
@@ -52,8 +57,21 @@ def test_each_promise_names_tests_that_exist() -> None:  # room: template
 
 
 def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
-    """Tried without requirements-dev.txt in the first COPY, and without `data` in .dockerignore."""
+    """Tried without pyproject.toml in the first COPY, and without `data` in .dockerignore."""
     needed = find(r"^\.venv/installed: (.*)$", "Makefile")[0].split()
     assert {"Makefile", *needed} <= set(find(r"^COPY (.*)$", "Dockerfile")[0].split())
     ignored = {line.removeprefix("**/") for line in read(".dockerignore").split()}
     assert {line.strip("/") for line in read(".gitignore").split()} <= ignored
+
+
+def test_the_lock_is_of_what_is_required() -> None:  # room: template
+    """`uv lock` brings it up to date. Tried with another lower bound, and with another extra."""
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    lines = [line.partition("#")[0] for line in read("requirements.txt").splitlines()]
+    required = [Requirement(line) for lines in (filter(None, lines), *extras.values()) for line in lines]
+    (project,) = (package for package in tomllib.loads(read("uv.lock"))["package"] if "editable" in package["source"])
+    locked = project["metadata"]["requires-dist"]
+    assert {(canonicalize_name(one.name), one.specifier) for one in required} == {
+        (one["name"], SpecifierSet(one.get("specifier", ""))) for one in locked
+    }
+    assert set(project["metadata"]["provides-extras"]) == extras.keys()

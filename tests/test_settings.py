@@ -1,6 +1,7 @@
 """Settings: code < yaml < command line, typed, every mistake at once, and nothing heavy imported for an answer."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,16 @@ def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command() ->
         run_settings([f"--config={file}"])
         header = file.read_text().split("\n\n")[0]
         assert re.search("#   (accelerate launch --config_file accelerate_configs/|make train)", header), file
+
+
+@needs_text
+def test_a_text_task_without_its_libraries_is_one_line_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without `explained`: a traceback; and with a dot before the class in the map: it is said to be missing."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in {"causal_lm", "text_classification", "dpo", "token_classification"} & TASKS.keys():
+        monkeypatch.delitem(sys.modules, TASKS[name].partition(":")[0], raising=False)
+        (line,) = mistakes(f"--task.name={name}")
+        assert re.search(r"`pip install -e '\.\[text\]'`\): .*transformers", line)
 
 
 def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.config.errors import UserError, cause
+from src.config.errors import UserError, cause, explained
 from src.config.groups import Checkpoint, EarlyStopping, Optim
 from src.config.settings import (
     Length,
@@ -212,6 +212,7 @@ def config_from(  # room: checkpoints evaluate generate safeguards
         raise UserError(f"not the settings of a run: {cause(error)}") from error
 
 
+@explained("task.name needs a package (for text, `pip install -e '.[text]'`): ", ModuleNotFoundError)  # room: text
 def _config_class(task: str, tasks: Mapping[str, str]) -> type[Config]:
     # the task's file, and the libraries that it needs, are imported now: those of the others never
     task_class = resolve_name(tasks[task])

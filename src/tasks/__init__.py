@@ -6,13 +6,13 @@ from typing import Any
 
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # transformers imports torchao, which is out of date
 TASKS = {
-    "mnist": "src.tasks.mnist.Mnist",
-    "causal_lm": "src.tasks.text.causal_lm.CausalLM",  # room: text
-    "text_classification": "src.tasks.text.text_classification.TextClassification",  # room: text
-    "dpo": "examples.dpo.Dpo",  # room: text+examples
-    "token_classification": "examples.token_classification.TokenClassification",  # room: text+examples
-    "image_classification": "examples.image_classification.ImageClassification",  # room: examples
-    "tabular_regression": "examples.tabular_regression.TabularRegression",  # room: examples
+    "mnist": "src.tasks.mnist:Mnist",
+    "causal_lm": "src.tasks.text.causal_lm:CausalLM",  # room: text
+    "text_classification": "src.tasks.text.text_classification:TextClassification",  # room: text
+    "dpo": "examples.dpo:Dpo",  # room: text+examples
+    "token_classification": "examples.token_classification:TokenClassification",  # room: text+examples
+    "image_classification": "examples.image_classification:ImageClassification",  # room: examples
+    "tabular_regression": "examples.tabular_regression:TabularRegression",  # room: examples
 }
 
 

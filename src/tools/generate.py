@@ -20,7 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer, TextStreamer  # pip install -e '.[text]'
 
 from src.checkpoint.export import export_weights
 from src.checkpoint.load import config_of, find_model, is_checkpoint, load_model
