@@ -137,7 +137,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*NEW, "chat_template=" + "{{ a }}\n" * 99), "task.chat_template: cannot be read, *long*"),
     # Models and architectures.
     (CLASSIFIER, "task.model is not set: name a model on the Hub or a local folder"),
-    ((*CLASSIFIER, "model=team/unknown"), "task.model=team/unknown: cannot be loaded, *"),
+    ((*CLASSIFIER, "model=team/unknown"), "task.model=team/unknown: the Hub cannot be reached; give a folder *"),
     (
         (*LM, "architecture.model_type=lama"),
         "task.architecture.model_type=lama: transformers has no such causal language model, did you mean llama?",

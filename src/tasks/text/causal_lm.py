@@ -19,7 +19,7 @@ from src.tasks.text.attention import document_lengths
 from src.tasks.text.chats import CHATML, END_OF_TURN
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
-from src.tasks.text.four_bit import loading_options
+from src.tasks.text.four_bit import keep_layout, loading_options
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.lean import Tensors
 from src.tasks.text.new_tokens import add_rows, add_tokens
@@ -209,13 +209,15 @@ class CausalLM(Decoder):
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
         save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
-            save_merged(self.with_adapters(self.load_dense_model()), self._tokenizer, weights, folder / "merged")
+            untrained = self.finish(self.load_dense_model())
+            save_merged(self.core(untrained), self._tokenizer, weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
         options: dict[str, Any] = {}
         if self.lora.base_dtype == "nf4":  # room: four_bit
             options = loading_options()
         lm = load_exported(folder, **options)
+        keep_layout(lm)  # room: four_bit
         check_fit(self.sequence_length, lm.config, self._tokenizer, len(self.new_tokens))
         return LanguageModel(lm, self._attention)
 

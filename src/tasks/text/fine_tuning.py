@@ -153,10 +153,9 @@ class FineTuning(TextSource, Task):
 
     def load_dense_model(self) -> Any:
         """Return what `load_model` does, with weights in 4 bits as the bf16 numbers that they stand for."""
-        model = self.load_model()
         if self.lora.base_dtype == "nf4":  # room: four_bit
-            model = model.dequantize(torch.bfloat16)
-        return model
+            return self.load_model().dequantize(torch.bfloat16)
+        return self.load_model()
 
     def _require_all(self, model: PreTrainedModel, absent: set[str]) -> None:
         if self.has_new_head:

@@ -19,5 +19,6 @@ def loading(setting: str, name: str | None) -> Iterator[None]:
             reason = "wants to run code of its own, which is not allowed here; use one that transformers has"
         elif isinstance(error.__cause__, LocalEntryNotFoundError):
             reason = f"the Hub cannot be reached; give a folder that has it, --task.{setting}=FOLDER"
-            reason += " (make chat MODEL=FOLDER)" * (setting == "model")
+            if setting == "model":
+                reason += " (make chat MODEL=FOLDER)"
         raise UserError(f"task.{setting}={name}: {reason}") from error
