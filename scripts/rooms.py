@@ -25,7 +25,7 @@ FILES = {
     "examine": "src/tasks/returned.py tests/test_returned.py",
     "familiar": "src/config/familiar.py tests/test_familiar.py",
     "four_bit": "src/tasks/text/four_bit.py tests/text/test_four_bit.py configs/chat_qlora.yaml",
-    "generate": "src/tools/generate.py examples/chat.mk tests/text/test_generate.py",
+    "generate": "src/tools/generate.py examples/chat.mk tests/text/test_generate.py tests/text/test_chat.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md",
     "hub": "src/checkpoint/hub.py",
     "integrity": "tests/faults/test_damage.py",

@@ -10,7 +10,7 @@ import pytest
 from src.config.errors import UserError
 from src.tasks.text.causal_lm import CausalLM
 from src.tools.generate import main
-from tests.launching import PROJECT, Launch, needs
+from tests.launching import PROJECT, Launch
 from tests.text.hub import serving
 from tests.text.stand_in import NAME, untrained
 
@@ -28,7 +28,6 @@ def test_the_conversations_are_200_to_400_answers_about_the_project() -> None:
         assert roles == ["user", "assistant"] * (len(roles) // 2)
 
 
-@needs("src/tools/generate.py")
 def test_a_model_from_the_hub_is_tuned_and_asked_before_and_after(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

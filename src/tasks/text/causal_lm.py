@@ -76,14 +76,14 @@ class CausalLM(Decoder):
             reason = f" (not varlen: {refusal})" if refusal else ""
         return [*chosen_before, f"{self._attention} attention{reason}"]
 
-    def load_model(self) -> Any:
+    def load_model(self) -> Any:  # room: new_tokens
         model = super().load_model()
-        if self.new_tokens:  # room: new_tokens
+        if self.new_tokens:
             self._trained_rows = add_rows(model, self._tokenizer, self.new_tokens)
         return model
 
-    def build_empty_model(self) -> Any:
-        if self.new_tokens:  # room: new_tokens
+    def build_empty_model(self) -> Any:  # room: new_tokens
+        if self.new_tokens:
             return None  # their rows start from those of all other tokens, which no process would have
         return super().build_empty_model()
 
@@ -96,9 +96,9 @@ class CausalLM(Decoder):
             model.generation_config.eos_token_id = self._tokenizer.eos_token_id
         return LanguageModel(self.with_adapters(model), self._attention)
 
-    def adapter_options(self) -> dict[str, Any]:
+    def adapter_options(self) -> dict[str, Any]:  # room: new_tokens
         options = super().adapter_options()
-        if self.new_tokens:  # room: new_tokens
+        if self.new_tokens:
             options["trainable_token_indices"] = self._trained_rows
         return options
 
