@@ -26,14 +26,11 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended i
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters, tied ones once, and persistent buffers as `model.<name>`; under FSDP this process's shards.
     Leave out frozen parameters: `build_model` makes them as they were, and they dwarf adapters."""
-    by_identity: dict[int, tuple[str, Tensor]] = {}
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
-    buffers = {id(buffer) for buffer in unwrapped.buffers()}
-    for name, tensor in unwrapped.state_dict(keep_vars=True).items():
-        # what is neither belongs to a frozen weight, such as the scales of one in 4 bits
-        if tensor.requires_grad or id(tensor) in buffers:
-            by_identity.setdefault(id(tensor), (f"model.{name}", tensor))
-    return dict(by_identity.values())
+    persistent = unwrapped.state_dict()
+    # what else is in it belongs to a frozen weight, such as the scales of one in 4 bits
+    trained = {f"model.{name}": weight for name, weight in unwrapped.named_parameters() if weight.requires_grad}
+    return trained | {f"model.{name}": buffer for name, buffer in unwrapped.named_buffers() if name in persistent}
 
 
 def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
