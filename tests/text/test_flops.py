@@ -34,7 +34,7 @@ def test_the_operations_of_a_step_are_those_that_torch_counts(kind: str, fields:
 def test_frozen_weights_take_no_gradients_of_their_own() -> None:
     """Within 2%: the gradient of the first layer's input, which nothing needs then, is counted. Tried with all weights
     taken for trained: 33% too many."""
-    lm = Lora(r=4).add_adapters(build("llama", num_hidden_layers=16).hf, "CAUSAL_LM", None)
+    lm = Lora(r=4).add_adapters(build("llama", num_hidden_layers=16).hf, None, task_type="CAUSAL_LM")
     torchs, ours = counted(LanguageModel(lm), 16)
     assert ours == pytest.approx(torchs, rel=0.02)
 

@@ -85,7 +85,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_models_own_logits(
     model = build("llama" if "adapters" in kind else kind)
     if "adapters" in kind:
         lora = Lora(r=2, target_modules=["q_proj", "lm_head"])
-        model = LanguageModel(lora.add_adapters(model.hf, "CAUSAL_LM", None))
+        model = LanguageModel(lora.add_adapters(model.hf, None, task_type="CAUSAL_LM"))
     for name, parameter in model.named_parameters():
         if "lora" in name or "bias" in name:  # they begin with zeros
             torch.nn.init.normal_(parameter, std=0.1)
@@ -193,7 +193,7 @@ def test_activations_inside_of_the_blocks_are_not_kept() -> None:  # room: compi
 
 
 def test_adapters_say_the_revision_of_the_model_that_they_belong_to() -> None:
-    adapted: Any = Lora(r=2).add_adapters(build("llama").hf, "CAUSAL_LM", "v2")
+    adapted: Any = Lora(r=2).add_adapters(build("llama").hf, "v2", task_type="CAUSAL_LM")
     assert adapted.peft_config["default"].revision == "v2"
 
 

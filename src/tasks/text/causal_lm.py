@@ -102,6 +102,9 @@ class CausalLM(Decoder):
             options["trainable_token_indices"] = self._trained_rows
         return options
 
+    def num_new_tokens(self) -> int:  # room: new_tokens
+        return len(self.new_tokens)
+
     def core(self, model: LanguageModel) -> Any:
         return model.lm
 
@@ -218,7 +221,7 @@ class CausalLM(Decoder):
             options = loading_options()
         lm = load_exported(folder, **options)
         keep_layout(lm)  # room: four_bit
-        check_fit(self.sequence_length, lm.config, self._tokenizer, len(self.new_tokens))
+        check_fit(self.sequence_length, lm.config, self._tokenizer)
         return LanguageModel(lm, self._attention)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:

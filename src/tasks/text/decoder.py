@@ -50,8 +50,12 @@ class Decoder(FineTuning):
         if getattr(config.get_text_config(), "output_router_logits", False):
             says = "the auxiliary loss of a mixture of experts would differ with the number of processes"
             raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
-        check_fit(self.sequence_length, config, self._tokenizer, len(self.new_tokens))
+        check_fit(self.sequence_length, config, self._tokenizer, self.num_new_tokens())
         return config
+
+    def num_new_tokens(self) -> int:
+        """Return how many of the tokenizer's tokens the pretrained model gets rows for."""
+        return 0
 
     def new_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer that the settings name."""
