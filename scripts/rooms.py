@@ -45,7 +45,7 @@ FILES = {
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/dpo.* examples/token_classification.*"
     " examples/make_text.py src/tools/generate.py"
-    " docs/transformers.md",
+    " docs/transformers.md docs/after-training.md",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
     " tests/test_wandb_sweep.py",
