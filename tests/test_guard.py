@@ -86,7 +86,9 @@ def fsdp(**changes: object) -> dict[str, Any]:
         (HSDP | {"num_machines": 1, "parallelism_config": {"parallelism_config_tp_size": 2}}, "",
          "parallelism_config: only dp_replicate_size and dp_shard_size are supported here"),
     ],
-    ids=["misspelt", "version 1", "blocks", "checkpointing", "compiled", "twice", "without an end", "tensor parallelism"],
+    ids=[
+        "misspelt", "version 1", "blocks", "checkpointing", "compiled", "twice", "without an end", "tensor parallelism"
+    ],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_what_cannot_be_is_refused(
     launch: Launch, tmp_path: Path, settings: dict[str, Any], text: str, says: str, real: bool
