@@ -1,7 +1,11 @@
 """The parts of train.py, in eight folders. Each imports from those below it: see tests/test_ladder.py."""
 
+import logging
 import sys
 
+# what libraries say of each other while they are imported
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of torchao, which is out of date
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of kernels  # room: four_bit
 MOVED = {  # room: check checkpoints evaluate generate report sweep
     "src.checkpoint": "src.tools.checkpoints",
     "src.evaluate": "src.tools.evaluate",

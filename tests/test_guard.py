@@ -76,6 +76,8 @@ def fsdp(**changes: object) -> dict[str, Any]:
          "Could not find the transformer layer class Linea in the model."),
         (fsdp(fsdp_activation_checkpointing=True), "", "fsdp_activation_checkpointing computes wrong gradients with "
          "dropout*"),
+        ({"num_processes": 1, "distributed_type": "NO", "dynamo_config": {"dynamo_backend": "EAGER"}}, "",
+         "dynamo_config is not supported here*"),
         # tried without: it trains by the second one alone
         (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: *found duplicate key \"fsdp_config\" *"),
         # tried without: RecursionError, in the search for keys that are repeated
@@ -84,7 +86,9 @@ def fsdp(**changes: object) -> dict[str, Any]:
         (HSDP | {"num_machines": 1, "parallelism_config": {"parallelism_config_tp_size": 2}}, "",
          "parallelism_config: only dp_replicate_size and dp_shard_size are supported here"),
     ],
-    ids=["misspelt", "version 1", "blocks", "checkpointing", "twice", "without an end", "tensor parallelism"],
+    ids=[
+        "misspelt", "version 1", "blocks", "checkpointing", "compiled", "twice", "without an end", "tensor parallelism"
+    ],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_what_cannot_be_is_refused(
     launch: Launch, tmp_path: Path, settings: dict[str, Any], text: str, says: str, real: bool

@@ -67,6 +67,8 @@ def _errors(launcher: Launcher | None, config: Config, asked: Asked, on_cpu: boo
         yield "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
     if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
         yield "fsdp_activation_checkpointing computes wrong gradients with dropout: take it out of the yaml"
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        yield "dynamo_config is not supported here, as it renames the weights: set --compile=true after train.py"
     if asked.fsdp and config.ddp_comm_hook:
         yield f"ddp_comm_hook={config.ddp_comm_hook} is DDP's, FSDP has none: take it out"
     if not launcher:

@@ -1,10 +1,8 @@
 """The tasks that `--task.name` picks from, and where they are. To add one, add its line."""
 
-import logging
 from importlib import import_module
 from typing import Any
 
-logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # transformers imports torchao, which is out of date
 TASKS = {
     "mnist": "src.tasks.mnist:Mnist",
     "causal_lm": "src.tasks.text.causal_lm:CausalLM",  # room: text

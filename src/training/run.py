@@ -195,7 +195,7 @@ def new_model(
         "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "tuned": tuned,  # room: compile cpu cuda_graphs text
     }
-    packed = [p for p in parameters if getattr(p, "quant_state", None)]  # room: four_bit
+    packed: list[Any] = [p for p in parameters if getattr(p, "quant_state", None)]  # room: four_bit
     facts["parameters"] += sum(p.quant_state.shape.numel() - p.numel() for p in packed)  # room: four_bit
     facts["built_whole"] = is_sharded and not any(p.is_meta for p in parameters)  # room: text
     return model, facts

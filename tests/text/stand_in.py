@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GPT2TokenizerFast, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Tokenizer, LlamaConfig
 
 from tests.launching import BIN, PROJECT
 
@@ -34,7 +34,7 @@ def pages() -> list[str]:
     return [page.read_text() for page in sorted([*PROJECT.glob("*.md"), *PROJECT.glob("docs/**/*.md")])]
 
 
-def tokenizer(vocabulary: int = 2048) -> GPT2TokenizerFast:
+def tokenizer(vocabulary: int = 2048) -> GPT2Tokenizer:
     """Byte pairs, and the marks of a chat, which ends its turns as the model ends its text."""
     pairs = Tokenizer(models.BPE())
     pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,7 +44,7 @@ def tokenizer(vocabulary: int = 2048) -> GPT2TokenizerFast:
         vocab_size=vocabulary, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     pairs.train_from_iterator(pages(), trainer)
-    made = GPT2TokenizerFast(
+    made = GPT2Tokenizer(
         tokenizer_object=pairs, bos_token=SPECIAL[1], eos_token=SPECIAL[2], pad_token=SPECIAL[2], unk_token=SPECIAL[0]
     )
     made.chat_template = TEMPLATE

@@ -14,6 +14,7 @@ from tokenizers import processors
 
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.chats import end_of_turn
 from src.tasks.text.documents import Chunker, Columns
 from src.tasks.text.packing import pack, unpacked
 
@@ -174,6 +175,20 @@ def test_calls_of_tools_are_learnt(arguments: object) -> None:
     assert learnt(table) == f"{turn}<|im_end|>\nRain.<|im_end|>\n"
     text = str(byte_tokenizer().decode(table[0]["input_ids"]))
     assert text.startswith('<|im_start|>system\n[{"function": {"name": "weather"}}]')
+
+
+@pytest.mark.parametrize(("turn", "ends"), [
+    ("<{{ m.role }}>{{ m.content }}<|end|>", "<|end|>"),
+    ("{{ m.content }}<|end|>{{ eos_token if loop.last }}", None),
+    ("{{ m.content }}\n", None),
+    ("{{ m.content }}{{ m.id + 1 }}<|end|>", None),  # fails without an id
+])  # fmt: skip
+def test_the_token_that_ends_a_turn_is_found_in_the_chat_template(turn: str, ends: str | None) -> None:
+    """Where the end of a text does not end it too. Tried without a look for `eos_token`."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+    assert end_of_turn(tokenizer) == ends
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
 from src.tasks.text.attention import document_lengths
-from src.tasks.text.chats import CHATML, END_OF_TURN
+from src.tasks.text.chats import CHATML, end_of_turn
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
 from src.tasks.text.four_bit import keep_layout, loading_options
@@ -92,7 +92,7 @@ class CausalLM(Decoder):
 
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
-        if self.chat_template == "chatml":
+        if self.chat_template:
             model.generation_config.eos_token_id = self._tokenizer.eos_token_id
         return LanguageModel(self.with_adapters(model), self._attention)
 
@@ -115,11 +115,11 @@ class CausalLM(Decoder):
             add_tokens(tokenizer, self.new_tokens)
         if self.chat_template == "chatml":
             tokenizer.chat_template = CHATML
-            if END_OF_TURN in tokenizer.get_vocab():
-                tokenizer.eos_token = END_OF_TURN  # where an answer ends
         elif self.chat_template:
             with explained("task.chat_template: cannot be read, ", (OSError, UnicodeDecodeError)):
                 tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
+        if self.chat_template:
+            tokenizer.eos_token = end_of_turn(tokenizer) or tokenizer.eos_token  # where an answer ends
         return tokenizer
 
     def build_datasets(self) -> tuple[Sequences, Sequences]:
@@ -129,7 +129,7 @@ class CausalLM(Decoder):
         kinds = {column: KINDS.get(role, "text") for role, column in self._columns.items()}
         train, evaluation = self.usable_parts(*rows, kinds)
         if "messages" in self._columns and not self._tokenizer.chat_template:
-            tokens = f", with --task.new_tokens='[<|im_start|>, {END_OF_TURN}]' if the model has no such tokens"
+            tokens = ", with --task.new_tokens='[<|im_start|>, <|im_end|>]' if the model has no such tokens"
             hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
             raise UserError(f"the tokenizer has no chat template: {hint}")
         _ = self._config  # sequence_length is checked before the work begins
@@ -179,7 +179,7 @@ class CausalLM(Decoder):
             # each label is the token after: the last one is not read, and shown only if it contributes
             pairs = zip([*chunk["input_ids"], chunk["labels"][-1]], [-100, *chunk["labels"]], strict=True)
             for contributes, run in groupby(pairs, lambda pair: pair[1] != -100):
-                words = self._tokenizer.decode([token for token, _ in run if token != -100])
+                words = str(self._tokenizer.decode([token for token, _ in run if token != -100]))
                 text += f"⟦{words}⟧" if contributes else words
         return text
 

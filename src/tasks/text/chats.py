@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -26,7 +27,6 @@ CHATML = """\
 """A template for models without one, in the format of Qwen's and SmolLM's."""
 LONGEST_TAG = 20
 OTHER = "set another --task.chat_template"
-END_OF_TURN = "<|im_end|>"
 EMPTY_THOUGHT = re.compile(
     r"\s*(?P<open>[<\[])(?P<tag>[\w:]*think\w*)[>\]]\s*(?P=open)/(?P=tag)[>\]]\s*", re.IGNORECASE
 )
@@ -109,6 +109,18 @@ def render_chat(
         return text, marked[0]
     turns = ((chat[i], _turn(chat, i, text, render, str(tokenizer.eos_token or ""))) for i in learnt)
     return text, [_without_empty_thought(message, turn, text) for message, turn in turns]
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """Return the special token that the chat template ends an answer with; None if there is none, or `eos_token` ends
+    it too."""
+    text = ""
+    with suppress(UserError):  # the template may want more of a chat than this one has
+        text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
+    after = tokenizer.encode(text.partition(ANSWER["content"])[2], add_special_tokens=False)
+    added = tokenizer.added_tokens_decoder
+    marks = [added[token].content for token in after if token in added and added[token].special]
+    return None if tokenizer.eos_token in marks else next(iter(marks), None)
 
 
 def _without_empty_thought(message: dict[str, Any], turn: tuple[int, int], text: str) -> tuple[int, int]:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from peft.import_utils import is_bnb_4bit_available
-from torch import nn
 from transformers import BitsAndBytesConfig
 
 from src.config.errors import UserError
@@ -35,7 +34,7 @@ def loading_options() -> dict[str, Any]:
     return {"quantization_config": quantization, "device_map": {"": PartialState().device}}
 
 
-def keep_layout(model: nn.Module) -> None:
+def keep_layout(model: Any) -> None:
     """Have an evaluation leave the weights as they are: on a CPU with AVX512-BF16, bitsandbytes 0.50 would reorder them
     for kernels without a backward pass, and gradients would stop there from then on."""
     for layer in model.modules():

@@ -28,10 +28,12 @@ def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens:
     https://www.cs.columbia.edu/~johnhew/vocab-expansion.html).
     """
     grow(model, len(tokenizer))
-    rows = [int(row) for row in tokenizer.convert_tokens_to_ids(tokens)]
+    vocabulary = tokenizer.get_vocab()
+    rows = [vocabulary[token] for token in tokens]
     ends: dict[Any, str] = {}
     names = {module: name for name, module in model.named_modules()}
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for layer in layers:
         with torch.no_grad():
             layer.weight[rows] = layer.weight[: min(rows)].mean(0)
         ends.setdefault(layer.weight, names[layer])
@@ -40,5 +42,6 @@ def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens:
 
 def grow(model: PreTrainedModel, num_tokens: int) -> None:
     """Add rows to the model's first and last layer if they are fewer than the tokens; many have some to spare."""
-    if model.get_input_embeddings().num_embeddings < num_tokens:
+    embedding: Any = model.get_input_embeddings()
+    if embedding.num_embeddings < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
