@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.chats import end_of_turn
+from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.documents import Chunker, Columns
 from src.tasks.text.packing import pack, unpacked
 
@@ -178,17 +178,16 @@ def test_calls_of_tools_are_learnt(arguments: object) -> None:
 
 
 @pytest.mark.parametrize(("turn", "ends"), [
-    ("<{{ m.role }}>{{ m.content }}<|end|>", "<|end|>"),
-    ("{{ m.content }}<|end|>{{ eos_token if loop.last }}", None),
-    ("{{ m.content }}\n", None),
-    ("{{ m.content }}{{ m.id + 1 }}<|end|>", None),  # fails without an id
+    ("<{{ m.role }}>{{ m.content }}<|end|>", ["<|end|>"]),
+    ("{{ m.content }}<|end|>{{ eos_token if loop.last }}", ["<|end|>", "<|endoftext|>"]),
+    ("{{ m.content }}\n", []),
+    ("{{ m.content }}{{ m.id + 1 }}<|end|>", []),  # fails without an id
 ])  # fmt: skip
-def test_the_token_that_ends_a_turn_is_found_in_the_chat_template(turn: str, ends: str | None) -> None:
-    """Where the end of a text does not end it too. Tried without a look for `eos_token`."""
+def test_the_tokens_that_end_a_turn_are_found_in_the_chat_template(turn: str, ends: list[str]) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
-    assert end_of_turn(tokenizer) == ends
+    assert ends_of_turn(tokenizer) == ends
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
 from src.tasks.text.attention import document_lengths
-from src.tasks.text.chats import CHATML, end_of_turn
+from src.tasks.text.chats import CHATML, ends_of_turn
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
 from src.tasks.text.four_bit import keep_layout, loading_options
@@ -92,8 +92,13 @@ class CausalLM(Decoder):
 
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
-        if self.chat_template:
-            model.generation_config.eos_token_id = self._tokenizer.eos_token_id
+        known = model.generation_config.eos_token_id
+        ends = known if isinstance(known, list) else [known]
+        for mark in ends_of_turn(self._tokenizer)[:1]:
+            token = self._tokenizer.convert_tokens_to_ids(mark)
+            if token not in ends:
+                # a base model ends where a text does, and would go on with the user's next turn
+                model.generation_config.eos_token_id = [end for end in (*ends, token) if end is not None]
         return LanguageModel(self.with_adapters(model), self._attention)
 
     def adapter_options(self) -> dict[str, Any]:  # room: new_tokens
@@ -118,8 +123,9 @@ class CausalLM(Decoder):
         elif self.chat_template:
             with explained("task.chat_template: cannot be read, ", (OSError, UnicodeDecodeError)):
                 tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
-        if self.chat_template:
-            tokenizer.eos_token = end_of_turn(tokenizer) or tokenizer.eos_token  # where an answer ends
+        marks = ends_of_turn(tokenizer) if self.chat_template else []
+        if marks and tokenizer.eos_token not in marks:
+            tokenizer.eos_token = marks[0]
         return tokenizer
 
     def build_datasets(self) -> tuple[Sequences, Sequences]:

@@ -111,16 +111,14 @@ def render_chat(
     return text, [_without_empty_thought(message, turn, text) for message, turn in turns]
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return the special token that the chat template ends an answer with; None if there is none, or `eos_token` ends
-    it too."""
+def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the special tokens that the chat template writes after an answer; none if there is no template."""
     text = ""
     with suppress(UserError):  # the template may want more of a chat than this one has
         text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
     after = tokenizer.encode(text.partition(ANSWER["content"])[2], add_special_tokens=False)
     added = tokenizer.added_tokens_decoder
-    marks = [added[token].content for token in after if token in added and added[token].special]
-    return None if tokenizer.eos_token in marks else next(iter(marks), None)
+    return [added[token].content for token in after if token in added and added[token].special]
 
 
 def _without_empty_thought(message: dict[str, Any], turn: tuple[int, int], text: str) -> tuple[int, int]:

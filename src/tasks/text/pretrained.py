@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -41,6 +43,8 @@ def load_exported(folder: Path, **options: Any) -> Any:
             raise UserError(f"not a language model, it lacks {min(found['missing_keys'])}")
         if has_adapters:
             grow(model, len(AutoTokenizer.from_pretrained(folder)))  # room: new_tokens
+            with suppress(OSError):  # adapters of others have none
+                model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # as in lora.py
                 model = PeftModel.from_pretrained(model, folder)
@@ -70,6 +74,8 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folde
     """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer."""
     logging.disable_progress_bar()
     model.save_pretrained(folder, state_dict=weights)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)  # adapters have none otherwise
     tokenizer.save_pretrained(folder)
 
 
