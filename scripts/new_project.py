@@ -123,6 +123,7 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
         for old, new in moves.items():
             replace((project / old).rename(project / new), names)
     else:
+        code = f"{TASKS[task].replace('.', '/')}.py"
         files = sorted((project / "configs").glob("*.yaml"))
         texts = {f"configs/{file.name}": file.read_text() for file in files}
         # one that a CPU can train

@@ -132,8 +132,9 @@ def validate(
                 case "extra_forbidden":
                     says = f"unknown setting{nearest(name, list(known))}"
                     if where in OURS:  # room: familiar
-                        note = " (--task.name=causal_lm has it)" * OURS[where].startswith("task.")
-                        says = f"here it is {OURS[where]}{note}"
+                        says = f"here it is {OURS[where]}"
+                        if OURS[where].startswith("task."):
+                            says += " (--task.name=causal_lm has it)"
                 case "model_type":
                     example = next(setting for setting in known if setting.startswith(f"{name}."))
                     says = f"{name} is a group; write, for example, --{example}=…"
