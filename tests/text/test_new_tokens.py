@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from src.config.errors import UserError
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.pretrained import load_exported
-from tests.launching import Run, Whole
+from tests.launching import Run, Whole, slow
 from tests.text import tiny
 
 TOKENS = ["<|im_start|>", "<|im_end|>"]
 STEPS = (
-    "--max_steps=12", "--global_batch_size=8", "--micro_batch_size=4", "--optim.lr=1e-2", "--optim.schedule=constant",
+    "--max_steps=12", "--global_batch_size=8", "--micro_batch_size=2", "--optim.lr=1e-2", "--optim.schedule=constant",
     "--optim.warmup_steps=0", "--optim.weight_decay=0", "--log_every=1",
 )  # fmt: skip
 
@@ -41,7 +41,15 @@ def run(whole: Whole, made: Path, chats: str, model: str, yaml: str) -> Run:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "yaml"), [("tied", "fsdp"), ("untied", "fsdp"), ("tied", "ddp")])
+@pytest.mark.parametrize(
+    ("model", "yaml"),
+    [
+        ("tied", "fsdp"),
+        ("untied", "fsdp"),
+        ("tied", "ddp"),
+        *(slow("tied", yaml) for yaml in ("fsdp_grad_op", "fsdp_offload", "hsdp")),
+    ],
+)
 def test_rows_are_trained_beside_adapters_the_same_under_every_strategy(
     whole: Whole, made: Path, chats: str, model: str, yaml: str
 ) -> None:
