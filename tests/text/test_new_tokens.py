@@ -86,10 +86,15 @@ def test_what_is_exported_is_loaded_with_its_tokens(whole: Whole, made: Path, ch
         assert GenerationConfig.from_pretrained(export).eos_token_id == [256, 259]
 
 
-def test_without_adapters_all_rows_are_trained(made: Path, chats: str) -> None:
-    task = CausalLM(model=f"{made}/models/tied", dataset=chats, sequence_length=64, new_tokens=TOKENS)
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_rows_start_as_the_mean_of_the_others_and_all_are_trained_without_adapters(
+    made: Path, chats: str, name: str
+) -> None:
+    task = CausalLM(model=f"{made}/models/{name}", dataset=chats, sequence_length=64, new_tokens=TOKENS)
     model = task.build_model()
-    assert model.get_input_embeddings().weight.shape == (260, 32)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        assert layer.weight.shape == (260, 32)
+        torch.testing.assert_close(layer.weight[258:], layer.weight[:258].mean(0).expand(2, -1))
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
