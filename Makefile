@@ -30,7 +30,7 @@ uv:  ## the same with uv, if it is installed
 
 train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores, no download; ARGS='--seed=1 …'
 	@name=digits; n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); name=digits-$$n; done; \
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml train.py --config configs/digits.yaml \
+	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml train.py --config configs/digits.yaml \
 		--run_name=$$name $(ARGS)
 
 test: setup  ## run all but the slow tests, 5 to 10 minutes; ARGS='-k parity' for some of them
