@@ -92,13 +92,6 @@ class CausalLM(Decoder):
 
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
-        known = model.generation_config.eos_token_id
-        ends = known if isinstance(known, list) else [known]
-        for mark in ends_of_turn(self._tokenizer)[:1]:
-            token = self._tokenizer.convert_tokens_to_ids(mark)
-            if token not in ends:
-                # a base model ends where a text does, and would go on with the user's next turn
-                model.generation_config.eos_token_id = [end for end in (*ends, token) if end is not None]
         return LanguageModel(self.with_adapters(model), self._attention)
 
     def adapter_options(self) -> dict[str, Any]:  # room: new_tokens
@@ -218,8 +211,7 @@ class CausalLM(Decoder):
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
         save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
-            untrained = self.finish(self.load_dense_model())
-            save_merged(self.core(untrained), self._tokenizer, weights, folder / "merged")
+            save_merged(self.with_adapters(self.load_dense_model()), self._tokenizer, weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
         options: dict[str, Any] = {}

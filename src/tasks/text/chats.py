@@ -25,8 +25,10 @@ CHATML = """\
 {% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 """A template for models without one, in the format of Qwen's and SmolLM's."""
-LONGEST_TAG = 20
 OTHER = "set another --task.chat_template"
+"""What to do about a template that cannot be used."""
+LONGEST_TAG = 20
+"""Characters that the tag which opens a thought, and the space around it, take before a turn at most."""
 EMPTY_THOUGHT = re.compile(
     r"\s*(?P<open>[<\[])(?P<tag>[\w:]*think\w*)[>\]]\s*(?P=open)/(?P=tag)[>\]]\s*", re.IGNORECASE
 )

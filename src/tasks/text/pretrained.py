@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from src.config.errors import UserError, explained
+from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.lean import Tensors, saved_weights
 from src.tasks.text.new_tokens import grow
 from src.tasks.text.sharded_files import write_gathered
@@ -71,12 +72,26 @@ def check_fit(
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
-    """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer."""
+    """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer. What the
+    model generates ends where its chat template ends a turn: a base model, which ends where a text does, would go on
+    with the user's next one."""
     logging.disable_progress_bar()
     model.save_pretrained(folder, state_dict=weights)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)  # adapters have none otherwise
+        generation, marks = model.generation_config, ends_of_turn(tokenizer)
+        ends = end_tokens(generation)
+        if marks and (end := tokenizer.get_vocab()[marks[0]]) not in ends:
+            generation.eos_token_id = [*ends, end]
+        generation.save_pretrained(folder)  # adapters come with none of their own
     tokenizer.save_pretrained(folder)
+
+
+def end_tokens(generation: GenerationConfig) -> list[int]:
+    """Return the tokens at each of which generation ends."""
+    ends = generation.eos_token_id
+    if ends is None:
+        return []
+    return ends if isinstance(ends, list) else [ends]
 
 
 def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
