@@ -21,13 +21,14 @@ WIDE = tiny.LLAMA | {"hidden_size": 128, "intermediate_size": 256}
 ADAPTERS = ("--task.lora.r=4", "--task.lora.merge=true")
 STEPS = (
     "--max_steps=50", "--save_every=25", "--eval_every=20", "--log_every=1", "--global_batch_size=2", "--optim.lr=3e-3",
-    "--optim.schedule=constant", "--optim.warmup_steps=0",
+    "--optim.schedule=constant", "--optim.warmup_steps=0", "--micro_batch_size=1",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def arguments(made: Path) -> tuple[str, ...]:
-    model = made / "models" / "llama"
+    # with the usual 0.02 the frozen output layer gives logits near zero, whatever the adapters learn
+    model = tiny.saved("llama", made / "models" / "spread", initializer_range=0.1, **tiny.LLAMA)
     data = (f"--task.dataset={made}/questions.jsonl", "--task.sequence_length=64", "--task.eval_from=last")
     return ("--task.name=causal_lm", f"--task.model={model}", *data, *ADAPTERS, *STEPS)
 
@@ -65,13 +66,14 @@ def test_training_goes_on_after_an_evaluation(arguments: tuple[str, ...]) -> Non
 def test_the_loss_is_that_of_a_bf16_base_within_5_percent_after_50_steps(
     whole: Whole, arguments: tuple[str, ...]
 ) -> None:
-    """Under DDP it is that of one process. In bf16 losses are rounded to 2^-9 of themselves."""
+    """Under DDP it is that of one process, which computes the same micro-batches. In bf16 losses are rounded to 2^-9 of
+    themselves."""
     (bf16, nf4), ddp = (run(whole, arguments, dtype) for dtype in ("bf16", "nf4")), run(whole, arguments, "nf4", "ddp")
     assert len(nf4.losses) == 50
     assert nf4.losses != bf16.losses
     assert nf4.losses[-1] == pytest.approx(bf16.losses[-1], rel=0.05)
     assert ddp.losses == pytest.approx(nf4.losses, rel=2**-9)
-    assert nf4.losses[-1] < nf4.losses[0]
+    assert nf4.losses[-1] < nf4.losses[0] - 0.5
     assert "frozen weights in nf4" in nf4.stdout
     assert f"{bf16.summary['parameters']:,} parameters" in nf4.stdout
 
