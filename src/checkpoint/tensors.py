@@ -27,10 +27,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters, tied ones once, and persistent buffers as `model.<name>`; under FSDP this process's shards.
     Leave out frozen parameters: `build_model` makes them as they were, and they dwarf adapters."""
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
-    persistent = unwrapped.state_dict()
-    # what else is in it belongs to a frozen weight, such as the scales of one in 4 bits
+    # it names the persistent buffers, and what belongs to frozen weights, such as the scales of those in 4 bits
+    state = unwrapped.state_dict()
     trained = {f"model.{name}": weight for name, weight in unwrapped.named_parameters() if weight.requires_grad}
-    return trained | {f"model.{name}": buffer for name, buffer in unwrapped.named_buffers() if name in persistent}
+    return trained | {f"model.{name}": buffer for name, buffer in unwrapped.named_buffers() if name in state}
 
 
 def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
