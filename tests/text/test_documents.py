@@ -11,12 +11,15 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import processors
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.documents import Chunker, Columns
 from src.tasks.text.packing import pack, unpacked
+from src.tasks.text.pretrained import save
+from tests.text import tiny
 
 END = "<|endoftext|>"
 LLAMA = {"model_type": "llama"}
@@ -188,6 +191,16 @@ def test_the_tokens_that_end_a_turn_are_found_in_the_chat_template(turn: str, en
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
     assert ends_of_turn(tokenizer) == ends
+
+
+def test_a_base_model_is_exported_to_end_where_its_own_chat_template_ends_a_turn(tmp_path: Path) -> None:
+    """And still where it ended before. Tried without the mark of the template: [256]."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny.llama(tmp_path / "base"))
+    save(model, tokenizer, model.state_dict(), tmp_path / "model")
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [256, 258]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
