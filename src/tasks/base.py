@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import recursively_apply
 from huggingface_hub import load_torch_model, save_torch_state_dict
 from torch import Tensor, nn
@@ -63,6 +63,11 @@ class Task(Settings, ABC):
         """Return the model with parameters on the meta device, which FSDP shards before `load_weights` fills them; None
         if every process can hold all of it, as `build_model` returns it."""
         return None
+
+    def build_skeleton(self) -> nn.Module:  # room: plan
+        """Return the model with parameters on the meta device, reading no weights: to plan a run."""
+        with init_empty_weights(include_buffers=False):
+            return self.build_model()
 
     def load_weights(self, model: Any, device: torch.device) -> None:  # room: text
         """Fill what `build_empty_model` returned, sharded since, on this device: with the values of `build_model`."""

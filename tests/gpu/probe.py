@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.build import null_environment
+from null_gpu import null_environment
 from tests.launching import PROJECT, QUIET, clean_environment
 
 WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")

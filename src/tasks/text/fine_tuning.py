@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights
 from pydantic import Field
 from transformers import (
     AutoConfig,
@@ -109,6 +109,11 @@ class FineTuning(TextSource, Task):
                 if model.can_generate():
                     model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
         self._require_all(model, absent)
+        return self.finish(model)
+
+    def build_skeleton(self) -> Any:  # room: plan
+        with init_empty_weights(include_buffers=False):
+            model = self.auto_class.from_config(self._config, dtype=torch.float32)
         return self.finish(model)
 
     def finish(self, model: Any) -> Any:

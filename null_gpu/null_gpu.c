@@ -145,7 +145,7 @@ static void *pages(size_t size) { return mmap(0, size, READ_WRITE, NEW, -1, 0); 
 /* ---- What is not here. torch looks up dozens of the driver's functions that it never calls, so each gets a few bytes
    of code that name it when it is called: mov rdi, name; mov rax, missing; jmp rax. ---- */
 static void missing(const char *name) {
-  fprintf(stderr, "null GPU: %s was called, which tests/gpu/null_gpu.c does not have\n", name), abort();
+  fprintf(stderr, "null GPU: %s was called, which null_gpu/null_gpu.c does not have\n", name), abort();
 }
 int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned v, unsigned long long f, int *status) {
   if (status) *status = cudaDriverEntryPointSuccess;
@@ -277,7 +277,7 @@ STUB(cudaLaunchHostFunc, (void *s, void (*act)(void *), void *data), act(data)) 
 typedef struct { void *to; const void *from; size_t size; int value; } Transfer;
 static void transfer(void *job) {
   Transfer *t = job;
-  if (t->size > 64 << 20 && !emulated()) return;
+  if (t->size > 1 << 20 && !emulated()) return;
   if (t->from) memmove(t->to, t->from, t->size); else memset(t->to, t->value, t->size);
 }
 static int submit(int kind, Transfer t, void *s) {
@@ -399,7 +399,7 @@ static void exchange(void *job) {
   Comm *c = mine->comm;
   int op = mine->op, one_part = op <= ReduceScatter || op == Broadcast, own = op == ReduceScatter || op == AlltoAll;
   size_t bytes = mine->n * type_sizes[mine->type];
-  if (!calls && bytes * c->size > 64 << 20) return;
+  if (!calls && bytes * c->size > 1 << 20) return;
   if (calls) calls[c->rank] = *mine, meet(c);
   char *parts = malloc(bytes * c->size + 1), why[256];
   for (int i = 0; i < c->size; i++) {

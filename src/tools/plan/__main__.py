@@ -1,0 +1,50 @@
+"""Plan a run before renting GPUs: python -m src.tools.plan [--gpus 1 8 64] [--gpu h100] -- --config=FILE [--key=value]...
+
+What follows -- are the arguments of train.py. docs/plan.md says what is measured, what is estimated and what is left
+out.
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+
+import null_gpu
+from src.config.config import load_config
+from src.config.errors import UserError
+from src.distributed.process import exit_codes
+from src.tasks import TASKS
+from src.tools.plan.gpus import find_gpu
+from src.tools.plan.search import YAMLS, Row, changes, explore_all, setups
+from src.tools.plan.show import best, write
+
+
+def main(argv: list[str]) -> None:
+    """Try the run under each strategy and number of GPUs, and say which is the cheapest that fits."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser("python -m src.tools.plan", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8], help="numbers of GPUs: 1 2 4 8 16 64 256")
+    parser.add_argument("--gpu", default="h100", help="name in src/tools/plan/gpus.yaml, or a FILE.yaml like it")
+    parser.add_argument("--yamls", nargs="+", choices=YAMLS, default=YAMLS, help="strategies; default: all")
+    parser.add_argument("--output", default="plans", help="folder that the plan is written into")
+    options, arguments = parser.parse_args(argv[:split]), argv[split + 1 :]
+    gpu = find_gpu(options.gpu)
+    config = load_config(arguments, TASKS)
+    rows = [Row(setup) for setup in setups(config, arguments, options.yamls, options.gpus, gpu)]
+    rows = explore_all(rows)
+    if not best(rows):
+        most = [row.setup for row in rows if row.setup.gpus == max(options.gpus)]
+        rows += explore_all([Row(s.changed(a), name) for name, a in changes(config).items() for s in most])
+    if not any(row.measured for row in rows):
+        raise UserError("\n".join(dict.fromkeys(row.reason for row in rows)))
+    write(rows, config, options.output)
+
+
+if __name__ == "__main__":
+    with exit_codes("plan"):
+        if not null_gpu.reason_to_skip() and "NULL_GPU_COUNT" not in os.environ:
+            # the null GPU takes the place of CUDA's libraries before they are loaded
+            environment = os.environ | null_gpu.null_environment()
+            os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *sys.argv[1:]], environment)
+        main(sys.argv[1:])

@@ -1,0 +1,46 @@
+"""How long a step takes on a GPU, from the work that was counted. docs/plan.md says what this model leaves out."""
+
+from typing import NamedTuple
+
+from src.tools.plan.gpus import Gpu
+from src.tools.plan.measure import Measured
+
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+"""What gpus.yaml calls the dtypes of products; all others are taken for fp32."""
+BANDWIDTH_SHARE = 0.8
+"""What of the bandwidth of memory and links is reached."""
+LATENCY = {"within": 20e-6, "between": 50e-6}
+"""Seconds of a collective without data."""
+HIDDEN = {"ddp": 0.5}
+"""The share of a step's computing behind which communication hides, by strategy: DDP's, that of the backward pass, in
+which only the last buckets wait. All of it, where a block's weights are gathered while another one computes."""
+COMPILED = 0.45
+"""What of the traffic of memory is left where elementwise kernels are compiled into one."""
+
+
+class Seconds(NamedTuple):
+    """Where the time of a step goes."""
+
+    compute: float
+    communication: float
+    host: float
+    step: float
+
+
+def seconds_of(measured: Measured, gpu: Gpu, is_compiled: bool) -> Seconds:
+    """Return the seconds of a step: the larger of the host's time, and of computing and what communication takes beyond
+    that which hides behind it."""
+    compute = communication = 0.0
+    for name, amount in measured.work.items():
+        kind, _, dtype = name.partition(" flops ")
+        if dtype:
+            peak = gpu.tflops.get(PRECISIONS.get(dtype, "fp32"), gpu.tflops["fp32"]) * 1e12
+            compute += amount / peak / (gpu.attention_share if kind == "attention" else gpu.product_share)
+    traffic = measured.work["bytes"] * (COMPILED if is_compiled else 1)
+    compute += traffic / (gpu.bandwidth_gb_s * 1e9 * BANDWIDTH_SHARE)
+    for place, bandwidth in (("within", gpu.link_gb_s), ("between", gpu.network_gb_s)):
+        communication += measured.work.get(f"sent {place}", 0) / (bandwidth * 1e9 * BANDWIDTH_SHARE)
+        communication += measured.work.get(f"collectives {place}", 0) * LATENCY[place]
+    shown = max(0.0, communication - compute * HIDDEN.get(measured.strategy, 1.0))
+    host = measured.work["host_seconds"]
+    return Seconds(compute, communication, host, max(compute + shown, host))

@@ -1,0 +1,53 @@
+"""The GPUs that a run is planned for: gpus.yaml, or a file of the user's."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError
+from ruamel.yaml.error import YAMLError
+
+from src.config.errors import UserError, explained
+from src.config.settings import complaint, nearest, read_yaml
+
+TABLE = Path(__file__).with_name("gpus.yaml")
+CONTEXT_GIB = 1.5
+"""What CUDA's context, NCCL and the workspaces of cuBLAS take of a GPU's memory."""
+
+
+class Gpu(BaseModel, extra="forbid"):
+    """An entry of gpus.yaml, which says what these are."""
+
+    name: str
+    capability: str
+    memory_gib: PositiveFloat
+    bandwidth_gb_s: PositiveFloat
+    tflops: dict[str, PositiveFloat]
+    product_share: PositiveFloat = 0.65
+    attention_share: PositiveFloat = 0.45
+    link_gb_s: PositiveFloat
+    network_gb_s: PositiveFloat
+    gpus_per_machine: PositiveInt = 8
+    price_usd_hour: float | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Return the bytes of memory that torch can have."""
+        return int((self.memory_gib - CONTEXT_GIB) * 2**30)
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return the GPU of this name in gpus.yaml, or the only one in the file NAME.yaml.
+
+    Raises:
+        UserError: there is none, or its entry has mistakes, one per line.
+    """
+    file = Path(name) if name.endswith((".yaml", ".yml")) else TABLE
+    with explained(f"--gpu {name}: cannot be read, ", (OSError, YAMLError)):
+        table = read_yaml(file.read_text())
+    key = name if file == TABLE else next(iter(table))
+    if key not in table:
+        raise UserError(f"--gpu {name}: no such GPU{nearest(name, list(table))} ({', '.join(table)}, or a FILE.yaml)")
+    try:
+        return Gpu.model_validate(table[key])
+    except ValidationError as error:
+        lines = [f"{file}: {key}.{'.'.join(map(str, of['loc']))}: {complaint(of)}" for of in error.errors()]
+        raise UserError("\n".join(lines)) from error

@@ -1,0 +1,78 @@
+"""The work of a step: what its operators compute, read and write, and what they send to other processes."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+SENT = {"allreduce": 2.0, "allgather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
+"""How often a process sends a collective's largest tensor, but for its own part: NCCL's rings."""
+
+
+class Work(TorchDispatchMode):
+    """Counts what operators ask of a device while it is entered, in the backward pass, DDP and FSDP too.
+
+    `counts` has, by name: `product flops DTYPE` of matrix products and convolutions, and `attention flops DTYPE`;
+    `bytes` that all other operators read and write; `sent PLACE` bytes of this process and `collectives PLACE`, where
+    PLACE is `within` a machine, or `between` machines for a group of processes that spans several.
+    """
+
+    def __init__(self, device: str, per_machine: int) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._device, self._per_machine = device, per_machine
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs, result))
+        tensors = [local(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [tensor for tensor in tensors if tensor.device.type == self._device]
+        name, packet = function._schema.name, function._overloadpacket
+        if not tensors or function.is_view or "empty" in name or "detach" in name:  # nothing for the device to do
+            return result
+        if "c10d" in name:
+            self._count_collective(name, max(tensor.nbytes for tensor in tensors), leaves)
+            return result
+        if packet in flop_registry:
+            # the lengths of packed documents are read on the host: the null GPU would compute no differences of offsets
+            plain = [leaf.cpu() if _is_offsets(leaf) else leaf for leaf in args]
+            flops = flop_registry[packet](*plain, **kwargs, out_val=result)
+            names = [argument.name for argument in function._schema.arguments]
+            if dict(zip(names, args, strict=False), **kwargs).get("is_causal"):
+                flops /= 2  # torch counts all pairs of tokens
+            # factors of half precision may have sums in fp32
+            dtype = min((tensor.dtype for tensor in tensors if tensor.ndim > 1), key=lambda dtype: dtype.itemsize)
+            kind = "attention" if "att" in name else "product"
+            self.counts[f"{kind} flops {str(dtype).removeprefix('torch.')}"] += flops
+        elif name == "aten::embedding":  # reads a few rows of its table
+            self.counts["bytes"] += 2 * tensors[-1].nbytes
+        else:
+            self.counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
+        return result
+
+    def _count_collective(self, name: str, size: int, leaves: list[Any]) -> None:
+        objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+        group = next(leaf for leaf in objects if "ProcessGroup" in str(leaf._type()))
+        ranks = get_process_group_ranks(ProcessGroup.unbox(group))
+        factor = next((factor for kind, factor in SENT.items() if kind in name), 0.0)
+        is_within = len({rank // self._per_machine for rank in ranks}) == 1
+        place = "within" if is_within else "between"
+        self.counts[f"sent {place}"] += factor * size * (len(ranks) - 1) / len(ranks)
+        self.counts[f"collectives {place}"] += 1
+
+
+def _is_offsets(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 1 and value.dtype == torch.int32
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
