@@ -7,6 +7,7 @@ import numpy as np
 from cycler import cycler
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 # of Okabe and Ito, https://jfly.uni-koeln.de/color/: whoever is colour-blind can tell them apart
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
@@ -26,8 +27,9 @@ STYLE: Any = {
 }
 
 
-def draw(title: str, curves: list[tuple[str, list[float], list[float]]]) -> str:
-    """Return a picture of curves, the most important first: label, steps and finite values of each, at least one."""
+def draw(title: str, curves: list[tuple[str, list[float], list[float]]], log_base: int | None = None) -> str:
+    """Return a picture of curves, the most important first: label, steps and finite values of each, at least one. Both
+    axes are logarithmic where `log_base` is given, which the ticks of the steps are powers of."""
     with rc_context(STYLE):
         figure = Figure(figsize=(3.75, 2.4), layout="constrained")
         axes = figure.subplots()
@@ -36,6 +38,11 @@ def draw(title: str, curves: list[tuple[str, list[float], list[float]]]) -> str:
         for label, steps, values in curves[:MOST_CURVES]:
             marker = "o" if len(steps) < 20 else ""
             axes.plot(thinned(steps, most), thinned(values, most), marker=marker, label=label[:40])
+        if log_base:  # room: plan
+            axes.set_xscale("log", base=log_base)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_major_formatter(ScalarFormatter())
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=6)
         svg = io.StringIO()

@@ -7,8 +7,7 @@ out.
 import argparse
 import os
 import sys
-
-import torch
+from pathlib import Path
 
 import null_gpu
 from src.config.config import load_config
@@ -16,8 +15,12 @@ from src.config.errors import UserError
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
+from src.tools.plan.measure import NO_LIMIT
 from src.tools.plan.search import YAMLS, Row, changes, explore_all, setups
-from src.tools.plan.show import best, write
+from src.tools.plan.show import best, recommendation, table, write
+
+MOST_PER_MACHINE = 16
+"""GPUs that the null GPU stands for at most."""
 
 
 def main(argv: list[str]) -> None:
@@ -26,25 +29,30 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m src.tools.plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8], help="numbers of GPUs: 1 2 4 8 16 64 256")
     parser.add_argument("--gpu", default="h100", help="name in src/tools/plan/gpus.yaml, or a FILE.yaml like it")
-    parser.add_argument("--yamls", nargs="+", choices=YAMLS, default=YAMLS, help="strategies; default: all")
-    parser.add_argument("--output", default="plans", help="folder that the plan is written into")
+    parser.add_argument("--yamls", nargs="+", choices=YAMLS, default=[*YAMLS], help="strategies; default: all")
+    parser.add_argument("--output", type=Path, default="plans", help="folder that the plan is written into")
     options, arguments = parser.parse_args(argv[:split]), argv[split + 1 :]
     gpu = find_gpu(options.gpu)
+    if not null_gpu.reason_to_skip() and "NULL_GPU_GIB" not in os.environ:
+        # the null GPU takes the place of CUDA's libraries before these are loaded
+        environment = null_gpu.null_environment(
+            MOST_PER_MACHINE, NULL_GPU_GIB=str(NO_LIMIT), NULL_GPU_NAME=gpu.name, NULL_GPU_CAPABILITY=gpu.capability
+        )
+        os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment)
     config = load_config(arguments, TASKS)
+    how = null_gpu.reason_to_skip()
+    print(f"calculated, not measured: {how}" if how else "measured on GPUs that are not there, and timed by docs/plan.md")
     rows = [Row(setup) for setup in setups(config, arguments, options.yamls, options.gpus, gpu)]
     rows = explore_all(rows)
-    if not best(rows):
+    if not best(rows, config):
         most = [row.setup for row in rows if row.setup.gpus == max(options.gpus)]
-        rows += explore_all([Row(s.changed(a), name) for name, a in changes(config).items() for s in most])
+        rows += explore_all([Row(setup.with_arguments(more), change) for change, more in changes(config) for setup in most])
     if not any(row.measured for row in rows):
         raise UserError("\n".join(dict.fromkeys(row.reason for row in rows)))
-    write(rows, config, options.output)
+    print(*table(rows, config), "", recommendation(rows, config), sep="\n")
+    print(f"written: {write(rows, config, options.output)}")
 
 
 if __name__ == "__main__":
     with exit_codes("plan"):
-        if not null_gpu.reason_to_skip() and "NULL_GPU_COUNT" not in os.environ:
-            # the null GPU takes the place of CUDA's libraries before they are loaded
-            environment = os.environ | null_gpu.null_environment()
-            os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *sys.argv[1:]], environment)
         main(sys.argv[1:])

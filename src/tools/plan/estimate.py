@@ -11,6 +11,12 @@ BANDWIDTH_SHARE = 0.8
 """What of the bandwidth of memory and links is reached."""
 LATENCY = {"within": 20e-6, "between": 50e-6}
 """Seconds of a collective without data."""
+HOST_LINK = 25e9
+"""Bytes per second between a GPU and its host."""
+HOST_MEMORY = 150e9
+"""Bytes per second that the processes of a machine read and write together in its memory."""
+ADAMW_BYTES = 28
+"""What AdamW reads and writes for each parameter, in fp32."""
 HIDDEN = {"ddp": 0.5}
 """The share of a step's computing behind which communication hides, by strategy: DDP's, that of the backward pass, in
 which only the last buckets wait. All of it, where a block's weights are gathered while another one computes."""
@@ -27,7 +33,7 @@ class Seconds(NamedTuple):
     step: float
 
 
-def seconds_of(measured: Measured, gpu: Gpu, is_compiled: bool) -> Seconds:
+def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Seconds:
     """Return the seconds of a step: the larger of the host's time, and of computing and what communication takes beyond
     that which hides behind it."""
     compute = communication = 0.0
@@ -41,6 +47,10 @@ def seconds_of(measured: Measured, gpu: Gpu, is_compiled: bool) -> Seconds:
     for place, bandwidth in (("within", gpu.link_gb_s), ("between", gpu.network_gb_s)):
         communication += measured.work.get(f"sent {place}", 0) / (bandwidth * 1e9 * BANDWIDTH_SHARE)
         communication += measured.work.get(f"collectives {place}", 0) * LATENCY[place]
+    compute += measured.work.get("copied", 0) / HOST_LINK
+    if measured.strategy.endswith("offload"):
+        updated = measured.parts["gradients"] / 4 * min(gpus, gpu.gpus_per_machine)
+        compute += updated * ADAMW_BYTES / HOST_MEMORY
     shown = max(0.0, communication - compute * HIDDEN.get(measured.strategy, 1.0))
     host = measured.work["host_seconds"]
     return Seconds(compute, communication, host, max(compute + shown, host))

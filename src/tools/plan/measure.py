@@ -10,7 +10,7 @@ import gc
 import os
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -61,6 +61,10 @@ class Setup:
     """Whether to be out of memory where a GPU would be, or to find out how much would be needed."""
     micro_batch: int | None = None
     """Examples per forward pass; None: as the settings say."""
+
+    def with_arguments(self, more: list[str]) -> "Setup":
+        """Return the same with more arguments for train.py."""
+        return replace(self, arguments=(*self.arguments, *more))
 
 
 @dataclass(kw_only=True)
@@ -149,12 +153,6 @@ def fill(model: nn.Module, device: torch.device) -> None:
 
 def measure(setup: Setup) -> Measured:
     """Return what the run asks of its first process. Call it in a process of its own, which it changes for good."""
-    os.environ |= {
-        "NULL_GPU_COUNT": str(min(setup.gpus, setup.gpu.gpus_per_machine)),
-        "NULL_GPU_GIB": str(NO_LIMIT),
-        "NULL_GPU_NAME": setup.gpu.name,
-        "NULL_GPU_CAPABILITY": setup.gpu.capability,
-    }
     # NCCL's communicators are joined through this process alone, however many others there are
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
     os.environ |= launcher_environment(setup.yaml, setup.gpus, setup.gpu.gpus_per_machine)
@@ -163,6 +161,11 @@ def measure(setup: Setup) -> Measured:
     if "WORLD_SIZE" in os.environ:
         join_alone(setup.gpus)
     return Trial(build(config), setup).measured()
+
+
+def divisors(number: int) -> list[int]:
+    """Return the whole numbers that divide `number`, the smallest first."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def peak() -> tuple[int, int]:
@@ -181,6 +184,8 @@ class Trial:
     def __init__(self, run: Run, setup: Setup) -> None:
         self._run, self._setup = run, setup
         self._is_offloaded = run.launch.strategy.endswith("offload")
+        # the second micro-batch's gradients come on top of the first one's; the host would really add them up
+        self._most = 1 if self._is_offloaded else 2
         self._null: Any = ctypes.CDLL("libcuda.so.1")
         self._null.null_gpu_kind_name.restype = ctypes.c_char_p
         self._null.null_gpu_count.restype = ctypes.c_long
@@ -202,7 +207,7 @@ class Trial:
         if setup.is_limited:
             torch.cuda.set_per_process_memory_fraction(setup.gpu.capacity / (NO_LIMIT << 30))
         share = run.config.global_batch_size // run.world_size
-        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        sizes = divisors(share)
         own = setup.micro_batch or run.config.micro_batch(run.world_size)
         memory, parts, work = self._memory(own), self._parts(), self._work(share // own)
         model = run.accelerator.unwrap_model(run.model)
@@ -243,7 +248,7 @@ class Trial:
         torch.cuda.reset_peak_memory_stats()
         self._begin(size)
         for _ in range(2):  # the optimizer's state is there from the second one on
-            self._take(self._micro_batches[:2])
+            self._take(self._micro_batches[: self._most])
         memory = {"load": self._load, "step": peak()}
         torch.cuda.reset_peak_memory_stats()
         batches = islice(evaluation_batches(run), 2)
@@ -264,7 +269,7 @@ class Trial:
     def _take(self, micro_batches: list[MicroBatch]) -> None:
         """Take a step, or, if the optimizer works in the host's memory, all of it but the update."""
         run = self._run
-        self._before = torch.cuda.memory_allocated()
+        self._before, self._kept = torch.cuda.memory_allocated(), 0
         if not self._is_offloaded:
             train_step(run, micro_batches, self._counts)
             return
@@ -278,7 +283,7 @@ class Trial:
 
     def _note_activations(self, *_: Any) -> None:
         if torch.is_grad_enabled():
-            self._kept = torch.cuda.memory_allocated() - self._before
+            self._kept = self._kept or torch.cuda.memory_allocated() - self._before
 
     def _tensors_to_save(self) -> list[Tensor]:
         run = self._run
@@ -301,6 +306,8 @@ class Trial:
         first = self._work_of(self._micro_batches[:1])
         if accumulation == 1:
             return first
+        if self._most == 1:
+            return {name: accumulation * number for name, number in first.items()}
         both = self._work_of(self._micro_batches[:2])
         return {name: first.get(name, 0) + (accumulation - 1) * (both[name] - first.get(name, 0)) for name in both}
 

@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 SENT = {"allreduce": 2.0, "allgather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
 """How often a process sends a collective's largest tensor, but for its own part: NCCL's rings."""
+IDLE = ("prim::", "empty", "detach", "view")
+"""Parts of the names of operators that give a device nothing to do."""
 
 
 class Work(TorchDispatchMode):
     """Counts what operators ask of a device while it is entered, in the backward pass, DDP and FSDP too.
 
     `counts` has, by name: `product flops DTYPE` of matrix products and convolutions, and `attention flops DTYPE`;
-    `bytes` that all other operators read and write; `sent PLACE` bytes of this process and `collectives PLACE`, where
+    `bytes` that all other operators read and write, `copied` bytes from or to the host's memory; `sent PLACE` bytes of this process and `collectives PLACE`, where
     PLACE is `within` a machine, or `between` machines for a group of processes that spans several.
     """
 
@@ -35,15 +37,18 @@ class Work(TorchDispatchMode):
         tensors = [local(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = [tensor for tensor in tensors if tensor.device.type == self._device]
         name, packet = function._schema.name, function._overloadpacket
-        if not tensors or function.is_view or "empty" in name or "detach" in name:  # nothing for the device to do
+        if not tensors or function.is_view or any(word in name for word in IDLE):
             return result
+        if "copy" in name and any(isinstance(leaf, Tensor) and leaf.device.type != self._device for leaf in leaves):
+            self.counts["copied"] += tensors[-1].nbytes
         if "c10d" in name:
             self._count_collective(name, max(tensor.nbytes for tensor in tensors), leaves)
             return result
         if packet in flop_registry:
             # the lengths of packed documents are read on the host: the null GPU would compute no differences of offsets
-            plain = [leaf.cpu() if _is_offsets(leaf) else leaf for leaf in args]
-            flops = flop_registry[packet](*plain, **kwargs, out_val=result)
+            with _disable_current_modes():
+                plain = [leaf.cpu() if _is_offsets(leaf) else leaf for leaf in args]
+                flops = flop_registry[packet](*plain, **kwargs, out_val=result)
             names = [argument.name for argument in function._schema.arguments]
             if dict(zip(names, args, strict=False), **kwargs).get("is_causal"):
                 flops /= 2  # torch counts all pairs of tokens
