@@ -43,6 +43,7 @@ from src.training.cuda_graph import RecordedStep
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
+from src.training.out_of_memory import explains_memory
 from src.training.progress import StepCounts, StepResult
 from src.training.run import Run, build_data, describe_data, fingerprints_of, new_model, on_device
 from src.training.transforms import transform
@@ -54,6 +55,7 @@ def main() -> None:
 
 
 @exit_codes()
+@explains_memory()  # room: plan
 def train_or_check(argv: list[str]) -> None:
     config = run_settings(argv)
     join(config)  # room: machines

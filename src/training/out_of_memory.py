@@ -1,0 +1,70 @@
+"""One line for a GPU that is out of memory: what held it, and the changes that would help most."""
+
+import contextlib
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from src.config.errors import UserError
+from src.training.gradients import local_gradients, to_local
+from src.training.run import Run
+from src.training.transforms import repeating_blocks
+
+PHASES = {"build": "load", "train_step": "step", "evaluate": "evaluation", "save": "save", "finish": "export"}
+"""What a run does in functions of train.py and the checkpoints' writer, by their names."""
+GB = 1e9
+
+
+@contextlib.contextmanager
+def explains_memory() -> Iterator[None]:
+    """Turn the error of a GPU that is out of memory into a UserError. It keeps its traceback too where the task's own
+    file asked for the memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        phase = next((PHASES[f.f_code.co_name] for f in reversed(frames) if f.f_code.co_name in PHASES), "run")
+        run = next((r for r in (f.f_locals.get("run") for f in frames) if isinstance(r, Run)), None)
+        size = torch.cuda.get_device_properties().total_memory / GB
+        line = f"out of memory in the {phase}, on a GPU of {size:.1f} GB"
+        if run:
+            line += _explain(run)
+        line += "; python -m src.tools.plan -- with the same settings says what fits"
+        if run and frames[-1].f_code.co_filename == inspect.getfile(type(run.task)):
+            sys.stderr.write(f"train.py: {line}\n")
+            raise
+        raise UserError(line) from error
+
+
+def _explain(run: Run) -> str:
+    """Return what held the memory, and what the three most useful changes would save of it."""
+    states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
+    tensors = {
+        "parameters": [to_local(parameter) for parameter in run.parameters],
+        "gradients": local_gradients(run.parameters),
+        "optimizer": [to_local(value) for state in states for value in state.values()],
+    }
+    held = {name: sum(t.nbytes for t in of if t.is_cuda) for name, of in tensors.items()}
+    state = sum(held.values())
+    held["activations"] = rest = torch.cuda.max_memory_allocated() - state
+
+    config, strategy, size = run.config, run.launch.strategy, run.config.micro_batch(run.world_size)
+    blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))
+    saves: dict[str, float] = {"accelerate_configs/fsdp_offload.yaml": state}
+    if run.accelerator.is_fsdp2:
+        saves[f"{2 * run.world_size} GPUs"] = state / 2
+    else:
+        saves[f"accelerate_configs/fsdp.yaml on {max(run.world_size, 2)} GPUs"] = state * (1 - 1 / max(run.world_size, 2))
+    if strategy.endswith("offload"):
+        saves.clear()
+    if size > 1:
+        saves[f"--micro_batch_size={size // 2}"] = rest / 2
+    if blocks and not config.activation_checkpointing:
+        saves["--activation_checkpointing=true"] = rest * (1 - 1 / blocks)
+    saves["PYTORCH_ALLOC_CONF=expandable_segments:True"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    most = sorted(saves.items(), key=lambda item: -item[1])[:3]
+    holds = ", ".join(f"{name} {size / GB:.1f}" for name, size in held.items())
+    return f": {holds}; what helps: " + ", ".join(f"{name} ({size / GB:.1f} GB)" for name, size in most)
