@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from src.config.config import load_config
 from src.tasks import TASKS
 from src.tools.plan.measure import Measured, Setup, divisors, fill
-from src.tools.plan.work import Work
+from src.training.work import Work
 from src.training.batches import fetch
 from src.training.gradients import local_gradients
 from src.training.optim import build_optimizers

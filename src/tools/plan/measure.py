@@ -29,7 +29,7 @@ from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
 from src.tools.plan.gpus import Gpu
-from src.tools.plan.work import Work, local
+from src.training.work import Work, local
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import local_gradients
