@@ -25,6 +25,9 @@ from src.training.gradients import local_gradients
 from src.training.optim import build_optimizers
 from src.training.transforms import repeating_blocks, transform
 
+WORKSPACE = 64 << 20
+"""What cuBLAS computes in, which torch allocates for it: 32 MiB on Hopper, for each of two kinds of product."""
+
 
 class Live(TorchDispatchMode):
     """Adds up the bytes of the tensors that operators make and that are still there."""
@@ -100,7 +103,7 @@ def calculate(setup: Setup) -> Measured:
     in_machine = min(n, setup.gpu.gpus_per_machine)
     shards = {"single_gpu": 1, "ddp": 1, "hsdp": in_machine}.get(strategy, n)
     parts = {name: number // shards for name, number in whole.items()}
-    peak = live.most + (0 if strategy.endswith("offload") else parts["parameters"] + parts["optimizer"])
+    peak = WORKSPACE + live.most + (0 if strategy.endswith("offload") else parts["parameters"] + parts["optimizer"])
     # those of earlier micro-batches; and DDP's buckets, twice in the second step, which finds a better order for them
     copies = int(accumulation > 1 and not strategy.endswith("offload")) + (2 if strategy == "ddp" else 0)
     peak += copies * parts["gradients"]

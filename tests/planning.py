@@ -1,0 +1,66 @@
+"""Setups of src.tools.plan, measured in a process that takes the null GPU for an H100, as the tool itself does.
+
+`measured` starts it once for all setups of a test.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from null_gpu import null_environment
+from src.tools.plan.gpus import find_gpu
+from src.tools.plan.measure import NO_LIMIT, Setup
+from src.tools.plan.search import Row, explore
+from tests.launching import PROJECT, SECONDS, clean_environment
+
+H100 = find_gpu("h100")
+SHAPE = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+"""Of a Llama of 2.8 million parameters."""
+
+
+def llama(text: str, length: int = 512, batch: int = 8, **shape: object) -> tuple[str, ...]:
+    """Arguments of train.py for a small Llama on a file of text."""
+    sizes = [f"--task.architecture.{name}={value}" for name, value in (SHAPE | shape).items()]
+    batches = [f"--task.sequence_length={length}", f"--global_batch_size={batch}"]
+    return ("--task.name=causal_lm", f"--task.dataset={text}", *batches, *sizes)
+
+
+def setup(yaml: str, gpus: int, arguments: Iterable[str]) -> Setup:
+    return Setup(tuple(arguments), yaml if "/" in yaml else f"accelerate_configs/{yaml}.yaml", gpus, H100)
+
+
+def measured(*setups: Setup) -> list[dict[str, Any]]:
+    """What `explore` finds out about each, as JSON."""
+    environment = null_environment(
+        16, NULL_GPU_GIB=str(NO_LIMIT), NULL_GPU_NAME=H100.name, NULL_GPU_CAPABILITY=H100.capability
+    )
+    content = json.dumps([asdict(setup) | {"gpu": setup.gpu.model_dump()} for setup in setups])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.planning"],
+        input=content,
+        cwd=PROJECT,
+        env=clean_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    rows = []
+    for fields in json.load(sys.stdin):
+        fields |= {"gpu": type(H100).model_validate(fields["gpu"]), "arguments": tuple(fields["arguments"])}
+        row = asdict(explore(Row(Setup(**fields))))
+        row["setup"]["gpu"] = None
+        rows.append(row)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

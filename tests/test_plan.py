@@ -1,0 +1,263 @@
+"""The plan of a run against the run: on a CPU, by --check, on the null GPU with a GPU's memory, and by hand."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import null_gpu
+from null_gpu import null_environment
+from src.config.errors import UserError
+from src.tools.plan.arithmetic import calculate
+from src.tools.plan.estimate import seconds_of
+from src.tools.plan.gpus import Gpu, find_gpu
+from src.tools.plan.measure import Measured
+from tests.launching import BIN, PROJECT, QUIET, Launch, needs, run_command, slow
+from tests.planning import llama, measured, setup
+
+needs_text = needs("src/tasks/text/causal_lm.py")
+needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
+DIGITS = ("--task.source=digits", "--global_batch_size=4", "--micro_batch_size=1", *QUIET)
+TELL = """
+import json, os, src.training.gradients
+from torch.distributed.tensor import DTensor
+
+step = src.training.gradients.step_if_finite
+
+def size(tensors):
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+def told(optimizers, norm):
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    sizes = {"parameters": size(parameters), "gradients": size(p.grad for p in parameters)}
+    step(optimizers, norm)
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    sizes["optimizer"] = size(value for state in states for value in state.values())
+    if os.environ["RANK"] == "0":
+        open(os.environ["SIZES"], "w").write(json.dumps(sizes))
+
+src.training.gradients.step_if_finite = told
+"""
+"""Has the first process of a run write down how many bytes of tensors it holds."""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("to be or not to be, that is the question. " * 8000)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The yamls, in fp32: as a CPU trains."""
+    folder = tmp_path_factory.mktemp("yamls")
+    for file in (PROJECT / "accelerate_configs").glob("*.yaml"):
+        (folder / file.name).write_text(file.read_text().replace("mixed_precision: bf16", 'mixed_precision: "no"'))
+    return folder
+
+
+@cache
+def planned(in_fp32: Path, yaml: str, gpus: int) -> dict[str, Any]:
+    """What is measured of the digits' run; of both that `make test` has, at once."""
+    yamls = ["ddp", "fsdp"] if gpus == 2 else [yaml]
+    yamls += [] if yaml in yamls else [yaml]
+    rows = _measured_together(in_fp32, (*yamls,), gpus)
+    return rows[yamls.index(yaml)]["measured"]
+
+
+@cache
+def _measured_together(in_fp32: Path, yamls: tuple[str, ...], gpus: int) -> list[dict[str, Any]]:
+    return measured(*[setup(f"{in_fp32}/{yaml}.yaml", gpus, DIGITS) for yaml in yamls])
+
+
+def agree(text: str, *plans: tuple[str, int, tuple[str, ...]]) -> None:
+    setups = [setup(yaml, gpus, [*llama(text, batch=32), *more]) for yaml, gpus, more in plans]
+    for what, row in zip(setups, measured(*setups), strict=True):
+        found, expected = row["measured"], calculate(what)
+        assert expected.memory["step"][0] == pytest.approx(found["memory"]["step"][0], rel=0.03), what.yaml
+        for name in ("parameters", "gradients"):
+            assert expected.parts[name] == pytest.approx(found["parts"][name], rel=0.01), (what.yaml, name)
+        for name in ("product flops bfloat16", "attention flops bfloat16", "sent within", "sent between"):
+            assert expected.work.get(name, 0) == pytest.approx(found["work"].get(name, 0), rel=0.03), (what.yaml, name)
+
+
+@needs_text
+@needs_null_gpu
+def test_what_is_measured_and_what_is_calculated_agree(text: str) -> None:
+    """Within 3%: the peak, parts, and work. Tried without DDP's second set of buckets, and without the bytes that FSDP
+    gathers: neither agrees."""
+    recomputing = ("--activation_checkpointing=true", "--micro_batch_size=2")
+    agree(text, ("ddp", 8, ()), ("fsdp", 8, recomputing))
+
+
+@needs_text
+@needs_null_gpu
+@pytest.mark.slow
+def test_they_agree_under_all_strategies(text: str) -> None:
+    plans = [("single_gpu", 1, ()), ("ddp", 8, ("--micro_batch_size=2",)), ("fsdp", 8, ()), ("fsdp_grad_op", 16, ()), ("hsdp", 16, ())]
+    agree(text, *plans, ("fsdp_offload", 2, ()), ("single_gpu", 1, ("--micro_batch_size=8", "--optim.name=muon")))
+
+
+@needs_null_gpu
+@pytest.mark.parametrize(
+    ("yaml", "processes"),
+    [("ddp", 2), ("fsdp", 2), slow("fsdp", 4), slow("fsdp_grad_op", 2), slow("fsdp_offload", 2)],
+)
+def test_a_run_on_cpus_holds_what_the_plan_says(
+    launch: Launch, tmp_path: Path, in_fp32: Path, yaml: str, processes: int
+) -> None:
+    """Parameters, gradients and optimizer state of its first process, within 1%."""
+    sizes = tmp_path / "sizes.json"
+    launch(yaml, *DIGITS, "--max_steps=1", processes=processes, before=TELL, SIZES=str(sizes)).succeeded()
+    found, plan = json.loads(sizes.read_text()), planned(in_fp32, yaml, processes)
+    for name in found:
+        if not (name == "optimizer" and yaml == "fsdp_offload"):  # the host's
+            assert plan["parts"][name] == pytest.approx(found[name], rel=0.01), name
+
+
+@needs("src/check")
+@needs_null_gpu
+@pytest.mark.parametrize(("yaml", "processes"), [("ddp", 2), slow("fsdp", 2), slow("fsdp", 4)])
+def test_a_process_sends_the_bytes_that_check_counts(launch: Launch, in_fp32: Path, yaml: str, processes: int) -> None:
+    run = launch(yaml, *DIGITS, "--check", processes=processes)
+    (sent,) = re.findall(r"collectives in a step .* ([\d.]+) MB sent", run.stdout)
+    plan = planned(in_fp32, yaml, processes)
+    # --check takes two micro-batches; the plan's step has two on 2 processes, and one on 4
+    megabytes = plan["work"]["sent within"] / 1e6 * 2 / plan["accumulation"]
+    assert megabytes == pytest.approx(float(sent), abs=0.001)
+
+
+@needs_null_gpu
+def test_the_plan_that_is_printed(tmp_path: Path) -> None:
+    words = f"{BIN}/python -m src.tools.plan --gpus 1 --yamls single_gpu --output {tmp_path} --"
+    run = run_command([*words.split(), *DIGITS], tmp_path, PROJECT).succeeded()
+    (row,) = json.loads((tmp_path / "mnist" / "plan.json").read_text())
+    assert row["is_fitting"]
+    assert row["measured"]["work"]["kernels"] > 100
+    assert (tmp_path / "mnist" / "hours.svg").read_text().startswith("<?xml")
+    assert "cheapest that fits" in run.stdout
+    assert "--config_file accelerate_configs/single_gpu.yaml --num_processes 1 train.py --task.source=digits" in run.stdout
+
+
+@needs_text
+@pytest.mark.slow
+def test_what_does_not_fit_is_tried_with_changes(text: str, tmp_path: Path) -> None:
+    """Without a compiler, so calculated; on a GPU of 2.5 GB, of which CUDA takes 1.5."""
+    gpu = tmp_path / "small.yaml"
+    gpu.write_text(
+        "small: {name: Small, capability: '9.0', memory_gib: 1.6, bandwidth_gb_s: 100, tflops: {bf16: 10, fp32: 1},"
+        " link_gb_s: 10, network_gb_s: 1}"
+    )
+    words = f"{BIN}/python -m src.tools.plan --gpus 1 --yamls single_gpu --gpu {gpu} --output {tmp_path} --"
+    arguments = llama(text, length=8192, batch=1, intermediate_size=4096)
+    run = run_command([*words.split(), *arguments, *QUIET], tmp_path, PROJECT, PATH="/nowhere").succeeded()
+    assert run.stdout.startswith("calculated, not measured: the null GPU is compiled by gcc, missing here")
+    assert "does not fit: " in run.stdout
+    assert "with activation checkpointing\n" in run.stdout
+
+
+@needs_text
+@needs_null_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--activation_checkpointing=true",),
+        ("--optim.name=muon",),
+        ("--task.attention=sdpa", "--task.packing=false"),
+    ],
+)
+def test_at_the_edge_of_80_gb(text: str, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Two runs just below and just above what fits, by the plan, on a null GPU with that memory."""
+    limit = find_gpu("h100").capacity
+
+    def arguments(batch: int) -> tuple[str, ...]:
+        return (*llama(text, length=1024, batch=batch, num_hidden_layers=8), *more)
+
+    few, many = [calculate(setup("single_gpu", 1, arguments(batch))).memory["step"][0] for batch in (16, 32)]
+    each = (many - few) / 16
+    fits, too_many = (int(16 + (share * limit - few) / each) for share in (0.93, 1.05))
+    for batch, is_fitting in ((fits, True), (too_many, False)):
+        (row,) = measured(setup("single_gpu", 1, arguments(batch)))
+        assert (row["is_fitting"] and row["measured"]["micro_batch"] == batch) == is_fitting
+        environment = null_environment(NULL_GPU_GIB=str(limit / 2**30), ACCELERATE_MIXED_PRECISION="bf16")
+        told = [*arguments(batch), "--max_steps=2", *QUIET, f"--output_dir={tmp_path}/{batch}"]
+        run = run_command([f"{BIN}/python", "train.py", *told], tmp_path, PROJECT, **environment)
+        assert run.exit_code == (0 if is_fitting else 2), run.stdout + run.stderr
+        assert is_fitting or "out of memory in the step" in run.messages[0]
+
+
+@needs_text
+@needs_null_gpu
+def test_a_gpu_that_is_out_of_memory_says_what_would_help(text: str, tmp_path: Path) -> None:
+    """Tried without the decorator: a traceback."""
+    arguments = [*llama(text, batch=64), *QUIET, f"--output_dir={tmp_path}/run"]
+    environment = null_environment(NULL_GPU_GIB="1", ACCELERATE_MIXED_PRECISION="bf16")
+    run = run_command([f"{BIN}/python", "train.py", *arguments], tmp_path, PROJECT, **environment)
+    (message,) = run.messages
+    assert run.exit_code == 2
+    assert "Traceback" not in run.stderr
+    assert re.search(r"out of memory in the step, on a GPU of 1.1 GB: parameters 0.0, .* activations [\d.]+; ", message)
+    assert re.search(r"what helps: --activation_checkpointing=true \(0.\d GB\), --micro_batch_size=32 \(", message)
+    assert "python -m src.tools.plan" in message
+
+
+MEASURED = Measured(
+    strategy="ddp", micro_batch=1, largest=1, accumulation=1, model_flops=0.0, tokens=0.0, total_steps=1,
+    memory={"step": (1, 1)}, parts={}, host_bytes=0,
+    work={
+        "host_seconds": 0.5, "bytes": 8e9, "product flops bfloat16": 1e12, "attention flops bfloat16": 2e12,
+        "sent within": 40e9, "collectives within": 100, "sent between": 8e9, "collectives between": 10,
+    },
+)  # fmt: skip
+
+
+def test_the_time_of_a_step_by_hand() -> None:
+    gpu = Gpu(
+        name="", capability="9.0", memory_gib=80, bandwidth_gb_s=1000, tflops={"bf16": 10, "fp32": 1},
+        product_share=0.5, attention_share=0.4, link_gb_s=50, network_gb_s=10,
+    )  # fmt: skip
+    seconds = seconds_of(MEASURED, gpu, 16, is_compiled=False)
+    compute = 1 / (10 * 0.5) + 2 / (10 * 0.4) + 8 / (1000 * 0.8)
+    communication = 40 / (50 * 0.8) + 100 * 20e-6 + 8 / (10 * 0.8) + 10 * 50e-6
+    assert seconds.compute == pytest.approx(compute)
+    assert seconds.communication == pytest.approx(communication)
+    assert seconds.step == pytest.approx(compute + communication - compute / 2)  # half of the computing hides it
+    MEASURED.work["host_seconds"] = 60
+    assert seconds_of(MEASURED, gpu, 16, is_compiled=False).step == 60
+    MEASURED.work["host_seconds"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("h10", "--gpu h10: no such GPU, did you mean h100?"),
+        ("nowhere.yaml", "--gpu nowhere.yaml: cannot be read, "),
+    ],
+)
+def test_an_unknown_gpu(name: str, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        find_gpu(name)
+    assert str(error.value).startswith(says)
+
+
+def test_mistakes_in_a_gpu_of_the_user(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine: {name: Mine, capability: '9.0', memory_gib: -1, price: 3}")
+    with pytest.raises(UserError) as error:
+        find_gpu(str(file))
+    lines = str(error.value).splitlines()
+    assert f"{file}: mine.memory_gib: must be greater than 0" in lines
+    assert f"{file}: mine.price: Extra inputs are not permitted" in lines
+
+
+def test_a_number_of_gpus_that_does_not_divide_the_batch() -> None:
+    with pytest.raises(UserError) as error:
+        calculate(setup("ddp", 3, DIGITS))
+    expected = "global_batch_size=4: not a multiple of 1 (micro_batch_size) x 3 processes = 3"
+    assert str(error.value).startswith(expected)
