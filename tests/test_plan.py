@@ -98,7 +98,13 @@ def test_what_is_measured_and_what_is_calculated_agree(text: str) -> None:
 @needs_null_gpu
 @pytest.mark.slow
 def test_they_agree_under_all_strategies(text: str) -> None:
-    plans = [("single_gpu", 1, ()), ("ddp", 8, ("--micro_batch_size=2",)), ("fsdp", 8, ()), ("fsdp_grad_op", 16, ()), ("hsdp", 16, ())]
+    plans = [
+        ("single_gpu", 1, ()),
+        ("ddp", 8, ("--micro_batch_size=2",)),
+        ("fsdp", 8, ()),
+        ("fsdp_grad_op", 16, ()),
+        ("hsdp", 16, ()),
+    ]
     agree(text, *plans, ("fsdp_offload", 2, ()), ("single_gpu", 1, ("--micro_batch_size=8", "--optim.name=muon")))
 
 
@@ -140,7 +146,9 @@ def test_the_plan_that_is_printed(tmp_path: Path) -> None:
     assert row["measured"]["work"]["kernels"] > 100
     assert (tmp_path / "mnist" / "hours.svg").read_text().startswith("<?xml")
     assert "cheapest that fits" in run.stdout
-    assert "--config_file accelerate_configs/single_gpu.yaml --num_processes 1 train.py --task.source=digits" in run.stdout
+    assert (
+        "--config_file accelerate_configs/single_gpu.yaml --num_processes 1 train.py --task.source=digits" in run.stdout
+    )
 
 
 @needs_text

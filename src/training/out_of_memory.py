@@ -57,7 +57,9 @@ def _explain(run: Run) -> str:
     if run.accelerator.is_fsdp2:
         saves[f"{2 * run.world_size} GPUs"] = state / 2
     else:
-        saves[f"accelerate_configs/fsdp.yaml on {max(run.world_size, 2)} GPUs"] = state * (1 - 1 / max(run.world_size, 2))
+        saves[f"accelerate_configs/fsdp.yaml on {max(run.world_size, 2)} GPUs"] = state * (
+            1 - 1 / max(run.world_size, 2)
+        )
     if strategy.endswith("offload"):
         saves.clear()
     if size > 1:

@@ -21,13 +21,14 @@ class Work(TorchDispatchMode):
     """Counts what operators ask of a device while it is entered, in the backward pass, DDP and FSDP too.
 
     `counts` has, by name: `product flops DTYPE` of matrix products and convolutions, and `attention flops DTYPE`;
-    `bytes` that all other operators read and write, `copied` bytes from or to the host's memory; `sent PLACE` bytes of this process and `collectives PLACE`, where
-    PLACE is `within` a machine, or `between` machines for a group of processes that spans several.
+    `bytes` that all other operators read and write; `copied` bytes from or to the host's memory; `sent PLACE` bytes of
+    this process and `collectives PLACE`, where PLACE is `within` a machine, or `between` machines for a group of
+    processes that spans several.
     """
 
     def __init__(self, device: str, per_machine: int) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts: Any = Counter()
         self._device, self._per_machine = device, per_machine
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,4 +81,3 @@ def _is_offsets(value: Any) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-

@@ -23,7 +23,7 @@ from transformers import (
 
 from src.config.errors import UserError
 from src.tasks.base import Task
-from src.tasks.text.four_bit import keep_layout, loading_options, require_four_bits
+from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
 from src.tasks.text.lean import empty_pretrained, load, start_heads, weight_files
 from src.tasks.text.lora import Lora
@@ -114,6 +114,8 @@ class FineTuning(TextSource, Task):
     def build_skeleton(self) -> Any:  # room: plan
         with init_empty_weights(include_buffers=False):
             model = self.auto_class.from_config(self._config, dtype=torch.float32)
+        if self.lora.base_dtype == "nf4":  # room: four_bit
+            give_four_bits(model)
         return self.finish(model)
 
     def finish(self, model: Any) -> Any:

@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from peft.import_utils import is_bnb_4bit_available
 from transformers import BitsAndBytesConfig
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from src.config.errors import UserError
 
@@ -32,6 +36,23 @@ def loading_options() -> dict[str, Any]:
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
     return {"quantization_config": quantization, "device_map": {"": PartialState().device}}
+
+
+def give_four_bits(model: Any) -> None:  # room: plan
+    """Put layers of 4 bits in the place of a model's linear layers, except for the output, on the GPU, with no values.
+    Raise a UserError where `load_model` would, or without a GPU."""
+    if not torch.cuda.is_available():
+        raise UserError("task.lora.base_dtype=nf4: is planned on the null GPU alone, not calculated")
+    require_four_bits(AcceleratorState().distributed_type == DistributedType.FSDP)
+    options: Any = loading_options()["quantization_config"]
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), options)
+    for layer in model.modules():
+        weight: Any = getattr(layer, "weight", None)
+        if getattr(weight, "quant_type", None):
+            shape = layer.out_features, layer.in_features
+            dense = torch.empty(shape, dtype=torch.bfloat16)
+            packed = type(weight)(dense, requires_grad=False, quant_type="nf4", compress_statistics=True)
+            layer.weight = packed.to(AcceleratorState().device)
 
 
 def keep_layout(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Plan a run before renting GPUs: python -m src.tools.plan [--gpus 1 8 64] [--gpu h100] -- --config=FILE [--key=value]...
+"""Plan a run before renting GPUs: python -m src.tools.plan [--gpus 1 8 64] [--gpu h100] -- --config=FILE.yaml …
 
 What follows -- are the arguments of train.py. docs/plan.md says what is measured, what is estimated and what is left
 out.
@@ -41,12 +41,16 @@ def main(argv: list[str]) -> None:
         os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment)
     config = load_config(arguments, TASKS)
     how = null_gpu.reason_to_skip()
-    print(f"calculated, not measured: {how}" if how else "measured on GPUs that are not there, and timed by docs/plan.md")
+    print(
+        f"calculated, not measured: {how}" if how else "measured on GPUs that are not there, and timed by docs/plan.md"
+    )
     rows = [Row(setup) for setup in setups(config, arguments, options.yamls, options.gpus, gpu)]
     rows = explore_all(rows)
     if not best(rows, config):
         most = [row.setup for row in rows if row.setup.gpus == max(options.gpus)]
-        rows += explore_all([Row(setup.with_arguments(more), change) for change, more in changes(config) for setup in most])
+        rows += explore_all(
+            [Row(setup.with_arguments(more), change) for change, more in changes(config) for setup in most]
+        )
     if not any(row.measured for row in rows):
         raise UserError("\n".join(dict.fromkeys(row.reason for row in rows)))
     print(*table(rows, config), "", recommendation(rows, config), sep="\n")

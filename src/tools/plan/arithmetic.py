@@ -1,4 +1,4 @@
-"""A run's memory and work where there is no null GPU: formulas, and one step on tensors without data (FakeTensorMode)."""
+"""A run's memory and work where there is no null GPU: formulas, and one step on tensors without data."""
 
 import math
 import os
@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from src.config.config import load_config
 from src.tasks import TASKS
 from src.tools.plan.measure import Measured, Setup, divisors, fill
-from src.training.work import Work
 from src.training.batches import fetch
 from src.training.gradients import local_gradients
 from src.training.optim import build_optimizers
 from src.training.transforms import repeating_blocks, transform
+from src.training.work import Work
 
 WORKSPACE = 64 << 20
 """What cuBLAS computes in, which torch allocates for it: 32 MiB on Hopper, for each of two kinds of product."""

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import statistics
 import time
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -21,7 +20,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # registers the backend `fake`
 
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.config import Config, load_config
@@ -29,7 +28,6 @@ from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
 from src.tools.plan.gpus import Gpu
-from src.training.work import Work, local
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import local_gradients
@@ -38,6 +36,7 @@ from src.training.progress import Progress
 from src.training.run import Run, build_data
 from src.training.state import ResumePoint
 from src.training.transforms import transform
+from src.training.work import Work, local
 from train import train_step
 
 NO_LIMIT = 100_000
@@ -45,7 +44,6 @@ NO_LIMIT = 100_000
 KERNELS = ("launch", "gemm", "conv", "triton", "graph_launch")
 WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")
 """Names that null_gpu.c gives to what it counts."""
-assert FakeStore  # importing it registers the backend `fake`
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def join_alone(gpus: int) -> None:
     torch.cuda.set_device(0)
     # the null GPU's NCCL takes all others to do as this process does; gloo would wait for them
     dist.init_process_group("cuda:nccl,cpu:fake", store=dist.HashStore(), rank=0, world_size=gpus)
-    new_group = dist.new_group
+    new_group: Any = dist.new_group
 
     def without_gloo(*args: Any, backend: str | None = None, **more: Any) -> Any:
         return new_group(*args, backend="fake" if backend == "gloo" else backend, **more)
@@ -123,7 +121,7 @@ def join_alone(gpus: int) -> None:
 
 
 def build(config: Config) -> Run:
-    """Do as `build` in train.py, with a model that has no values, and nothing read from or written to the run's folder."""
+    """Do as `build` in train.py, with a model that has no values, and without the folder of the run."""
     accelerator, launch = build_accelerator(config)
     if launch.strategy.endswith("offload"):  # pinning copies, and would fill the memory of the host
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
@@ -137,7 +135,9 @@ def build(config: Config) -> Run:
     fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
     optimizers = build_optimizers(config.optim, model)
     facts = {"tuned": tuned}
-    return Run(config, accelerator, launch, ResumePoint(), model, optimizers, Progress(), train_set, eval_set, {}, facts)
+    return Run(
+        config, accelerator, launch, ResumePoint(), model, optimizers, Progress(), train_set, eval_set, {}, facts
+    )
 
 
 def fill(model: nn.Module, device: torch.device) -> None:
@@ -318,11 +318,11 @@ class Trial:
             started = time.perf_counter()
             self._take(micro_batches)
             seconds.append(time.perf_counter() - started)
-        numbers = {}
+        numbers: dict[str, int] = {}
         while name := self._null.null_gpu_kind_name(len(numbers)):
             numbers[name.decode()] = self._null.null_gpu_count(len(numbers))
         with Work("cuda", self._setup.gpu.gpus_per_machine) as work:
             self._take(micro_batches)
         kernels = sum(numbers[name] for name in KERNELS)
         waits = sum(numbers[name] for name in WAITS)
-        return {**work.counts, "kernels": kernels, "waits": waits, "host_seconds": statistics.median(seconds)}
+        return {**work.counts, "kernels": kernels, "waits": waits, "host_seconds": min(seconds)}

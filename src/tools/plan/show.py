@@ -15,7 +15,7 @@ from src.tracking.figures import draw
 
 GB = 1e9
 COLUMNS = "{:>4}  {:<13}{:>13} {:>7} {:>8} {:>9} {:>8} {:>5} {:>8} {:>8}  {}"
-HEADER = "GPUs yaml memory,GB of,GB micro,most step,s tok/s/GPU MFU hours cost,$".split()
+HEADER = ["GPUs", "yaml", "memory,GB", "of,GB", "micro,most", "step,s", "tok/s/GPU", "MFU", "hours", "cost,$"]
 
 
 def figures(row: Row, config: Config) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
         if row.measured:
             curves[f"{Path(row.setup.yaml).stem} {row.change}"].append(row)
     for name, title, scale in (("peak_memory", "memory of a GPU, GB, by GPUs", GB), ("hours", "hours, by GPUs", 1.0)):
-        found = [
+        found: Any = [
             (label, [row.setup.gpus for row in of], [figures(row, config)[name] / scale for row in of])
             for label, of in curves.items()
         ]
