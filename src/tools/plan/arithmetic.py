@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.config.config import load_config
 from src.tasks import TASKS
-from src.tools.plan.measure import Measured, Setup, divisors, fill
+from src.tools.plan.measure import Measured, Setup, divisors, fill, require_examples
 from src.training.batches import fetch
 from src.training.gradients import local_gradients
 from src.training.optim import build_optimizers
@@ -63,6 +63,7 @@ def calculate(setup: Setup) -> Measured:
     size = setup.micro_batch or config.micro_batch(n)
     accumulation = config.global_batch_size // n // size
     train_set, _ = config.task.build_datasets()
+    require_examples(len(train_set), size * n)
     batch = fetch(config.task, train_set, [*range(size)])
     notes = config.task.prepare_for("meta", torch.bfloat16)
     model = config.task.build_skeleton()

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 
 
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.config import Config, load_config
+from src.config.errors import UserError
 from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
@@ -41,6 +42,8 @@ from train import train_step
 
 NO_LIMIT = 100_000
 """GiB of a GPU on which everything fits."""
+LONG = 20
+"""Seconds of reading data that a plan tells of."""
 KERNELS = ("launch", "gemm", "conv", "triton", "graph_launch")
 WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")
 """Names that null_gpu.c gives to what it counts."""
@@ -125,7 +128,9 @@ def build(config: Config) -> Run:
     accelerator, launch = build_accelerator(config)
     if launch.strategy.endswith("offload"):  # pinning copies, and would fill the memory of the host
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    started = time.perf_counter()
     train_set, eval_set = build_data(config.task, accelerator)
+    seconds = time.perf_counter() - started
     tuned = config.task.prepare_for("cuda", torch.bfloat16 if launch.precision == "bf16" else torch.float32)
     model = config.task.build_skeleton()
     transform(model, config, accelerator)
@@ -134,6 +139,8 @@ def build(config: Config) -> Run:
     model = prepare(accelerator, model)
     fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
     optimizers = build_optimizers(config.optim, model)
+    if seconds > LONG:
+        tuned.append(f"reading the data takes {seconds:.0f} s, for each line below: plan from a sample of them")
     facts = {"tuned": tuned}
     return Run(
         config, accelerator, launch, ResumePoint(), model, optimizers, Progress(), train_set, eval_set, {}, facts
@@ -161,6 +168,13 @@ def measure(setup: Setup) -> Measured:
     if "WORLD_SIZE" in os.environ:
         join_alone(setup.gpus)
     return Trial(build(config), setup).measured()
+
+
+def require_examples(there: int, needed: int) -> None:
+    """Raise a UserError if there are fewer examples than all processes pass through the model at once."""
+    if there < needed:
+        hint = "plan with as many, or smaller micro-batches"
+        raise UserError(f"the training data have {there:,} examples, and micro-batches take {needed:,} at once: {hint}")
 
 
 def divisors(number: int) -> list[int]:
@@ -207,8 +221,9 @@ class Trial:
         if setup.is_limited:
             torch.cuda.set_per_process_memory_fraction(setup.gpu.capacity / (NO_LIMIT << 30))
         share = run.config.global_batch_size // run.world_size
-        sizes = divisors(share)
+        sizes = [size for size in divisors(share) if size * run.world_size <= len(run.train_set)]
         own = setup.micro_batch or run.config.micro_batch(run.world_size)
+        require_examples(len(run.train_set), own * run.world_size)
         memory, parts, work = self._memory(own), self._parts(), self._work(share // own)
         model = run.accelerator.unwrap_model(run.model)
         flops = run.task.flops(model, self._micro_batches[0].data) * share // own * run.world_size

@@ -57,7 +57,8 @@ def limit_of(seconds: Seconds) -> str:
 
 def table(rows: list[Row], config: Config) -> list[str]:
     """Return a line per row."""
-    lines = [COLUMNS.format(*HEADER, "limited by")]
+    notes = [note for row in rows if row.measured for note in row.measured.notes]
+    lines = [*dict.fromkeys(notes), COLUMNS.format(*HEADER, "limited by")]
     for row in rows:
         setup, measured, found = row.setup, row.measured, figures(row, config)
         name = Path(setup.yaml).stem
