@@ -36,6 +36,8 @@ FILES = {
     "new_tokens": "src/tasks/text/new_tokens.py tests/text/test_new_tokens.py",
     "performance": "src/tracking/performance.py tests/test_performance.py tests/text/test_performance.py"
     " docs/performance.md",
+    "plan": "src/tools/plan src/training/out_of_memory.py tests/test_plan.py tests/planning.py docs/plan.md"
+    " docs/published.md docs/scaling.md docs/sizes.md",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
     "safeguards": "src/checkpoint/occupied.py src/checkpoint/same_run.py tests/test_occupied.py"
     " tests/faults/test_same_run.py",
@@ -60,6 +62,9 @@ FILES = {
 }
 """The files and folders of each room."""
 SHARED = {
+    "null_gpu": {"gpu", "plan"},
+    "src/training/work.py": {"check", "plan"},
+    "src/training/blocks.py": {"compile", "plan"},
     "src/training/alone.py": {"check", "evaluate"},
     "src/checkpoint/integrity.py": {"integrity", "best", "checkpoints", "evaluate", "generate", "mirror"},
     "src/checkpoint/load.py": {"checkpoints", "evaluate", "generate"},

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.launching import PROJECT
 
 FLOORS = {
-    "config": 1, "tasks": 2, "distributed": 3, "training": 4, "checkpoint": 5, "tracking": 6, "tools": 6, "check": 7,
+    "config": 1, "tasks": 2, "distributed": 3, "training": 4, "checkpoint": 5, "tracking": 6, "tools": 7, "check": 7,
 }  # fmt: skip
 """Those that are there in every copy: the others are rooms."""
 

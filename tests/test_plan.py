@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_tried_with_changes(text: str, tmp_path: Path) -> N
     """Without a compiler, so calculated; on a GPU of 2.5 GB, of which CUDA takes 1.5."""
     gpu = tmp_path / "small.yaml"
     gpu.write_text(
-        "small: {name: Small, capability: '9.0', memory_gib: 1.6, bandwidth_gb_s: 100, tflops: {bf16: 10, fp32: 1},"
+        "small: {name: Small, capability: '9.0', memory_gib: 2.6, bandwidth_gb_s: 100, tflops: {bf16: 10, fp32: 1},"
         " link_gb_s: 10, network_gb_s: 1}"
     )
     words = f"{BIN}/python -m src.tools.plan --gpus 1 --yamls single_gpu --gpu {gpu} --output {tmp_path} --"

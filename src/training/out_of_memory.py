@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from src.config.errors import UserError
+from src.training.blocks import repeating_blocks
 from src.training.gradients import local_gradients, to_local
 from src.training.run import Run
-from src.training.transforms import repeating_blocks
 
 PHASES = {"build": "load", "train_step": "step", "evaluate": "evaluation", "save": "save", "finish": "export"}
 """What a run does in functions of train.py and the checkpoints' writer, by their names."""
@@ -52,7 +52,7 @@ def _explain(run: Run) -> str:
     held["activations"] = rest = torch.cuda.max_memory_allocated() - state
 
     config, strategy, size = run.config, run.launch.strategy, run.config.micro_batch(run.world_size)
-    blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))
+    blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))  # room: compile
     saves: dict[str, float] = {"accelerate_configs/fsdp_offload.yaml": state}
     if run.accelerator.is_fsdp2:
         saves[f"{2 * run.world_size} GPUs"] = state / 2
@@ -64,7 +64,7 @@ def _explain(run: Run) -> str:
         saves.clear()
     if size > 1:
         saves[f"--micro_batch_size={size // 2}"] = rest / 2
-    if blocks and not config.activation_checkpointing:
+    if blocks and not config.activation_checkpointing:  # room: compile
         saves["--activation_checkpointing=true"] = rest * (1 - 1 / blocks)
     saves["PYTORCH_ALLOC_CONF=expandable_segments:True"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     most = sorted(saves.items(), key=lambda item: -item[1])[:3]

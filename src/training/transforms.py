@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from src.config.config import Config
 from src.config.errors import UserError
+from src.training.blocks import repeating_blocks
 
 INPUTS_OF_BLOCKS = r"L\['(args|kwargs)'\]"
 """The inputs of a block as the compiler calls them: those of transformers take (*args, **kwargs)."""
@@ -67,12 +68,6 @@ def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any
     of one for a constant, and would compile everything once more."""
     rows = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     return (plain if rows == 1 else compiled)(*args, **kwargs)
-
-
-def repeating_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the classes in the model's `_no_split_modules`; none if it has no such list."""
-    names = getattr(model, "_no_split_modules", None) or []
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _require_compiler() -> None:

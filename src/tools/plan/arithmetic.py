@@ -20,9 +20,10 @@ from src.config.config import load_config
 from src.tasks import TASKS
 from src.tools.plan.measure import Measured, Setup, divisors, fill, require_examples
 from src.training.batches import fetch
+from src.training.blocks import repeating_blocks
 from src.training.gradients import local_gradients
 from src.training.optim import build_optimizers
-from src.training.transforms import repeating_blocks, transform
+from src.training.transforms import transform
 from src.training.work import Work
 
 WORKSPACE = 64 << 20
@@ -67,11 +68,12 @@ def calculate(setup: Setup) -> Measured:
     batch = fetch(config.task, train_set, [*range(size)])
     notes = config.task.prepare_for("meta", torch.bfloat16)
     model = config.task.build_skeleton()
-    transform(model, config.model_copy(update={"compile": False}), Accelerator(cpu=True))
+    transform(model, config.model_copy(update={"compile": False}), Accelerator(cpu=True))  # room: compile
     host = psutil.Process().memory_info().rss
 
     # ------------------------------------------------------------------------------------ a step without data
-    flops = config.task.flops(model, batch) * n * accumulation
+    flops = 0.0
+    flops = config.task.flops(model, batch) * n * accumulation  # room: performance
     work = Work("cpu", setup.gpu.gpus_per_machine)
     keeps_gradients = strategy == "single_gpu" and accumulation == 1
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -133,7 +133,7 @@ def build(config: Config) -> Run:
     seconds = time.perf_counter() - started
     tuned = config.task.prepare_for("cuda", torch.bfloat16 if launch.precision == "bf16" else torch.float32)
     model = config.task.build_skeleton()
-    transform(model, config, accelerator)
+    transform(model, config, accelerator)  # room: compile
     if not accelerator.is_fsdp2:
         fill(model, accelerator.device)
     model = prepare(accelerator, model)
@@ -225,8 +225,9 @@ class Trial:
         own = setup.micro_batch or run.config.micro_batch(run.world_size)
         require_examples(len(run.train_set), own * run.world_size)
         memory, parts, work = self._memory(own), self._parts(), self._work(share // own)
-        model = run.accelerator.unwrap_model(run.model)
-        flops = run.task.flops(model, self._micro_batches[0].data) * share // own * run.world_size
+        flops = 0.0
+        first, model = self._micro_batches[0].data, run.accelerator.unwrap_model(run.model)  # room: performance
+        flops = run.task.flops(model, first) * share // own * run.world_size  # room: performance
         tokens = 0.0
         tokens = self._counts.tokens * run.world_size  # room: text
         measured = Measured(

@@ -23,7 +23,9 @@ def figures(row: Row, config: Config) -> dict[str, Any]:
     measured, gpu, gpus = row.measured, row.setup.gpu, row.setup.gpus
     if not measured:
         return {}
-    seconds = seconds_of(measured, gpu, gpus, config.compile)
+    is_compiled = False
+    is_compiled = config.compile  # room: compile
+    seconds = seconds_of(measured, gpu, gpus, is_compiled)
     hours = seconds.step * measured.total_steps / 3600
     peak = gpu.tflops.get("bf16", gpu.tflops["fp32"]) * 1e12
     return {
@@ -111,6 +113,12 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
     for entry in content:
         entry["setup"]["gpu"] = entry["setup"]["gpu"].model_dump()
     (folder / "plan.json").write_text(json.dumps(content, indent=1))
+    write_pictures(rows, config, folder)  # room: report
+    return folder
+
+
+def write_pictures(rows: list[Row], config: Config, folder: Path) -> None:  # room: report
+    """Draw memory and hours over the number of GPUs, a curve for each strategy."""
     curves: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.measured:
@@ -121,4 +129,3 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
             for label, of in curves.items()
         ]
         (folder / f"{name}.svg").write_text(draw(title, found, log_base=2))
-    return folder
