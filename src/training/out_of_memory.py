@@ -51,7 +51,7 @@ def _explain(run: Run) -> str:
     state = sum(held.values())
     held["activations"] = rest = torch.cuda.max_memory_allocated() - state
 
-    config, strategy, size = run.config, run.launch.strategy, run.config.micro_batch(run.world_size)
+    strategy, size = run.launch.strategy, run.config.micro_batch(run.world_size)
     blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))  # room: compile
     saves: dict[str, float] = {"accelerate_configs/fsdp_offload.yaml": state}
     if run.accelerator.is_fsdp2:
@@ -64,7 +64,7 @@ def _explain(run: Run) -> str:
         saves.clear()
     if size > 1:
         saves[f"--micro_batch_size={size // 2}"] = rest / 2
-    if blocks and not config.activation_checkpointing:  # room: compile
+    if blocks and not run.config.activation_checkpointing:  # room: compile
         saves["--activation_checkpointing=true"] = rest * (1 - 1 / blocks)
     saves["PYTORCH_ALLOC_CONF=expandable_segments:True"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     most = sorted(saves.items(), key=lambda item: -item[1])[:3]

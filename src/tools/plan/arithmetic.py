@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from src.config.config import load_config
 from src.tasks import TASKS
 from src.tools.plan.measure import Measured, Setup, divisors, fill, require_examples
-from src.training.batches import fetch
+from src.training.batches import EVALUATION_FACTOR, fetch
 from src.training.blocks import repeating_blocks
 from src.training.gradients import local_gradients
 from src.training.optim import build_optimizers
@@ -63,7 +63,7 @@ def calculate(setup: Setup) -> Measured:
     is_sharded = strategy.startswith(("fsdp", "hsdp"))
     size = setup.micro_batch or config.micro_batch(n)
     accumulation = config.global_batch_size // n // size
-    train_set, _ = config.task.build_datasets()
+    train_set, eval_set = config.task.build_datasets()
     require_examples(len(train_set), size * n)
     batch = fetch(config.task, train_set, [*range(size)])
     notes = config.task.prepare_for("meta", torch.bfloat16)
@@ -98,6 +98,10 @@ def calculate(setup: Setup) -> Measured:
             loss = config.task.loss(model, batch)
             kept = live.now
             loss.backward()
+        examples = [*range(min(EVALUATION_FACTOR * size, len(eval_set)))]
+        with Live([*parameters, *model.buffers()]) as scores, torch.no_grad():
+            with_autocast = torch.autocast("cpu", torch.bfloat16, not is_sharded)
+            with_autocast(config.task.evaluate)(model.eval(), fetch(config.task, eval_set, examples))
     counts = {name: number * accumulation - (accumulation - 1) * update[name] for name, number in work.counts.items()}
     # a CPU has no products of half precision whose sums are in fp32, which a GPU computes the loss by
     counts["product flops bfloat16"] += counts.pop("product flops float32", 0)
@@ -106,18 +110,21 @@ def calculate(setup: Setup) -> Measured:
     in_machine = min(n, setup.gpu.gpus_per_machine)
     shards = {"single_gpu": 1, "ddp": 1, "hsdp": in_machine}.get(strategy, n)
     parts = {name: number // shards for name, number in whole.items()}
-    peak = WORKSPACE + live.most + (0 if strategy.endswith("offload") else parts["parameters"] + parts["optimizer"])
+    held = WORKSPACE + (0 if strategy.endswith("offload") else parts["parameters"] + parts["optimizer"])
+    peak, evaluated = held + live.most, held + scores.most
     # those of earlier micro-batches; and DDP's buckets, twice in the second step, which finds a better order for them
     copies = int(accumulation > 1 and not strategy.endswith("offload")) + (2 if strategy == "ddp" else 0)
     peak += copies * parts["gradients"]
+    evaluated += parts["gradients"] if strategy == "ddp" else 0
     count, trained = sum(p.numel() for p in parameters), whole["gradients"]
     place = "between" if n > in_machine and strategy != "hsdp" else "within"
     if is_sharded:
         units = [_size(block.parameters()) for block in repeating_blocks(model)]
         units += [_size(module.parameters(recurse=False)) for module in model.modules()]
-        # the unit that computes and the next one; and the gradients of one, in fp32, on their way to the others
-        peak += 2 * max(units) + 2 * max(units)
-        peak += 2 * count if strategy == "fsdp_grad_op" else 0
+        # a unit's gradients in fp32, on their way to the others; the unit that computes and the next one, or all
+        gathered = 2 * count if strategy == "fsdp_grad_op" else 2 * max(units)
+        peak += 2 * max(units) + gathered
+        evaluated += gathered
         gathers = 1 if strategy == "fsdp_grad_op" else 2
         counts[f"sent {place}"] = accumulation * (2 * count * gathers + trained) * (shards - 1) / shards
         counts[f"collectives {place}"] = accumulation * (gathers + 1) * (len(repeating_blocks(model)) + 3)
@@ -125,10 +132,14 @@ def calculate(setup: Setup) -> Measured:
             counts["sent between"] = 2 * trained / shards * (1 - shards / n) * accumulation
     elif n > 1:
         counts[f"sent {place}"] = 2 * trained * (n - 1) / n
-    fixed, limit = peak - live.most, setup.gpu.capacity
-    if setup.is_limited and peak > limit:
+    peaks, limit = {"step": (peak, live.most), "evaluation": (evaluated, scores.most)}, setup.gpu.capacity
+    if setup.is_limited and max(peak, evaluated) > limit:
         raise torch.OutOfMemoryError
-    fitting = [s for s in divisors(size * accumulation) if fixed + live.most * s / size <= limit]
+    fitting = [
+        other
+        for other in divisors(size * accumulation)
+        if all(most + (other / size - 1) * of_batch <= limit for most, of_batch in peaks.values())
+    ]
     tokens = 0.0
     tokens = config.task.count_tokens(batch)[0] * n * accumulation  # room: text
     return Measured(
@@ -139,7 +150,7 @@ def calculate(setup: Setup) -> Measured:
         model_flops=flops,
         tokens=tokens,
         total_steps=config.steps(math.ceil(len(train_set) / config.global_batch_size))[0],
-        memory={"step": (peak, peak)},
+        memory={phase: (most, most) for phase, (most, _) in peaks.items()},
         parts=parts | {"activations": kept},
         host_bytes=host + parts["parameters"],
         work={"host_seconds": 0.0, **counts},
