@@ -92,9 +92,9 @@ def plan(size: Size, goal: list[str], folder: Path) -> dict[int, dict[str, Any]]
 
 def cells(entry: dict[str, Any]) -> list[str]:
     """Return memory and speed."""
-    figures = entry["figures"]
-    memory = f"{figures['peak_memory'] / 1e9:.1f}"
-    speed = f"{figures['tokens_per_second_per_gpu']:,.0f}"
+    line = entry["line"]
+    memory = f"{line['GB']:.1f}"
+    speed = f"{line['tokens/s/GPU']:,.0f}"
     return [memory, speed if entry["is_fitting"] else "none"]
 
 

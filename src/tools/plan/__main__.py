@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
         )
     if not any(row.measured for row in rows):
         raise UserError("\n".join(dict.fromkeys(row.reason for row in rows)))
-    print(*table(rows, config), "", recommendation(rows, config), sep="\n")
+    print(table(rows, config), "", recommendation(rows, config), sep="\n")
     print(f"written: {write(rows, config, options.output)}")
 
 

@@ -163,6 +163,7 @@ def measure(setup: Setup) -> Measured:
     # NCCL's communicators are joined through this process alone, however many others there are
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
     os.environ |= launcher_environment(setup.yaml, setup.gpus, setup.gpu.gpus_per_machine)
+    gc.disable()  # cycles keep memory of DDP's first steps until Python happens to look for them: count it
     torch.backends.cuda.enable_cudnn_sdp(False)  # the null GPU has none; flash attention takes as much memory
     config = load_config([*setup.arguments], TASKS)
     if "WORLD_SIZE" in os.environ:
