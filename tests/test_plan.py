@@ -44,6 +44,16 @@ src.training.gradients.step_if_finite = told
 """Has the first process of a run write down how many bytes of tensors it holds."""
 
 
+UNCOUNTED = """
+import sys, torch, train
+evaluate_batches = train.evaluate_batches
+train.evaluate_batches = lambda *arguments: evaluate_batches(*arguments)._replace(totals=torch.ones(3))
+train.metrics_of = lambda *_: {"eval/loss": 1.0}
+train.train_or_check(sys.argv[1:])
+"""
+"""train.py on the null GPU, where no kernel counts what is evaluated."""
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("text") / "text.txt"
@@ -192,8 +202,10 @@ def test_at_the_edge_of_80_gb(text: str, tmp_path: Path, more: tuple[str, ...]) 
     long = tmp_path / "long.txt"
     long.write_text(Path(text).read_text() * 30)  # 10 million tokens
 
+    halves = ["--task.eval_fraction=0.5"]  # four micro-batches at once are evaluated
+
     def arguments(batch: int) -> tuple[str, ...]:
-        return (*llama(str(long), length=8192, batch=batch, hidden_size=1024, num_hidden_layers=8), *more)
+        return (*llama(str(long), length=8192, batch=batch, hidden_size=1024, num_hidden_layers=8), *more, *halves)
 
     few, many = [highest(calculate(setup("single_gpu", 1, arguments(batch))).memory) for batch in (4, 8)]
     each = (many - few) / 4
@@ -203,9 +215,7 @@ def test_at_the_edge_of_80_gb(text: str, tmp_path: Path, more: tuple[str, ...]) 
         assert (row["is_fitting"] and row["measured"]["micro_batch"] == batch) == is_fitting
         environment = null_environment(NULL_GPU_GIB=str(limit / 2**30), ACCELERATE_MIXED_PRECISION="bf16")
         told = [*arguments(batch), "--max_steps=2", *QUIET, f"--output_dir={tmp_path}/{batch}"]
-        # no kernel has counted what was evaluated
-        code = "import sys, train; train.metrics_of = lambda *_: {'eval/loss': 1.0}; train.train_or_check(sys.argv[1:])"
-        run = run_command([f"{BIN}/python", "-c", code, *told], tmp_path, PROJECT, **environment)
+        run = run_command([f"{BIN}/python", "-c", UNCOUNTED, *told], tmp_path, PROJECT, **environment)
         assert run.exit_code == (0 if is_fitting else 2), run.stdout + run.stderr
         assert is_fitting or "out of memory in the step" in run.messages[0]
 

@@ -98,7 +98,7 @@ def calculate(setup: Setup) -> Measured:
             loss = config.task.loss(model, batch)
             kept = live.now
             loss.backward()
-        examples = [*range(min(EVALUATION_FACTOR * size, len(eval_set)))]
+        examples = [*range(min(EVALUATION_FACTOR * size, math.ceil(len(eval_set) / n)))]
         with Live([*parameters, *model.buffers()]) as scores, torch.no_grad():
             with_autocast = torch.autocast("cpu", torch.bfloat16, not is_sharded)
             with_autocast(config.task.evaluate)(model.eval(), fetch(config.task, eval_set, examples))
