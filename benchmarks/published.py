@@ -1,6 +1,6 @@
 """What the plan says of runs that others have published, against what they measured. docs/published.md explains it.
 
-    python -m benchmarks.published                      all of them, in a table: about ten minutes on one core
+    python -m benchmarks.published                      all of them, in a table: 13 minutes on one core
     python -m benchmarks.published --only llm.c Qwen    those whose names have one of these words
     python -m benchmarks.published --save=FILE.json     also writes all that was found
 
