@@ -24,10 +24,10 @@ from src.config.config import load_config
 from src.tasks import TASKS
 from src.tasks.text.architecture import new_config
 from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tools.plan import show
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import NO_LIMIT, Setup
 from src.tools.plan.search import Row, explore
-from src.tools.plan.show import figures
 
 GB, GIB = 1e9, 2**30
 NONE, FULL = (False,), (True,)
@@ -274,7 +274,7 @@ def predict(run: Run) -> list[dict[str, Any]]:
                 raise RuntimeError(f"{run.name}: {row.reason}")
             for is_compiled in run.compiled:
                 # where it is not known, the model is measured without the compiler
-                numbers = figures(row, config.model_copy(update={"compile": is_compiled}))
+                numbers = show.line(row, config.model_copy(update={"compile": is_compiled}))
                 allocated, reserved = row.measured.memory["step"]
                 found.append(
                     {
@@ -283,7 +283,7 @@ def predict(run: Run) -> list[dict[str, Any]]:
                         "is_fitting": is_fitting,
                         "allocated": allocated,
                         "reserved": reserved,
-                        "tokens": numbers["tokens_per_second_per_gpu"],
+                        "tokens": numbers["tokens/s/GPU"],
                         "figures": numbers,
                         "memory": row.measured.memory,
                         "parts": row.measured.parts,

@@ -3,15 +3,17 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
-from accelerate import Accelerator, init_empty_weights
+from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from huggingface_hub import load_torch_model, save_torch_state_dict
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import default_collate
 
 from src.config.settings import Settings
@@ -66,7 +68,7 @@ class Task(Settings, ABC):
 
     def build_skeleton(self) -> nn.Module:  # room: plan
         """Return the model with parameters on the meta device, reading no weights: to plan a run."""
-        with init_empty_weights(include_buffers=False):
+        with without_weights():
             return self.build_model()
 
     def load_weights(self, model: Any, device: torch.device) -> None:  # room: text
@@ -193,6 +195,23 @@ class Task(Settings, ABC):
     def card(self) -> dict[str, Any]:  # room: hub
         """Return metadata for the model card: fields of huggingface_hub.ModelCardData, such as license or tags."""
         return {}
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:  # room: plan
+    """Have modules register their parameters on the meta device. Tied ones stay one, which Accelerate's
+    init_empty_weights makes two."""
+
+    def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def samples(dataset: Any, indices: list[int]) -> Any:

@@ -22,8 +22,8 @@ class Work(TorchDispatchMode):
 
     `counts` has, by name: `product flops DTYPE` of matrix products and convolutions, and `attention flops DTYPE`;
     `bytes` that all other operators read and write; `copied` bytes from or to the host's memory; `sent PLACE` bytes of
-    this process and `collectives PLACE`, where PLACE is `within` a machine, or `between` machines for a group of
-    processes that spans several.
+    this process and `collectives PLACE`, where PLACE is `within` a machine, or `between` machines, through the network
+    card of this process, for a group of processes that spans several.
     """
 
     def __init__(self, device: str, per_machine: int) -> None:
@@ -68,9 +68,12 @@ class Work(TorchDispatchMode):
         group = next(leaf for leaf in objects if "ProcessGroup" in str(leaf._type()))
         ranks = get_process_group_ranks(ProcessGroup.unbox(group))
         factor = next((factor for kind, factor in SENT.items() if kind in name), 0.0)
-        is_within = len({rank // self._per_machine for rank in ranks}) == 1
-        place = "within" if is_within else "between"
-        self.counts[f"sent {place}"] += factor * size * (len(ranks) - 1) / len(ranks)
+        machines = len({rank // self._per_machine for rank in ranks})
+        sent = factor * size * (len(ranks) - 1) / len(ranks)
+        place = "within"
+        if machines > 1:  # NCCL has as many rings as a machine has network cards, and each carries a part
+            place, sent = "between", sent / (len(ranks) / machines)
+        self.counts[f"sent {place}"] += sent
         self.counts[f"collectives {place}"] += 1
 
 

@@ -117,7 +117,9 @@ def calculate(setup: Setup) -> Measured:
     peak += copies * parts["gradients"]
     evaluated += parts["gradients"] if strategy == "ddp" else 0
     count, trained = sum(p.numel() for p in parameters), whole["gradients"]
-    place = "between" if n > in_machine and strategy != "hsdp" else "within"
+    place, cards = "within", 1
+    if n > in_machine and strategy != "hsdp":
+        place, cards = "between", in_machine
     if is_sharded:
         units = [_size(block.parameters()) for block in repeating_blocks(model)]
         units += [_size(module.parameters(recurse=False)) for module in model.modules()]
@@ -126,12 +128,12 @@ def calculate(setup: Setup) -> Measured:
         peak += 2 * max(units) + gathered
         evaluated += gathered
         gathers = 1 if strategy == "fsdp_grad_op" else 2
-        counts[f"sent {place}"] = accumulation * (2 * count * gathers + trained) * (shards - 1) / shards
+        counts[f"sent {place}"] = accumulation * (2 * count * gathers + trained) * (shards - 1) / shards / cards
         counts[f"collectives {place}"] = accumulation * (gathers + 1) * (len(repeating_blocks(model)) + 3)
         if strategy == "hsdp":
             counts["sent between"] = 2 * trained / shards * (1 - shards / n) * accumulation
     elif n > 1:
-        counts[f"sent {place}"] = 2 * trained * (n - 1) / n
+        counts[f"sent {place}"] = 2 * trained * (n - 1) / n / cards
     peaks, limit = {"step": (peak, live.most), "evaluation": (evaluated, scores.most)}, setup.gpu.capacity
     if setup.is_limited and max(peak, evaluated) > limit:
         raise torch.OutOfMemoryError

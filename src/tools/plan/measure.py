@@ -219,13 +219,15 @@ class Trial:
             torch.OutOfMemoryError: its own do not fit.
         """
         run, setup = self._run, self._setup
-        if setup.is_limited:
-            torch.cuda.set_per_process_memory_fraction(setup.gpu.capacity / (NO_LIMIT << 30))
+        self._limit()
         share = run.config.global_batch_size // run.world_size
         sizes = [size for size in divisors(share) if size * run.world_size <= len(run.train_set)]
         own = setup.micro_batch or run.config.micro_batch(run.world_size)
         require_examples(len(run.train_set), own * run.world_size)
-        memory, parts, work = self._memory(own), self._parts(), self._work(share // own)
+        memory, parts = self._memory(own), self._parts()
+        torch.cuda.set_per_process_memory_fraction(1.0)  # what is compiled is counted eagerly, which takes more
+        work = self._work(share // own)
+        self._limit()
         flops = 0.0
         first, model = self._micro_batches[0].data, run.accelerator.unwrap_model(run.model)  # room: performance
         flops = run.task.flops(model, first) * share // own * run.world_size  # room: performance
@@ -276,6 +278,10 @@ class Trial:
         self._saved = sum(t.nbytes for t in self._tensors_to_save())
         memory["save"] = peak()
         return memory
+
+    def _limit(self) -> None:
+        if self._setup.is_limited:
+            torch.cuda.set_per_process_memory_fraction(self._setup.gpu.capacity / (NO_LIMIT << 30))
 
     def _begin(self, size: int) -> None:
         run = self._run
