@@ -86,7 +86,7 @@ def _measured_together(in_fp32: Path, yamls: tuple[str, ...], gpus: int) -> list
 
 def agree(text: str, *plans: tuple[str, int, tuple[str, ...]]) -> None:
     setups = [
-        setup(yaml, gpus, [*llama(text, length=1024, batch=32, num_hidden_layers=6), *more])
+        setup(yaml, gpus, [*llama(text, length=1024, batch=32, num_hidden_layers=12), *more])
         for yaml, gpus, more in plans
     ]
     for what, row in zip(setups, measured(*setups), strict=True):
@@ -207,9 +207,9 @@ def test_at_the_edge_of_80_gb(text: str, tmp_path: Path, more: tuple[str, ...]) 
     def arguments(batch: int) -> tuple[str, ...]:
         return (*llama(str(long), length=8192, batch=batch, hidden_size=1024, num_hidden_layers=8), *more, *halves)
 
-    few, many = [highest(calculate(setup("single_gpu", 1, arguments(batch))).memory) for batch in (4, 8)]
-    each = (many - few) / 4
-    fits, too_many = (int(4 + (share * limit - few) / each) for share in (0.94, 1.06))
+    few, many = [highest(calculate(setup("single_gpu", 1, arguments(batch))).memory) for batch in (16, 32)]
+    each = (many - few) / 16
+    fits, too_many = (int(16 + (share * limit - few) / each) for share in (0.94, 1.06))
     for batch, is_fitting in ((fits, True), (too_many, False)):
         (row,) = measured(setup("single_gpu", 1, arguments(batch)))
         assert (row["is_fitting"] and row["measured"]["micro_batch"] == batch) == is_fitting
