@@ -292,7 +292,7 @@ class Trial:
     def _take(self, micro_batches: list[MicroBatch]) -> None:
         """Take a step, or, if the optimizer works in the host's memory, all of it but the update."""
         run = self._run
-        self._before, self._kept = torch.cuda.memory_allocated(), 0
+        self._before, self._kept, self._gradients = torch.cuda.memory_allocated(), 0, 0
         if not self._is_offloaded:
             train_step(run, micro_batches, self._counts)
             return
@@ -302,7 +302,8 @@ class Trial:
         run.model.zero_grad()
 
     def _note_gradients(self, *_: Any) -> None:
-        self._gradients = sum(gradient.nbytes for gradient in local_gradients(self._run.parameters))
+        size = sum(gradient.nbytes for gradient in local_gradients(self._run.parameters))
+        self._gradients = max(self._gradients, size)  # a second optimizer finds none of the first one's
 
     def _note_activations(self, *_: Any) -> None:
         if torch.is_grad_enabled():

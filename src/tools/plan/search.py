@@ -70,7 +70,7 @@ def changes(config: Config) -> list[tuple[str, list[str]]]:
 
 def explore_all(rows: list[Row]) -> list[Row]:
     """Return the rows with what was found out, in their order."""
-    workers = min(len(rows), len(os.sched_getaffinity(0)))
+    workers = max(1, min(len(rows), len(os.sched_getaffinity(0))))
     with ProcessPoolExecutor(workers, FORK) as pool, bar("setups tried", total=len(rows)) as progress:
         futures = [pool.submit(explore, row) for row in rows]
         for _ in as_completed(futures):
