@@ -31,7 +31,8 @@ is written by `python -m benchmarks.sizes`. Nothing of it was measured on a GPU:
 figures are worth.
 
 Memory is in GB of each GPU, the most that torch has given out at once; a GPU of 80 GB has 83.4 of these for it, one of
-24 GB 23.8. Speed is in tokens per second and GPU on H100s, 8 in a machine. "none" is out of memory there.
+24 GB 23.8. Speed is in tokens per second and GPU on H100s, 8 in a machine; that of the smallest is limited by the host,
+which was two slow cores. "none" is out of memory there.
 
 """
 
