@@ -57,8 +57,10 @@ class Live(TorchDispatchMode):
 def calculate(setup: Setup) -> Measured:
     """Return what `measure` would, but for what only a device shows: kernels, waits, the host's time, fragmentation."""
     os.environ["WORLD_SIZE"] = str(setup.gpus)  # by which the sizes of batches are checked
-    config = load_config([*setup.arguments], TASKS)
-    del os.environ["WORLD_SIZE"]
+    try:
+        config = load_config([*setup.arguments], TASKS)
+    finally:
+        del os.environ["WORLD_SIZE"]
     strategy, n = Path(setup.yaml).stem, setup.gpus
     is_sharded = strategy.startswith(("fsdp", "hsdp"))
     size = setup.micro_batch or config.micro_batch(n)
