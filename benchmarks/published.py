@@ -26,7 +26,7 @@ from src.tasks.text.architecture import new_config
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tools.plan import show
 from src.tools.plan.gpus import find_gpu
-from src.tools.plan.measure import NO_LIMIT, Setup
+from src.tools.plan.measure import Setup, environment_for
 from src.tools.plan.search import Row, explore
 
 GB, GIB = 1e9, 2**30
@@ -300,8 +300,7 @@ def in_own_process(number: int) -> list[dict[str, Any]]:
     gpu = find_gpu(RUNS[number].gpu)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if not null_gpu.reason_to_skip():
-        names = {"NULL_GPU_GIB": str(NO_LIMIT), "NULL_GPU_NAME": gpu.name, "NULL_GPU_CAPABILITY": gpu.capability}
-        environment |= null_gpu.null_environment(gpu.gpus_per_machine, **names)
+        environment |= environment_for(gpu)
     command = [sys.executable, "-m", "benchmarks.published", f"--row={number}"]
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
     if done.returncode:

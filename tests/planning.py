@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from null_gpu import null_environment
 from src.tools.plan.gpus import find_gpu
-from src.tools.plan.measure import NO_LIMIT, Setup
+from src.tools.plan.measure import Setup, environment_for
 from src.tools.plan.search import Row, explore
 from tests.launching import PROJECT, SECONDS, clean_environment
 
@@ -35,15 +34,12 @@ def setup(yaml: str, gpus: int, arguments: Iterable[str]) -> Setup:
 
 def measured(*setups: Setup) -> list[dict[str, Any]]:
     """What `explore` finds out about each, as JSON."""
-    environment = null_environment(
-        16, NULL_GPU_GIB=str(NO_LIMIT), NULL_GPU_NAME=H100.name, NULL_GPU_CAPABILITY=H100.capability
-    )
     content = json.dumps([asdict(setup) | {"gpu": setup.gpu.model_dump()} for setup in setups])
     done = subprocess.run(
         [sys.executable, "-m", "tests.planning"],
         input=content,
         cwd=PROJECT,
-        env=clean_environment(**environment),
+        env=clean_environment(**environment_for(H100)),
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from src.config.errors import UserError
 from src.training.blocks import repeating_blocks
@@ -39,15 +40,19 @@ def explains_memory() -> Iterator[None]:
         raise UserError(line) from error
 
 
-def _explain(run: Run) -> str:
-    """Return what held the memory, and what the three most useful changes would save of it."""
+def tensors_of(run: Run) -> dict[str, list[Tensor]]:
+    """Return what this process holds of parameters, gradients and optimizer, by these names."""
     states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
-    tensors = {
+    return {
         "parameters": [to_local(parameter) for parameter in run.parameters],
         "gradients": local_gradients(run.parameters),
-        "optimizer": [to_local(value) for state in states for value in state.values()],
+        "optimizer": [to_local(value) for state in states for value in state.values() if isinstance(value, Tensor)],
     }
-    held = {name: sum(t.nbytes for t in of if t.is_cuda) for name, of in tensors.items()}
+
+
+def _explain(run: Run) -> str:
+    """Return what held the memory, and what the three most useful changes would save of it."""
+    held = {name: sum(t.nbytes for t in of if t.is_cuda) for name, of in tensors_of(run).items()}
     state = sum(held.values())
     held["activations"] = rest = torch.cuda.max_memory_allocated() - state
 

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from src.training.gradients import to_local
 
 SENT = {"allreduce": 2.0, "allgather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
 """How often a process sends a collective's largest tensor, but for its own part: NCCL's rings."""
@@ -35,7 +36,7 @@ class Work(TorchDispatchMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         leaves = tree_leaves((args, kwargs, result))
-        tensors = [local(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [to_local(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = [tensor for tensor in tensors if tensor.device.type == self._device]
         name, packet = function._schema.name, function._overloadpacket
         if not tensors or function.is_view or any(word in name for word in IDLE):
@@ -79,8 +80,3 @@ class Work(TorchDispatchMode):
 
 def _is_offsets(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 1 and value.dtype == torch.int32
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,12 +15,9 @@ from src.config.errors import UserError
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
-from src.tools.plan.measure import NO_LIMIT
+from src.tools.plan.measure import environment_for
 from src.tools.plan.search import YAMLS, Row, changes, explore_all, setups
 from src.tools.plan.show import best, recommendation, table, write
-
-MOST_PER_MACHINE = 16
-"""GPUs that the null GPU stands for at most."""
 
 
 def main(argv: list[str]) -> None:
@@ -33,14 +30,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--output", type=Path, default="plans", help="folder that the plan is written into")
     options, arguments = parser.parse_args(argv[:split]), argv[split + 1 :]
     gpu = find_gpu(options.gpu)
-    if not null_gpu.reason_to_skip() and "NULL_GPU_GIB" not in os.environ:
-        # the null GPU takes the place of CUDA's libraries before these are loaded
-        environment = null_gpu.null_environment(
-            MOST_PER_MACHINE, NULL_GPU_GIB=str(NO_LIMIT), NULL_GPU_NAME=gpu.name, NULL_GPU_CAPABILITY=gpu.capability
-        )
-        os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment)
-    config = load_config(arguments, TASKS)
     how = null_gpu.reason_to_skip()
+    if not how and "NULL_GPU_GIB" not in os.environ:
+        # the null GPU takes the place of CUDA's libraries before these are loaded
+        os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment_for(gpu))
+    config = load_config(arguments, TASKS)
     print(
         f"calculated, not measured: {how}" if how else "measured on GPUs that are not there, and timed by docs/plan.md"
     )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # registers the backend `fake`
 
+from null_gpu import null_environment
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.config import Config, load_config
 from src.config.errors import UserError
@@ -33,15 +34,18 @@ from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, t
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import local_gradients
 from src.training.optim import build_optimizers
+from src.training.out_of_memory import tensors_of
 from src.training.progress import Progress
 from src.training.run import Run, build_data
 from src.training.state import ResumePoint
 from src.training.transforms import transform
-from src.training.work import Work, local
+from src.training.work import Work
 from train import train_step
 
 NO_LIMIT = 100_000
 """GiB of a GPU on which everything fits."""
+MOST_PER_MACHINE = 16
+"""GPUs that the null GPU stands for at most."""
 LONG = 20
 """Seconds of reading data that a plan tells of."""
 KERNELS = ("launch", "gemm", "conv", "triton", "graph_launch")
@@ -92,6 +96,13 @@ class Measured:
     work: dict[str, float] = field(default_factory=dict)
     """Of a step: what Work counts, `kernels`, `waits` for the device, and `host_seconds` on this machine."""
     notes: list[str] = field(default_factory=list)
+
+
+def environment_for(gpu: Gpu) -> dict[str, str]:
+    """Return what a process needs in its environment, before it loads CUDA's libraries, to measure runs on this GPU."""
+    return null_environment(
+        MOST_PER_MACHINE, NULL_GPU_GIB=str(NO_LIMIT), NULL_GPU_NAME=gpu.name, NULL_GPU_CAPABILITY=gpu.capability
+    )
 
 
 def launcher_environment(yaml: str, gpus: int, per_machine: int) -> dict[str, str]:
@@ -314,15 +325,9 @@ class Trial:
         return [*rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size).values()]
 
     def _parts(self) -> dict[str, int]:
-        run = self._run
-        states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
-        tensors = [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
-        return {
-            "parameters": sum(local(parameter).nbytes for parameter in run.parameters),
-            "gradients": self._gradients,
-            "optimizer": sum(local(tensor).nbytes for tensor in tensors),
-            "activations": self._kept,
-        }
+        parts = {name: sum(t.nbytes for t in of) for name, of in tensors_of(self._run).items()}
+        # an optimizer's step clears the gradients
+        return parts | {"gradients": self._gradients, "activations": self._kept}
 
     def _work(self, accumulation: int) -> dict[str, float]:
         """Return what a step of so many micro-batches asks for: the first one, and as often as there are more, what a
