@@ -4,6 +4,7 @@ docs/gpu.md says what it is, and what it can't show.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import platform
@@ -14,13 +15,18 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # registers the backend `fake`
 
 SOURCE = Path(__file__).with_name("null_gpu.c")
 TRITON = find_spec("triton")
 HEADERS = Path((TRITON.origin if TRITON else None) or "/missing").parent / "backends/nvidia/include"
 CUDA = torch.version.cuda or "none"
+WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")
+"""Kinds of what null_gpu.c counts for which the host waits for the device."""
 
 
 def reason_to_skip(*compilers: str) -> str | None:
@@ -82,3 +88,36 @@ def null_environment(devices: int = 1, **more: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         **more,
     }
+
+
+class NullGpu:
+    """What this process has asked of its null GPU."""
+
+    def __init__(self) -> None:
+        self.library: Any = ctypes.CDLL("libcuda.so.1")
+        self.library.null_gpu_kind_name.restype = ctypes.c_char_p
+        self.library.null_gpu_count.restype = ctypes.c_long
+        self.kinds: list[str] = []
+        """What it counts, by the names that null_gpu.c gives."""
+        while name := self.library.null_gpu_kind_name(len(self.kinds)):
+            self.kinds.append(name.decode())
+
+    def counts(self) -> dict[str, int]:
+        """Return how often each kind of thing has happened, if it has, since the last `reset`."""
+        return {kind: n for i, kind in enumerate(self.kinds) if (n := self.library.null_gpu_count(i))}
+
+    def reset(self) -> None:
+        self.library.null_gpu_reset()
+
+
+def join_alone(gpus: int) -> None:
+    """Join a group of so many processes, of which this one is the first and the only one."""
+    torch.cuda.set_device(0)
+    # the null GPU's NCCL takes all others to do as this process does; gloo would wait for them
+    dist.init_process_group("cuda:nccl,cpu:fake", store=dist.HashStore(), rank=0, world_size=gpus)
+    new_group: Any = dist.new_group
+
+    def without_gloo(*args: Any, backend: str | None = None, **more: Any) -> Any:
+        return new_group(*args, backend="fake" if backend == "gloo" else backend, **more)
+
+    dist.new_group = without_gloo

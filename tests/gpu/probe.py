@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from null_gpu import null_environment
+from null_gpu import WAITS, NullGpu, join_alone, null_environment
 from tests.launching import PROJECT, QUIET, clean_environment
 
-WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")
 FSDP = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
@@ -73,7 +72,6 @@ def main(result: str, *arguments: str) -> None:
     import time
 
     import torch
-    import torch.distributed as dist
 
     import train
     from src.distributed.stop import StopSignal
@@ -82,12 +80,8 @@ def main(result: str, *arguments: str) -> None:
     from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
     from train import run_settings
 
-    null: Any = ctypes.CDLL("libcuda.so.1")
-    null.null_gpu_kind_name.restype = ctypes.c_char_p
-    null.null_gpu_count.restype = ctypes.c_long
-    kinds: list[str] = []
-    while name := null.null_gpu_kind_name(len(kinds)):
-        kinds.append(name.decode())
+    gpu = NullGpu()
+    null, kinds, counts = gpu.library, gpu.kinds, gpu.counts
     places: collections.Counter[str] = collections.Counter()
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
@@ -96,16 +90,8 @@ def main(result: str, *arguments: str) -> None:
             own = [f.filename for f in traceback.extract_stack() if f.filename.startswith(f"{PROJECT}/src")]
             places[f"{kinds[kind]} {Path(own[-1]).relative_to(PROJECT) if own else '?'}"] += 1
 
-    def counts() -> dict[str, int]:
-        return {kind: n for i, kind in enumerate(kinds) if (n := null.null_gpu_count(i))}
-
-    if size := int(os.environ.get("WORLD_SIZE", "0")):  # the others are not there: what gloo would do is left out
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # registers the backend `fake`
-
-        torch.cuda.set_device(0)
-        dist.init_process_group("cuda:nccl,cpu:fake", store=dist.HashStore(), rank=0, world_size=size)
-        real: Any = dist.new_group
-        dist.new_group = lambda *a, backend=None, **k: real(*a, backend="fake" if backend == "gloo" else backend, **k)
+    if size := int(os.environ.get("WORLD_SIZE", "0")):  # the others are not there
+        join_alone(size)
     run = train.build(run_settings([*arguments]))
     assert run
     performance = Performance(run)  # room: performance

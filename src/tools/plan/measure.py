@@ -5,7 +5,6 @@ All other processes are taken to do as this one does, and weights are memory tha
 
 import bisect
 import contextlib
-import ctypes
 import gc
 import os
 import time
@@ -15,14 +14,12 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # registers the backend `fake`
 
-from null_gpu import null_environment
+from null_gpu import WAITS, NullGpu, join_alone, null_environment
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.config import Config, load_config
 from src.config.errors import UserError
@@ -49,8 +46,7 @@ MOST_PER_MACHINE = 16
 LONG = 20
 """Seconds of reading data that a plan tells of."""
 KERNELS = ("launch", "gemm", "conv", "triton", "graph_launch")
-WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")
-"""Names that null_gpu.c gives to what it counts."""
+"""Names that null_gpu.c gives to what computes."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +115,6 @@ def launcher_environment(yaml: str, gpus: int, per_machine: int) -> dict[str, st
         sizes = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": min(gpus, per_machine)}
         environment |= {name: str(size) for name, size in sizes.items()}
     return environment
-
-
-def join_alone(gpus: int) -> None:
-    """Join a group of so many processes, of which this one is the first and the only one."""
-    torch.cuda.set_device(0)
-    # the null GPU's NCCL takes all others to do as this process does; gloo would wait for them
-    dist.init_process_group("cuda:nccl,cpu:fake", store=dist.HashStore(), rank=0, world_size=gpus)
-    new_group: Any = dist.new_group
-
-    def without_gloo(*args: Any, backend: str | None = None, **more: Any) -> Any:
-        return new_group(*args, backend="fake" if backend == "gloo" else backend, **more)
-
-    dist.new_group = without_gloo
 
 
 def build(config: Config) -> Run:
@@ -212,9 +195,7 @@ class Trial:
         self._is_offloaded = run.launch.strategy.endswith("offload")
         # the second micro-batch's gradients come on top of the first one's; the host would really add them up
         self._most = 1 if self._is_offloaded else 2
-        self._null: Any = ctypes.CDLL("libcuda.so.1")
-        self._null.null_gpu_kind_name.restype = ctypes.c_char_p
-        self._null.null_gpu_count.restype = ctypes.c_long
+        self._null = NullGpu()
         self._gradients = self._kept = self._before = 0
         for optimizer in run.optimizers:
             optimizer.register_step_pre_hook(self._note_gradients)
@@ -343,15 +324,13 @@ class Trial:
     def _work_of(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
         seconds = []
         for _ in range(3):
-            self._null.null_gpu_reset()
+            self._null.reset()
             started = time.perf_counter()
             self._take(micro_batches)
             seconds.append(time.perf_counter() - started)
-        numbers: dict[str, int] = {}
-        while name := self._null.null_gpu_kind_name(len(numbers)):
-            numbers[name.decode()] = self._null.null_gpu_count(len(numbers))
+        numbers = self._null.counts()
         with Work("cuda", self._setup.gpu.gpus_per_machine) as work:
             self._take(micro_batches)
-        kernels = sum(numbers[name] for name in KERNELS)
-        waits = sum(numbers[name] for name in WAITS)
+        kernels = sum(numbers.get(name, 0) for name in KERNELS)
+        waits = sum(numbers.get(name, 0) for name in WAITS)
         return {**work.counts, "kernels": kernels, "waits": waits, "host_seconds": min(seconds)}
