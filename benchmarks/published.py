@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tools.plan import show
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import Setup, environment_for
-from src.tools.plan.search import Row, explore
+from src.tools.plan.search import explore
 
 GB, GIB = 1e9, 2**30
 NONE, FULL = (False,), (True,)
@@ -36,6 +36,8 @@ SELECTIVE = (False, True)
 EAGER, COMPILED = (False,), (True,)
 UNKNOWN = (False, True)
 """The source does not say whether the model was compiled: the bounds."""
+ENDLESS = 10_000
+"""GiB of a GPU on which a run that doesn't fit is measured all the same."""
 SPARE = 1.2
 """Text that is written per token of a step: a tenth is kept for the evaluation."""
 
@@ -266,10 +268,10 @@ def predict(run: Run) -> list[dict[str, Any]]:
             words += ["--compile=true"] if run.compiled == COMPILED else []
             config = load_config(words, TASKS)
             setup = Setup(tuple(words), f"accelerate_configs/{run.yaml}.yaml", run.gpus, gpu)
-            row = explore(Row(setup))
+            row = explore(setup)
             is_fitting = row.is_fitting and row.measured is not None and row.measured.micro_batch == run.micro
             if not is_fitting and not row.reason:
-                row = explore(Row(Setup(tuple(words), setup.yaml, run.gpus, gpu, is_limited=False)))
+                row = explore(replace(setup, gpu=gpu.model_copy(update={"memory_gib": ENDLESS})))
             if row.reason or not row.measured:
                 raise RuntimeError(f"{run.name}: {row.reason}")
             for is_compiled in run.compiled:

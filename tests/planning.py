@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from src.config.config import load_config
+from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import Setup, environment_for
-from src.tools.plan.search import Row, explore
+from src.tools.plan.search import explore
 from tests.launching import PROJECT, SECONDS, clean_environment
 
 H100 = find_gpu("h100")
@@ -49,12 +51,12 @@ def measured(*setups: Setup) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    rows = []
-    for fields in json.load(sys.stdin):
+    rows, setups = [], json.load(sys.stdin)
+    load_config(setups[0]["arguments"], TASKS)  # imports the task, which the processes of all setups have from here on
+    for fields in setups:
         fields |= {"gpu": type(H100).model_validate(fields["gpu"]), "arguments": tuple(fields["arguments"])}
-        row = asdict(explore(Row(Setup(**fields))))
-        row["setup"]["gpu"] = None
-        rows.append(row)
+        row = explore(Setup(**fields))
+        rows.append({"is_fitting": row.is_fitting, "measured": asdict(row.measured) if row.measured else row.reason})
     print(json.dumps(rows))
 
 

@@ -86,7 +86,7 @@ def _measured_together(in_fp32: Path, yamls: tuple[str, ...], gpus: int) -> list
 
 def agree(text: str, *plans: tuple[str, int, tuple[str, ...]]) -> None:
     setups = [
-        setup(yaml, gpus, [*llama(text, length=1024, batch=32, num_hidden_layers=12), *more])
+        setup(yaml, gpus, [*llama(text, length=1024, batch=32, num_hidden_layers=8), *more])
         for yaml, gpus, more in plans
     ]
     for what, row in zip(setups, measured(*setups), strict=True):

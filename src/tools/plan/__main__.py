@@ -16,7 +16,7 @@ from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import environment_for
-from src.tools.plan.search import YAMLS, Row, changes, explore_all, setups
+from src.tools.plan.search import YAMLS, changed, explore_all, setups
 from src.tools.plan.show import best, recommendation, table, write
 
 
@@ -38,13 +38,10 @@ def main(argv: list[str]) -> None:
     print(
         f"calculated, not measured: {how}" if how else "measured on GPUs that are not there, and timed by docs/plan.md"
     )
-    rows = [Row(setup) for setup in setups(config, arguments, options.yamls, options.gpus, gpu)]
-    rows = explore_all(rows)
+    rows = explore_all([*setups(arguments, options.yamls, options.gpus, gpu)])
     if not best(rows, config):
-        most = [row.setup for row in rows if row.setup.gpus == max(options.gpus)]
-        rows += explore_all(
-            [Row(setup.with_arguments(more), change) for change, more in changes(config) for setup in most]
-        )
+        largest = [row.setup for row in rows if row.setup.gpus == max(options.gpus)]
+        rows += explore_all([*changed(largest, config)])
     if not any(row.measured for row in rows):
         raise UserError("\n".join(dict.fromkeys(row.reason for row in rows)))
     print(table(rows, config), "", recommendation(rows, config), sep="\n")

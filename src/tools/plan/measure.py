@@ -4,19 +4,20 @@ All other processes are taken to do as this one does, and weights are memory tha
 """
 
 import bisect
-import contextlib
 import gc
 import os
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from null_gpu import WAITS, NullGpu, join_alone, null_environment
@@ -29,7 +30,7 @@ from src.tasks import TASKS
 from src.tools.plan.gpus import Gpu
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.evaluation import evaluate_batches
-from src.training.gradients import local_gradients
+from src.training.gradients import to_local
 from src.training.optim import build_optimizers
 from src.training.out_of_memory import tensors_of
 from src.training.progress import Progress
@@ -58,14 +59,8 @@ class Setup:
     yaml: str
     gpus: int
     gpu: Gpu
-    is_limited: bool = True
-    """Whether to be out of memory where a GPU would be, or to find out how much would be needed."""
-    micro_batch: int | None = None
-    """Examples per forward pass; None: as the settings say."""
-
-    def with_arguments(self, more: list[str]) -> "Setup":
-        """Return the same with more arguments for train.py."""
-        return replace(self, arguments=(*self.arguments, *more))
+    change: str = ""
+    """What was changed for it to fit."""
 
 
 @dataclass(kw_only=True)
@@ -87,7 +82,7 @@ class Measured:
     memory: dict[str, tuple[int, int]]
     """Bytes that were allocated and reserved at most, by phase: load, step, evaluation, save."""
     parts: dict[str, int]
-    """Bytes by what they hold: parameters, gradients, optimizer, activations, which a forward pass keeps."""
+    """The step's bytes by what they hold: parameters, gradients, optimizer, and the rest: activations."""
     host_bytes: int
     work: dict[str, float] = field(default_factory=dict)
     """Of a step: what Work counts, `kernels`, `waits` for the device, and `host_seconds` on this machine."""
@@ -152,17 +147,23 @@ def fill(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, made[parameter])
 
 
-def measure(setup: Setup) -> Measured:
-    """Return what the run asks of its first process. Call it in a process of its own, which it changes for good."""
+def measure(setup: Setup, share: float) -> Measured:
+    """Return what the run asks of its first process, and which micro-batches fit into this share of the GPU's memory.
+    Call it in a process of its own, which it changes for good.
+
+    Raises:
+        torch.OutOfMemoryError: they fit by their sum, but not once torch's allocator has cut the memory into blocks.
+    """
     # NCCL's communicators are joined through this process alone, however many others there are
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
     os.environ |= launcher_environment(setup.yaml, setup.gpus, setup.gpu.gpus_per_machine)
     gc.disable()  # cycles keep memory of DDP's first steps until Python happens to look for them: count it
+    gc.freeze()  # of what is there by now, nothing has to be looked for
     torch.backends.cuda.enable_cudnn_sdp(False)  # the null GPU has none; flash attention takes as much memory
     config = load_config([*setup.arguments], TASKS)
     if "WORLD_SIZE" in os.environ:
         join_alone(setup.gpus)
-    return Trial(build(config), setup).measured()
+    return Trial(build(config), setup.gpu).measured(share)
 
 
 def require_examples(there: int, needed: int) -> None:
@@ -172,14 +173,23 @@ def require_examples(there: int, needed: int) -> None:
         raise UserError(f"the training data have {there:,} examples, and micro-batches take {needed:,} at once: {hint}")
 
 
+def choose(sizes: list[int], own: int, limit: float, peak_of: Callable[[int], float]) -> tuple[int, int]:
+    """Return which of the micro-batches to plan with, the run's own if it fits, and the largest whose peak does."""
+    count = bisect.bisect_right(sizes, limit, key=peak_of)
+    largest = sizes[count - 1] if count else 0
+    return min(own, max(largest, 1)), largest
+
+
 def divisors(number: int) -> list[int]:
     """Return the whole numbers that divide `number`, the smallest first."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def peak() -> tuple[int, int]:
-    """Return the bytes that were allocated and reserved at most since the peaks were reset."""
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    """Return the bytes that were allocated and reserved at most since this was last asked."""
+    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return most
 
 
 def highest(memory: dict[str, tuple[int, int]]) -> int:
@@ -190,147 +200,113 @@ def highest(memory: dict[str, tuple[int, int]]) -> int:
 class Trial:
     """Steps of a run, with micro-batches of one size after the other."""
 
-    def __init__(self, run: Run, setup: Setup) -> None:
-        self._run, self._setup = run, setup
+    def __init__(self, run: Run, gpu: Gpu) -> None:
+        self._run, self._gpu = run, gpu
         self._is_offloaded = run.launch.strategy.endswith("offload")
         # the second micro-batch's gradients come on top of the first one's; the host would really add them up
         self._most = 1 if self._is_offloaded else 2
+        # a step clears them
+        self._gradients = sum(to_local(weight).nbytes for weight in run.parameters if weight.requires_grad)
+        # DDP's second step makes new buckets, and torch keeps the first ones until its watchdog, which looks every
+        # 0.1 s, finds that they were reduced: on a GPU, as a rule, not before the forward pass has ended, but here
+        # whenever the host happens to be so far. So that is waited for, and their bytes are added.
+        self._kept = self._gradients if run.launch.strategy == "ddp" else 0
         self._null = NullGpu()
-        self._gradients = self._kept = self._before = 0
-        for optimizer in run.optimizers:
-            optimizer.register_step_pre_hook(self._note_gradients)
-        run.model.register_forward_hook(self._note_activations)
         self._load = peak()
         self._host = psutil.Process().memory_info().rss
 
-    def measured(self) -> Measured:
-        """Measure the run with its own micro-batches, then find the largest that fit. Within the limits of a GPU, these
-        are tried one by one, and what is out of memory ends it.
+    def measured(self, share: float) -> Measured:
+        """Return what `measure` does."""
+        run, world_size = self._run, self._run.world_size
+        batch, own = run.config.global_batch_size // world_size, run.config.micro_batch(world_size)
+        require_examples(len(run.train_set), own * world_size)
+        sizes = [size for size in divisors(batch) if size * world_size <= len(run.train_set)]
+        capacity = self._gpu.capacity
+        size, largest = choose(sizes, own, share * capacity, lambda size: highest(self._memory(size)))
+        if largest:
+            torch.cuda.set_per_process_memory_fraction((capacity - self._kept) / (NO_LIMIT << 30))
+            self._memory(largest)
+            # what is compiled is counted eagerly, which takes more
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
-        Raises:
-            torch.OutOfMemoryError: its own do not fit.
-        """
-        run, setup = self._run, self._setup
-        self._limit()
-        share = run.config.global_batch_size // run.world_size
-        sizes = [size for size in divisors(share) if size * run.world_size <= len(run.train_set)]
-        own = setup.micro_batch or run.config.micro_batch(run.world_size)
-        require_examples(len(run.train_set), own * run.world_size)
-        memory, parts = self._memory(own), self._parts()
-        torch.cuda.set_per_process_memory_fraction(1.0)  # what is compiled is counted eagerly, which takes more
-        work = self._work(share // own)
-        self._limit()
-        flops = 0.0
+        memory, accumulation = self._memory(size), batch // size
+        parts = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in tensors_of(run).items()}
+        parts["gradients"] = self._gradients
+        on_the_host = sum(parts.values()) if self._is_offloaded else 0
+        parts["activations"] = memory["step"][0] - sum(parts.values()) + on_the_host
+        flops = tokens = 0.0
         first, model = self._micro_batches[0].data, run.accelerator.unwrap_model(run.model)  # room: performance
-        flops = run.task.flops(model, first) * share // own * run.world_size  # room: performance
-        tokens = 0.0
-        tokens = self._counts.tokens * run.world_size  # room: text
-        measured = Measured(
+        flops = run.task.flops(model, first) * accumulation * world_size  # room: performance
+        tokens = self._counts.tokens * world_size  # room: text
+        return Measured(
             strategy=run.launch.strategy,
-            micro_batch=own,
-            largest=own,
-            accumulation=share // own,
+            micro_batch=size,
+            largest=largest,
+            accumulation=accumulation,
             model_flops=flops,
             tokens=tokens,
             total_steps=run.total_steps,
             memory=memory,
             parts=parts,
             host_bytes=self._host + max(self._saved, parts["parameters"]),
-            work=work,
+            work=self._work(accumulation),
             notes=run.facts["tuned"],
         )
-        if not setup.is_limited:
-            smaller = [size for size in sizes if size < own]
-            # the first that is too large
-            end = bisect.bisect_left(smaller, True, key=lambda size: highest(self._memory(size)) > setup.gpu.capacity)
-            measured.largest = smaller[end - 1] if end else 0
-            return measured
-        with contextlib.suppress(torch.OutOfMemoryError):
-            for size in sizes[sizes.index(own) + 1 :]:
-                self._memory(size)
-                measured.largest = size
-        return measured
 
     def _memory(self, size: int) -> dict[str, tuple[int, int]]:
         """Return the peaks of each phase with micro-batches of this size."""
         run = self._run
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        self._begin(size)
+        run.accelerator.free_memory()
+        run.config = run.config.model_copy(update={"micro_batch_size": size})
+        stop = StopSignal(run.accelerator, run.config)
+        self._micro_batches, self._counts = next(CountedSteps(training_steps(run, 0), stop))
+        peak()
         for _ in range(2):  # the optimizer's state is there from the second one on
             self._take(self._micro_batches[: self._most])
-        memory = {"load": self._load, "step": peak()}
-        torch.cuda.reset_peak_memory_stats()
-        batches = islice(evaluation_batches(run), 2)
-        evaluate_batches(run.task, run.model.eval(), batches, run.device, self._stop)
+            if self._kept:
+                group: Any = dist.group.WORLD
+                group._get_backend(run.device)._wait_for_pending_works()
+        allocated, reserved = peak()
+        memory = {"load": self._load, "step": (allocated + self._kept, reserved + self._kept)}
+        evaluate_batches(run.task, run.model.eval(), islice(evaluation_batches(run), 2), run.device, stop)
         run.model.train()
         memory["evaluation"] = peak()
-        torch.cuda.reset_peak_memory_stats()
-        self._saved = sum(t.nbytes for t in self._tensors_to_save())
+        to_save = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
+        self._saved = sum(tensor.nbytes for tensor in to_save.values())
         memory["save"] = peak()
         return memory
-
-    def _limit(self) -> None:
-        if self._setup.is_limited:
-            torch.cuda.set_per_process_memory_fraction(self._setup.gpu.capacity / (NO_LIMIT << 30))
-
-    def _begin(self, size: int) -> None:
-        run = self._run
-        run.config = run.config.model_copy(update={"micro_batch_size": size})
-        self._stop = StopSignal(run.accelerator, run.config)
-        self._micro_batches, self._counts = next(CountedSteps(training_steps(run, 0), self._stop))
 
     def _take(self, micro_batches: list[MicroBatch]) -> None:
         """Take a step, or, if the optimizer works in the host's memory, all of it but the update."""
         run = self._run
-        self._before, self._kept, self._gradients = torch.cuda.memory_allocated(), 0, 0
         if not self._is_offloaded:
             train_step(run, micro_batches, self._counts)
             return
         for batch in micro_batches:
             run.accelerator.backward(run.task.loss(run.model, batch.data) * batch.weight)
-        self._note_gradients()
         run.model.zero_grad()
-
-    def _note_gradients(self, *_: Any) -> None:
-        size = sum(gradient.nbytes for gradient in local_gradients(self._run.parameters))
-        self._gradients = max(self._gradients, size)  # a second optimizer finds none of the first one's
-
-    def _note_activations(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._kept = self._kept or torch.cuda.memory_allocated() - self._before
-
-    def _tensors_to_save(self) -> list[Tensor]:
-        run = self._run
-        return [*rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size).values()]
-
-    def _parts(self) -> dict[str, int]:
-        parts = {name: sum(t.nbytes for t in of) for name, of in tensors_of(self._run).items()}
-        # an optimizer's step clears the gradients
-        return parts | {"gradients": self._gradients, "activations": self._kept}
 
     def _work(self, accumulation: int) -> dict[str, float]:
         """Return what a step of so many micro-batches asks for: the first one, and as often as there are more, what a
         second one adds."""
-        first = self._work_of(self._micro_batches[:1])
-        if accumulation == 1:
-            return first
-        if self._most == 1:
-            return {name: accumulation * number for name, number in first.items()}
-        both = self._work_of(self._micro_batches[:2])
-        return {name: first.get(name, 0) + (accumulation - 1) * (both[name] - first.get(name, 0)) for name in both}
+        one = self._work_of(1)
+        if accumulation == 1 or self._is_offloaded:
+            return {name: accumulation * number for name, number in one.items()}
+        two = self._work_of(2)
+        return {
+            name: one.get(name, 0) + (accumulation - 1) * (number - one.get(name, 0)) for name, number in two.items()
+        }
 
-    def _work_of(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
+    def _work_of(self, micro_batches: int) -> dict[str, float]:
         seconds = []
         for _ in range(3):
             self._null.reset()
             started = time.perf_counter()
-            self._take(micro_batches)
+            self._take(self._micro_batches[:micro_batches])
             seconds.append(time.perf_counter() - started)
         numbers = self._null.counts()
-        with Work("cuda", self._setup.gpu.gpus_per_machine) as work:
-            self._take(micro_batches)
+        with Work("cuda", self._gpu.gpus_per_machine) as work:
+            self._take(self._micro_batches[:micro_batches])
         kernels = sum(numbers.get(name, 0) for name in KERNELS)
         waits = sum(numbers.get(name, 0) for name in WAITS)
         return {**work.counts, "kernels": kernels, "waits": waits, "host_seconds": min(seconds)}

@@ -2,13 +2,11 @@
 
 import multiprocessing
 import os
-import tempfile
-import traceback
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,21 +31,23 @@ FORK: Any = multiprocessing.get_context("fork")
 """Processes start with all that has been imported."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
     """What was found out about a Setup."""
 
     setup: Setup
-    change: str = ""
-    """The one of CHANGES that was made."""
-    measured: Measured | None = None
+    measured: Measured | None
     """With micro-batches that fit or, if none do, with the smallest; None: it can't be run."""
-    is_fitting: bool = False
     reason: str = ""
     """The reason why it can't be run."""
 
+    @property
+    def is_fitting(self) -> bool:
+        """Return whether some micro-batch fits."""
+        return bool(self.measured and self.measured.largest)
 
-def setups(config: Config, arguments: list[str], yamls: list[str], sizes: list[int], gpu: Gpu) -> Iterator[Setup]:
+
+def setups(arguments: list[str], yamls: list[str], sizes: list[int], gpu: Gpu) -> Iterator[Setup]:
     """Yield the run under each strategy on each number of GPUs that it is for."""
     for gpus in sorted({*sizes}):
         machines = gpus / gpu.gpus_per_machine
@@ -57,83 +57,33 @@ def setups(config: Config, arguments: list[str], yamls: list[str], sizes: list[i
                 yield Setup(tuple(arguments), f"accelerate_configs/{yaml}.yaml", gpus, gpu)
 
 
-def changes(config: Config) -> list[tuple[str, list[str]]]:
-    """Return those of CHANGES that the run can make: their names, and arguments to add."""
+def changed(setups: list[Setup], config: Config) -> Iterator[Setup]:
+    """Yield the setups with each of CHANGES that the run can make."""
     settings = config.task.model_dump()
     impossible = []
     if "lora" not in settings or not settings["model"] or settings["lora"]["r"]:
         impossible.append("LoRA")
     if config.activation_checkpointing:  # room: compile
         impossible.append("activation checkpointing")
-    return [change for change in CHANGES.items() if not any(name in change[0] for name in impossible)]
+    for change, arguments in CHANGES.items():
+        if not any(name in change for name in impossible):
+            for setup in setups:
+                yield replace(setup, arguments=(*setup.arguments, *arguments), change=change)
 
 
-def explore_all(rows: list[Row]) -> list[Row]:
-    """Return the rows with what was found out, in their order."""
-    workers = max(1, min(len(rows), len(os.sched_getaffinity(0))))
-    with ProcessPoolExecutor(workers, FORK) as pool, bar("setups tried", total=len(rows)) as progress:
-        futures = [pool.submit(explore, row) for row in rows]
-        for _ in as_completed(futures):
-            progress.update()
-    return [future.result() for future in futures]
-
-
-def explore(row: Row) -> Row:
-    """Find the largest micro-batches that fit; where the run's own don't, what they would need."""
+def explore(setup: Setup) -> Row:
+    """Find out what a setup takes, in a process of its own, which its run changes for good."""
+    share = 1.0
     try:
-        own = attempt(row.setup)
-        if own:
-            return replace(row, measured=own, is_fitting=True)
-        needed = attempt(replace(row.setup, is_limited=False))
-        assert needed
-        size = needed.largest
-        while size:
-            smaller = attempt(replace(row.setup, micro_batch=size))
-            if smaller:
-                return replace(row, measured=smaller, is_fitting=True)
-            size //= 2  # of what fits without fragmentation
-        if needed.micro_batch > 1:
-            needed = attempt(replace(row.setup, is_limited=False, micro_batch=1))
-        return replace(row, measured=needed)
+        while True:
+            find = partial(measure, setup, share) if "NULL_GPU_GIB" in os.environ else partial(calculate, setup)
+            with ProcessPoolExecutor(1, FORK) as pool, suppress(torch.OutOfMemoryError):
+                return Row(setup, pool.submit(find).result())
+            share -= 0.05  # fragmentation takes the rest
     except UserError as error:
-        return replace(row, reason=str(error))
+        return Row(setup, None, str(error))
 
 
-def attempt(setup: Setup) -> Measured | None:
-    """Measure in a process of its own; None: it was out of memory. Raise a UserError if the run refuses its settings,
-    and a RuntimeError with what the process wrote if it fails."""
-    with tempfile.TemporaryFile("w+") as log:
-        receiver, sender = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=_attempt, args=(setup, sender, log.fileno()))
-        process.start()
-        sender.close()
-        try:
-            found = receiver.recv()
-        except EOFError:
-            log.seek(0)
-            raise RuntimeError(f"{setup.yaml} on {setup.gpus} GPUs:\n{log.read()}") from None
-        finally:
-            process.join()
-    if isinstance(found, UserError):
-        raise found
-    return found
-
-
-def _attempt(setup: Setup, sender: Connection, log: int) -> None:
-    os.dup2(log, 2)
-    try:
-        sender.send(measure(setup) if "NULL_GPU_GIB" in os.environ else calculate(setup))
-    except torch.OutOfMemoryError:
-        sender.send(None)
-    except UserError as error:
-        sender.send(error)
-    except Exception:
-        traceback.print_exc()
-    os._exit(0)  # the other processes of the run would be waited for
-
-
-def yaml_for(setup: Setup) -> str:
-    """Return the yaml to launch with: for several machines, one that says so, if there is one."""
-    path = Path(setup.yaml)
-    several = path.with_name(f"multi_node_{path.name}")
-    return str(several if setup.gpus > setup.gpu.gpus_per_machine and several.exists() else path)
+def explore_all(setups: list[Setup]) -> list[Row]:
+    """Return what was found out about each, one after the other: the host's time is measured too."""
+    return [explore(setup) for setup in bar("setups tried", iterable=setups, total=len(setups))]

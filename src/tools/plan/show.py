@@ -12,7 +12,7 @@ import pandas as pd
 from src.config.config import Config
 from src.tools.plan.estimate import seconds_of
 from src.tools.plan.measure import highest
-from src.tools.plan.search import Row, yaml_for
+from src.tools.plan.search import Row
 from src.tracking.figures import draw
 
 GB = 1e9
@@ -37,7 +37,8 @@ def line(row: Row, config: Config) -> dict[str, Any]:
         says = "limited by communication"
     if not row.is_fitting:
         phase = max(measured.memory, key=lambda phase: measured.memory[phase][0])
-        says = f"does not fit: {(needed - gpu.capacity) / GB:.1f} GB too much in the {phase}"
+        excess = f"{(needed - gpu.capacity) / GB:.1f} GB too much in the {phase}"
+        says = f"does not fit: {excess if needed > gpu.capacity else 'fragmentation'}"
     return shown | {
         "GB": needed / GB,
         "of": gpu.capacity / GB,
@@ -48,7 +49,7 @@ def line(row: Row, config: Config) -> dict[str, Any]:
         "MFU": measured.model_flops / seconds.step / gpus / peak,
         "hours": hours,
         "cost": hours * gpus * (gpu.price_usd_hour or 0),
-        "says": says + (f", with {row.change}" if row.change else ""),
+        "says": says + (f", with {row.setup.change}" if row.setup.change else ""),
     }
 
 
@@ -72,8 +73,10 @@ def recommendation(rows: list[Row], config: Config) -> str:
     if not row or not row.measured:
         return "nothing fits: ask for more GPUs, or for larger ones, or shorten the sequences"
     setup, found = row.setup, line(row, config)
-    command = f"accelerate launch --config_file {yaml_for(setup)} --num_processes {setup.gpus} train.py "
-    command += shlex.join(setup.arguments)
+    command = f"accelerate launch --config_file {setup.yaml} --num_processes {setup.gpus} "
+    if setup.gpus > setup.gpu.gpus_per_machine:
+        command += f"--num_machines {setup.gpus // setup.gpu.gpus_per_machine} --machine_rank=… --main_process_ip=… "
+    command += f"train.py {shlex.join(setup.arguments)}"
     if row.measured.micro_batch != config.micro_batch(setup.gpus):
         command += f" --micro_batch_size={row.measured.micro_batch}"
     takes = f"{found['hours']:.2f} h, ${found['cost']:,.2f}, {found['of'] - found['GB']:.1f} GB to spare"
@@ -85,7 +88,7 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
     names = (output / (config.run_name + (f"-{number}" if number else "")) for number in count())
     folder = next(name for name in names if not name.exists())
     folder.mkdir(parents=True)
-    content = [asdict(row) | {"line": line(row, config)} for row in rows]
+    content = [asdict(row) | {"is_fitting": row.is_fitting, "line": line(row, config)} for row in rows]
     (folder / "plan.json").write_text(json.dumps(content, indent=1, default=vars))
     write_pictures(rows, config, folder)  # room: report
     return folder
@@ -93,7 +96,7 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
 
 def write_pictures(rows: list[Row], config: Config, folder: Path) -> None:  # room: report
     """Draw memory and hours over the number of GPUs, a curve for each strategy."""
-    lines = pd.DataFrame([line(row, config) | {"change": row.change} for row in rows if row.measured])
+    lines = pd.DataFrame([line(row, config) | {"change": row.setup.change} for row in rows if row.measured])
     for column, title in (("GB", "memory of a GPU, GB, by GPUs"), ("hours", "hours, by GPUs")):
         curves = [
             (" ".join(names), of["GPUs"].tolist(), of[column].tolist())
