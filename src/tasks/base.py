@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import default_collate
 
+from src.config.errors import explained
 from src.config.settings import Settings
 
 
@@ -68,8 +69,9 @@ class Task(Settings, ABC):
         return None
 
     def build_skeleton(self) -> nn.Module:  # room: plan
-        """Return the model with parameters on the meta device, reading no weights: to plan a run."""
-        with without_weights():
+        """Return the model with parameters on the meta device, reading no weights: to plan a run. Raise a UserError if
+        it cannot be built so."""
+        with without_weights(), explained("its model reads values that a plan does not have, ", RuntimeError):
             return self.build_model()
 
     def load_weights(self, model: Any, device: torch.device) -> None:  # room: text

@@ -29,8 +29,9 @@ def explains_memory() -> Iterator[None]:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         phase = next((PHASES[f.f_code.co_name] for f in reversed(frames) if f.f_code.co_name in PHASES), "run")
         run = next((r for r in (f.f_locals.get("run") for f in frames) if isinstance(r, Run)), None)
-        size = torch.cuda.get_device_properties().total_memory / GB
-        line = f"out of memory in the {phase}, on a GPU of {size:.1f} GB"
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()  # CUDA's own, and other processes'
+        line = f"out of memory in the {phase}, on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} of it outside torch"
         if run:
             line += _explain(run)
         line += "; python -m src.tools.plan -- with the same settings says what fits"
@@ -56,17 +57,14 @@ def _explain(run: Run) -> str:
     state = sum(held.values())
     held["activations"] = rest = torch.cuda.max_memory_allocated() - state
 
-    strategy, size = run.launch.strategy, run.config.micro_batch(run.world_size)
+    size, world_size = run.config.micro_batch(run.world_size), run.world_size
     blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))  # room: compile
-    saves: dict[str, float] = {"accelerate_configs/fsdp_offload.yaml": state}
-    if run.accelerator.is_fsdp2:
-        saves[f"{2 * run.world_size} GPUs"] = state / 2
-    else:
-        saves[f"accelerate_configs/fsdp.yaml on {max(run.world_size, 2)} GPUs"] = state * (
-            1 - 1 / max(run.world_size, 2)
-        )
-    if strategy.endswith("offload"):
-        saves.clear()
+    saves: dict[str, float] = {}
+    if not run.launch.strategy.endswith("offload"):
+        shards = world_size if run.accelerator.is_fsdp2 else 1
+        gpus = max(2 * shards, world_size)
+        saves["accelerate_configs/fsdp_offload.yaml"] = state
+        saves[f"accelerate_configs/fsdp.yaml on {gpus} GPUs"] = state * (1 - shards / gpus)
     if size > 1:
         saves[f"--micro_batch_size={size // 2}"] = rest / 2
     if blocks and not run.config.activation_checkpointing:  # room: compile
