@@ -19,7 +19,7 @@ from src.tools.plan.estimate import seconds_of
 from src.tools.plan.gpus import Gpu, find_gpu
 from src.tools.plan.measure import Measured, highest
 from tests.launching import BIN, PROJECT, QUIET, Launch, needs, run_command, slow
-from tests.planning import llama, measured, setup
+from tests.planning import H100, llama, measured, setup
 
 needs_text = needs("src/tasks/text/causal_lm.py")
 needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
@@ -84,18 +84,20 @@ def planned(in_fp32: Path, yaml: str, gpus: int) -> dict[str, Any]:
 
 @cache
 def _measured_together(in_fp32: Path, yamls: tuple[str, ...], gpus: int) -> list[dict[str, Any]]:
-    return measured(*[setup(f"{in_fp32}/{yaml}.yaml", gpus, DIGITS) for yaml in yamls])
+    machine = H100.model_copy(update={"gpus_per_machine": 2})  # hsdp.yaml has two of them
+    return measured(*[replace(setup(f"{in_fp32}/{yaml}.yaml", gpus, DIGITS), gpu=machine) for yaml in yamls])
 
 
 def agree(text: str, *plans: tuple[str, int, tuple[str, ...]]) -> None:
     setups = [
-        setup(yaml, gpus, [*llama(text, length=1024, batch=32, num_hidden_layers=8), *more])
+        setup(yaml, gpus, [*llama(text, length=1024, batch=32, hidden_size=1024, intermediate_size=4096), *more])
         for yaml, gpus, more in plans
     ]
     for what, row in zip(setups, measured(*setups), strict=True):
         found, expected = row["measured"], calculate(what)
-        assert highest(expected.memory) == pytest.approx(highest(found["memory"]), rel=0.03), what.yaml
-        for name in ("parameters", "gradients"):
+        for phase, (allocated, _) in expected.memory.items():
+            assert allocated == pytest.approx(found["memory"][phase][0], rel=0.03), (what.yaml, phase)
+        for name in ("parameters", "gradients", "optimizer"):
             assert expected.parts[name] == pytest.approx(found["parts"][name], rel=0.01), (what.yaml, name)
         for name in ("product flops bfloat16", "attention flops bfloat16", "sent within", "sent between"):
             assert expected.work.get(name, 0) == pytest.approx(found["work"].get(name, 0), rel=0.03), (what.yaml, name)
@@ -106,7 +108,7 @@ def agree(text: str, *plans: tuple[str, int, tuple[str, ...]]) -> None:
 def test_what_is_measured_and_what_is_calculated_agree(text: str) -> None:
     """Within 3%: the peak, parts, and work. Tried without DDP's second set of buckets, and without the bytes that FSDP
     gathers: neither agrees."""
-    recomputing = ("--activation_checkpointing=true", "--micro_batch_size=2")
+    recomputing = ("--activation_checkpointing=true", "--micro_batch_size=1")
     agree(text, ("ddp", 8, ()), ("fsdp", 8, recomputing))
 
 
@@ -127,7 +129,7 @@ def test_they_agree_under_all_strategies(text: str) -> None:
 @needs_null_gpu
 @pytest.mark.parametrize(
     ("yaml", "processes"),
-    [("ddp", 2), ("fsdp", 2), slow("fsdp", 4), slow("fsdp_grad_op", 2), slow("fsdp_offload", 2)],
+    [("ddp", 2), ("fsdp", 2), slow("fsdp", 4), slow("fsdp_grad_op", 2), slow("fsdp_offload", 2), slow("hsdp", 4)],
 )
 def test_a_run_on_cpus_holds_what_the_plan_says(
     launch: Launch, tmp_path: Path, in_fp32: Path, yaml: str, processes: int
@@ -137,20 +139,19 @@ def test_a_run_on_cpus_holds_what_the_plan_says(
     launch(yaml, *DIGITS, "--max_steps=1", processes=processes, before=TELL, SIZES=str(sizes)).succeeded()
     found, plan = json.loads(sizes.read_text()), planned(in_fp32, yaml, processes)
     for name in found:
-        if not (name == "optimizer" and yaml == "fsdp_offload"):  # the host's
-            assert plan["parts"][name] == pytest.approx(found[name], rel=0.01), name
+        assert plan["parts"][name] == pytest.approx(found[name], rel=0.01), name
 
 
 @needs("src/check")
 @needs_null_gpu
-@pytest.mark.parametrize(("yaml", "processes"), [("ddp", 2), slow("fsdp", 2), slow("fsdp", 4)])
+@pytest.mark.parametrize(("yaml", "processes"), [("ddp", 2), slow("fsdp", 2), slow("hsdp", 4)])
 def test_a_process_sends_the_bytes_that_check_counts(launch: Launch, in_fp32: Path, yaml: str, processes: int) -> None:
     run = launch(yaml, *DIGITS, "--check", processes=processes)
     (sent,) = re.findall(r"collectives in a step .* ([\d.]+) MB sent", run.stdout)
     plan = planned(in_fp32, yaml, processes)
     # --check takes two micro-batches, and the plan's step has four or two: DDP reduces gradients once, FSDP each time
-    megabytes = plan["work"]["sent within"] / 1e6
-    if yaml == "fsdp":
+    megabytes = (plan["work"]["sent within"] + plan["work"].get("sent between", 0)) / 1e6
+    if yaml != "ddp":
         megabytes *= 2 / plan["accumulation"]
     assert megabytes == pytest.approx(float(sent), abs=0.001)
 

@@ -37,7 +37,7 @@ class Live(TorchDispatchMode):
     def __init__(self, known: Iterable[Tensor]) -> None:
         """Count nothing that shares its memory with `known` tensors."""
         super().__init__()
-        self.now = self.most = 0
+        self.now = self.most = self.most_before = 0
         self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,6 +49,10 @@ class Live(TorchDispatchMode):
                 self._add(storage.nbytes())
                 weakref.finalize(storage, self._add, -storage.nbytes())
         return result
+
+    def start_again(self, *_: Any) -> None:
+        """Keep `most` as `most_before`, and look from now on for another one. Takes what a hook is called with."""
+        self.most_before, self.most = self.most, self.now
 
     def _add(self, size: int) -> None:
         self.now += size
@@ -62,7 +66,9 @@ class Step(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
-    """Of the forward and the backward pass of a micro-batch, and its gradients where they are kept as they come."""
+    """Of a micro-batch, until the backward pass has left the last block."""
+    backward: int
+    """From there on; and gradients, where they are kept as they come."""
     evaluation: int
     work: Any
     """As Work counts it."""
@@ -93,6 +99,7 @@ def calculate(setup: Setup) -> Measured:
     shards = {"single_gpu": 1, "ddp": 1, "hsdp": in_machine}.get(strategy, n)
     parts = {name: getattr(step, name) // shards for name in ("parameters", "gradients", "optimizer")}
     held = evaluated = WORKSPACE
+    reduced = 0
     if not strategy.endswith("offload"):
         held += parts["parameters"] + parts["optimizer"]
         evaluated = held
@@ -107,12 +114,13 @@ def calculate(setup: Setup) -> Measured:
         units = [_size(block.parameters()) for block in blocks]
         units += [_size(module.parameters(recurse=False)) for module in model.modules()]
         weights = _size(model.parameters())
-        # the unit that computes and the next one, or all; a unit's gradients in fp32, on their way to the others
-        gathered, gathers = 2 * max(units), 2
+        gathered, gathers = 2 * max(units), 2  # the unit that computes, and the next one
         if strategy == "fsdp_grad_op":
             gathered, gathers = weights, 1
-        held += gathered + 2 * max(units)
+            evaluated += max(units)  # what the last one arrives in
+        held += gathered
         evaluated += gathered
+        reduced = 2 * max(units)  # a unit's gradients in fp32, on their way to the others
         sent = weights * gathers + step.gradients
         work[f"sent {place}"] = accumulation * sent * (shards - 1) / shards / cards
         work[f"collectives {place}"] = accumulation * (gathers + 1) * (len(blocks) + 3)
@@ -123,13 +131,14 @@ def calculate(setup: Setup) -> Measured:
         held += 2 * step.gradients  # DDP's buckets, of which the second step makes new ones, in a better order
         evaluated += step.gradients
 
-    def peak_of(examples: int) -> float:
-        return max(held + step.activations * examples / size, evaluated + step.evaluation * examples / size)
+    def peaks_of(examples: int) -> dict[str, int]:
+        share = examples / size
+        computing = max(step.activations * share, reduced + step.backward * share)
+        return {"step": held + int(computing), "evaluation": evaluated + int(step.evaluation * share)}
 
-    chosen, largest = choose(divisors(size * accumulation), size, capacity, peak_of)
+    chosen, largest = choose(divisors(size * accumulation), size, capacity, lambda size: max(peaks_of(size).values()))
     if chosen != size:
         return calculate(replace(setup, arguments=(*setup.arguments, f"--micro_batch_size={chosen}")))
-    peaks = {"step": held + step.activations, "evaluation": evaluated + step.evaluation}
     return Measured(
         strategy=strategy,
         micro_batch=size,
@@ -138,8 +147,8 @@ def calculate(setup: Setup) -> Measured:
         model_flops=flops,
         tokens=tokens,
         total_steps=config.steps(math.ceil(len(train_set) / config.global_batch_size))[0],
-        memory={phase: (most, most) for phase, most in peaks.items()},
-        parts=parts | {"activations": step.activations},
+        memory={phase: (most, most) for phase, most in peaks_of(size).items()},
+        parts=parts | {"activations": max(step.activations, step.backward)},
         host_bytes=psutil.Process().memory_info().rss + parts["parameters"],
         work={"host_seconds": 0.0, **work},
         notes=notes,
@@ -160,24 +169,28 @@ def step_without_data(setup: Setup, config: Config, model: nn.Module, batch: Any
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         with Live([*parameters, *local_gradients(parameters)]) as state, update:
-            for optimizer in build_optimizers(config.optim, model):
+            optimizers = build_optimizers(config.optim, model)
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        if is_sharded:  # weights in half precision are gathered
+        if is_sharded:  # gathered in half precision
             for parameter in parameters:
                 parameter.data = parameter.data.bfloat16()
         if strategy != "single_gpu" or accumulation > 1:  # gradients have their place before the backward pass
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        half = torch.autocast("cpu", torch.bfloat16, enabled=not is_sharded)
-        with Live([*parameters, *model.buffers()]) as computing, half, passes:
+        half = torch.autocast("cpu", torch.bfloat16)
+        computing = Live([*parameters, *model.buffers()])
+        for block in repeating_blocks(model)[-1:]:
+            block.register_full_backward_hook(computing.start_again)
+        with computing, half, passes:
             config.task.loss(model, batch).backward()
         with Live([*parameters, *model.buffers()]) as scoring, half, torch.no_grad():
             config.task.evaluate(model.eval(), scored)
     work = Counter({name: number * accumulation for name, number in passes.counts.items()}) + update.counts
     # a CPU has no products of half precision whose sums are in fp32, which a GPU computes the loss by
     work["product flops bfloat16"] += work.pop("product flops float32", 0)
-    return Step(*sizes, state.now, computing.most, scoring.most, work)
+    return Step(*sizes, state.now, computing.most_before, computing.most, scoring.most, work)
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

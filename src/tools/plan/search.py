@@ -2,11 +2,10 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,16 +71,28 @@ def changed(setups: list[Setup], config: Config) -> Iterator[Setup]:
 
 
 def explore(setup: Setup) -> Row:
-    """Find out what a setup takes, in a process of its own, which its run changes for good."""
+    """Find out what a setup takes, or why it can't be run."""
     share = 1.0
     try:
+        if "NULL_GPU_GIB" not in os.environ:
+            return Row(setup, apart(calculate, setup))
         while True:
-            find = partial(measure, setup, share) if "NULL_GPU_GIB" in os.environ else partial(calculate, setup)
-            with ProcessPoolExecutor(1, FORK) as pool, suppress(torch.OutOfMemoryError):
-                return Row(setup, pool.submit(find).result())
+            with suppress(torch.OutOfMemoryError):
+                found = apart(measure, setup, share)
+                break
             share -= 0.05  # fragmentation takes the rest
+        if found.strategy.endswith("offload"):  # the update on the host was left out
+            found.parts["optimizer"] = apart(calculate, setup).parts["optimizer"]
+            found.host_bytes += found.parts["gradients"] + found.parts["optimizer"]
+        return Row(setup, found)
     except UserError as error:
         return Row(setup, None, str(error))
+
+
+def apart(function: Callable[..., Measured], *arguments: Any) -> Measured:
+    """Return what a function does, in a process of its own, which a run changes for good."""
+    with ProcessPoolExecutor(1, FORK) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def explore_all(setups: list[Setup]) -> list[Row]:
