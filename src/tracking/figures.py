@@ -40,7 +40,7 @@ def draw(title: str, curves: list[tuple[str, list[float], list[float]]], log_bas
             axes.plot(thinned(steps, most), thinned(values, most), marker=marker, label=label[:40])
         if log_base:  # room: plan
             axes.set_xscale("log", base=log_base)
-            axes.set_yscale("log")
+            axes.set_yscale("log", base=log_base)
             axes.xaxis.set_major_formatter(ScalarFormatter())
             axes.yaxis.set_major_formatter(ScalarFormatter())
         if len(curves) > 1:

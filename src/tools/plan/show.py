@@ -97,7 +97,7 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
 def write_pictures(rows: list[Row], config: Config, folder: Path) -> None:  # room: report
     """Draw memory and hours over the number of GPUs, a curve for each strategy."""
     lines = pd.DataFrame([line(row, config) | {"change": row.setup.change} for row in rows if row.measured])
-    for column, title in (("GB", "memory of a GPU, GB, by GPUs"), ("hours", "hours, by GPUs")):
+    for column, title in (("GB", "GB of a GPU, by GPUs"), ("hours", "hours, by GPUs")):
         curves = [
             (" ".join(names), of["GPUs"].tolist(), of[column].tolist())
             for names, of in lines.groupby(["yaml", "change"], sort=False)
