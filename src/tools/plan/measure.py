@@ -203,8 +203,6 @@ class Trial:
     def __init__(self, run: Run, gpu: Gpu) -> None:
         self._run, self._gpu = run, gpu
         self._is_offloaded = run.launch.strategy.endswith("offload")
-        # the second micro-batch's gradients come on top of the first one's; the host would really add them up
-        self._most = 1 if self._is_offloaded else 2
         # a step clears them
         self._gradients = sum(to_local(weight).nbytes for weight in run.parameters if weight.requires_grad)
         # DDP's second step makes new buckets, and torch keeps the first ones until its watchdog, which looks every
@@ -232,8 +230,8 @@ class Trial:
         memory, accumulation = self._memory(size), batch // size
         parts = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in tensors_of(run).items()}
         parts["gradients"] = self._gradients
-        on_the_host = sum(parts.values()) if self._is_offloaded else 0
-        parts["activations"] = memory["step"][0] - sum(parts.values()) + on_the_host
+        on_the_gpu = 0 if self._is_offloaded else sum(parts.values())
+        parts["activations"] = memory["step"][0] - on_the_gpu
         flops = tokens = 0.0
         first, model = self._micro_batches[0].data, run.accelerator.unwrap_model(run.model)  # room: performance
         flops = run.task.flops(model, first) * accumulation * world_size  # room: performance
@@ -260,9 +258,11 @@ class Trial:
         run.config = run.config.model_copy(update={"micro_batch_size": size})
         stop = StopSignal(run.accelerator, run.config)
         self._micro_batches, self._counts = next(CountedSteps(training_steps(run, 0), stop))
+        # a second micro-batch's gradients come on top of the first one's; offloaded, the host would really add them up
+        count = 1 if self._is_offloaded else 2
         peak()
         for _ in range(2):  # the optimizer's state is there from the second one on
-            self._take(self._micro_batches[: self._most])
+            self._take(self._micro_batches[:count])
             if self._kept:
                 group: Any = dist.group.WORLD
                 group._get_backend(run.device)._wait_for_pending_works()
