@@ -110,7 +110,7 @@ def test_attention_is_tried_with_heads_of_the_models_own_size(gpu: Launch, text:
     assert any(fact.startswith("sdpa attention (not varlen:") for fact in run.summary["tuned"])
 
 
-FULL = "out of memory in the load, on a GPU of 85.0 GB, 84.9 of it outside torch; "
+FULL = "out of memory in the load, on a GPU of 84.9 GB, 84.9 of it outside torch; "
 
 
 @pytest.mark.slow
