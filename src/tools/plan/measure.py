@@ -156,6 +156,7 @@ def measure(setup: Setup, share: float) -> Measured:
     """
     # NCCL's communicators are joined through this process alone, however many others there are
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
+    os.environ["TERM"] = "dumb"  # no bars below the plan's own
     os.environ |= launcher_environment(setup.yaml, setup.gpus, setup.gpu.gpus_per_machine)
     gc.disable()  # cycles keep memory of DDP's first steps until Python happens to look for them: count it
     gc.freeze()  # of what is there by now, nothing has to be looked for
