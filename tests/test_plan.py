@@ -126,6 +126,19 @@ def test_they_agree_under_all_strategies(text: str) -> None:
     agree(text, *plans, ("fsdp_offload", 2, ()), ("single_gpu", 1, ("--micro_batch_size=8", "--optim.name=muon")))
 
 
+@needs_text
+@needs_null_gpu
+@pytest.mark.slow
+def test_the_8b_of_a_table(text: str) -> None:
+    """docs/transformers.md, measured there in a run whose weights had values: what was allocated, within a hundredth."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 8, "vocab_size": 128_256}
+    (row,) = measured(setup("fsdp", 8, llama(text, length=4096, batch=8, **shape)))
+    page = (PROJECT / "docs/transformers.md").read_text()
+    (allocated,) = re.findall(r"^\| 8B, 8 GPUs \| 1 \| ([\d.]+) ", page, re.MULTILINE)
+    assert row["measured"]["memory"]["step"][0] / 1e9 == pytest.approx(float(allocated), rel=0.01)
+
+
 @needs_null_gpu
 @pytest.mark.parametrize(
     ("yaml", "processes"),

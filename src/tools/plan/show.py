@@ -63,6 +63,7 @@ def table(rows: list[Row], config: Config) -> str:
     """Return notes on what was chosen, and a line for each row."""
     notes = dict.fromkeys(note for row in rows if row.measured for note in row.measured.notes)
     lines = pd.DataFrame([line(row, config) for row in rows])
+    lines = lines.loc[:, (lines != 0).any()]  # images have no tokens, and a GPU may have no price
     lines["says"] = lines["says"].str.ljust(lines["says"].str.len().max())
     return "\n".join([*notes, lines.to_string(index=False, na_rep="", float_format="{:,.4g}".format)])
 
