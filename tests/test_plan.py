@@ -130,7 +130,7 @@ def test_they_agree_under_all_strategies(text: str) -> None:
 @needs_null_gpu
 @pytest.mark.slow
 def test_the_8b_of_a_table(text: str) -> None:
-    """docs/transformers.md, measured there in a run whose weights had values: what was allocated, within a hundredth."""
+    """docs/transformers.md has what a run with weights had allocated: within a hundredth."""
     shape = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
     shape |= {"num_key_value_heads": 8, "vocab_size": 128_256}
     (row,) = measured(setup("fsdp", 8, llama(text, length=4096, batch=8, **shape)))
