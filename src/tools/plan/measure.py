@@ -260,13 +260,13 @@ class Trial:
         stop = StopSignal(run.accelerator, run.config)
         self._micro_batches, self._counts = next(CountedSteps(training_steps(run, 0), stop))
         # a second micro-batch's gradients come on top of the first one's; offloaded, the host would really add them up
-        count = 1 if self._is_offloaded else 2
+        micro_batches = self._micro_batches[: 1 if self._is_offloaded else 2]
         peak()
-        for _ in range(2):  # the optimizer's state is there from the second one on
-            self._take(self._micro_batches[:count])
-            if self._kept:
-                group: Any = dist.group.WORLD
-                group._get_backend(run.device)._wait_for_pending_works()
+        self._take(micro_batches)
+        if self._kept:
+            group: Any = dist.group.WORLD
+            group._get_backend(run.device)._wait_for_pending_works()
+        self._take(micro_batches)  # with the optimizer's state, which is there by now
         allocated, reserved = peak()
         memory = {"load": self._load, "step": (allocated + self._kept, reserved + self._kept)}
         evaluate_batches(run.task, run.model.eval(), islice(evaluation_batches(run), 2), run.device, stop)
