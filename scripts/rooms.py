@@ -65,7 +65,6 @@ SHARED = {
     "null_gpu": {"gpu", "plan"},
     "src/training/work.py": {"check", "plan"},
     "src/training/blocks.py": {"compile", "plan"},
-    "src/training/alone.py": {"check", "evaluate"},
     "src/checkpoint/integrity.py": {"integrity", "best", "checkpoints", "evaluate", "generate", "mirror"},
     "src/checkpoint/load.py": {"checkpoints", "evaluate", "generate"},
     "src/training/score.py": {"best", "report", "wandb"},

@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import Subset
+from torch.utils.data import BatchSampler, Subset
 
 from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_share
@@ -125,8 +125,8 @@ def check_data(subject: Subject) -> Iterator[Row]:
     less = evaluating_less(subject)
     steps_read = ([batch] for batch in evaluation_batches(reading_indices(less)))
     size = EVALUATION_FACTOR * run.world_size
-    own = [*range(len(less.eval_set))]
-    expected = [own[start : start + size][run.rank :: run.world_size] for start in range(0, len(own), size)]
+    batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
+    expected = [batch[run.rank :: run.world_size] for batch in batches]
     yield _as_by_hand("evaluation", steps_read, expected, OTHER_EVALUATION)
 
 
@@ -151,7 +151,7 @@ def _drawn(run: Run, step: int) -> list[Any]:
     size, epoch = run.config.micro_batch(run.world_size), step // run.steps_per_epoch
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
     (own,) = _by_hand(run, step, step + 1)
-    return [fetch(run.task, augmented, own[start : start + size]) for start in range(0, len(own), size)]
+    return [fetch(run.task, augmented, indices) for indices in BatchSampler(own, size, drop_last=False)]
 
 
 def spread(dataset: Any, most: int) -> list[int]:

@@ -19,8 +19,7 @@ from src.config.config import Config
 from src.config.errors import UserError
 from src.config.settings import flatten, read_arguments, validate
 from src.distributed.process import exit_codes
-from src.training.alone import evaluate_alone
-from src.training.evaluation import metrics_of
+from src.training.evaluation import evaluate_alone, metrics_of
 
 MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
 """Settings of tasks, and groups of them, that would make another model."""
