@@ -68,7 +68,6 @@ SHARED = {
     "src/checkpoint/integrity.py": {"integrity", "best", "checkpoints", "evaluate", "generate", "mirror"},
     "src/checkpoint/load.py": {"checkpoints", "evaluate", "generate"},
     "src/training/score.py": {"best", "report", "wandb"},
-    "src/config/trackers.py": {"wandb", "trackers"},
     "src/tracking/guard.py": {"wandb", "trackers"},
     "src/tracking/recorders.py": {"wandb", "trackers"},
     "tests/test_recorders.py": {"wandb", "trackers"},

@@ -1,7 +1,6 @@
 """Launch, Data and Same start, the checks before the first step: what runs is what the accelerate yaml asks for, each
 example is read once, and all processes have the weights that a single process would begin with."""
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_share
 from src.check.subject import Subject, checksum, named_tensors, whole
 from src.distributed.accelerator import sharded_units
-from src.distributed.launcher import is_set
+from src.distributed.launcher import what_is_asked
 from src.training.batches import EVALUATION_FACTOR, MicroBatch, evaluation_batches, fetch, training_steps
 from src.training.run import Run
 
@@ -68,16 +67,16 @@ SAME_DROPOUT = (
 
 def check_launch(subject: Subject) -> Iterator[Row]:
     """Examine the processes and the model themselves, not what the launcher or Accelerate says about them."""
-    run, started = subject.run, int(os.environ.get("WORLD_SIZE", "1"))
-    wanted = "DDP" if started > 1 else "one process"
-    if is_set("ACCELERATE_USE_FSDP"):
+    run, asked = subject.run, what_is_asked()
+    wanted = "DDP" if asked.world_size > 1 else "one process"
+    if asked.fsdp:
         wanted = "FSDP"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
     if units := sharded_units(run.model):
         kind = "FSDP" if units > 1 else "FSDP of the root alone"
     joined = len(gather(None))
-    is_right = (kind, joined) == (wanted, started)
-    yield finding("strategy", f"{kind} x {joined}", f"{wanted} x {started}", is_right, NOT_APPLIED)
+    found, expected = f"{kind} x {joined}", f"{wanted} x {asked.world_size}"
+    yield finding("strategy", found, expected, found == expected, NOT_APPLIED)
 
 
 def reading_indices(run: Run) -> Run:

@@ -24,7 +24,6 @@ from src.config.settings import (
     read_arguments,
     validate,
 )
-from src.config.trackers import Tracker
 from src.config.tracking import Wandb
 
 USAGE = """\
@@ -33,6 +32,11 @@ accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=F
 Settings, with their defaults (a yaml given by --config overrides them, the command line overrides both).
 The task's own are shown for the chosen one: --task.name={tasks}
 """
+Tracker = Literal[  # room: trackers wandb
+    "wandb",  # room: wandb
+    "trackio",  # room: trackers
+    "tensorboard",  # room: trackers
+]
 
 
 class Config(Settings):
