@@ -10,7 +10,7 @@ import resource
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -62,9 +62,6 @@ class Launch:
     """Type that DDP casts gradients to on their way to the other processes: bf16 or fp16; None: no cast."""
     note: str | None
     """The reason why what runs differs from the yaml, if this machine makes it differ."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
