@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.config.errors import UserError, cause, explained
+from src.config.errors import UserError, cause, explained, refuse
 from src.config.groups import Checkpoint, EarlyStopping, Optim
 from src.config.settings import (
     Length,
@@ -194,8 +194,7 @@ def load_config(
         if config.task.metric_names is not None:  # room: best
             names = ["loss", "examples", *config.task.metric_names]
             mistakes.extend(metric_errors(config, [f"eval/{name}" for name in names]))
-    if mistakes:
-        raise UserError("\n".join(dict.fromkeys(mistakes)))
+    refuse(dict.fromkeys(mistakes))
     return config
 
 

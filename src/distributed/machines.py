@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 
 from src.config.config import Config
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, explained, refuse
 from src.config.settings import flatten
 
 SET_BY_THE_YAML = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -72,9 +72,7 @@ def require_same_data(fingerprints: list[str]) -> None:
     if not are_several():
         return
     facts = dict(zip(("data to train on", "data to evaluate on"), fingerprints, strict=False))
-    told = gather_object([(socket.gethostname(), facts)] if facts else [])
-    if lines := [*differences(told)]:
-        raise UserError("\n".join(lines))
+    refuse(differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
 
 
 def differences(told: list[Any]) -> Iterator[str]:
