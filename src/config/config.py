@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.config.errors import UserError, cause, explained, refuse
+from src.config.errors import explained, refuse
 from src.config.groups import Checkpoint, EarlyStopping, Optim
 from src.config.settings import (
     Length,
@@ -198,6 +198,7 @@ def load_config(
     return config
 
 
+@explained("not the settings of a run: ", (KeyError, ValidationError))
 def config_from(  # room: checkpoints evaluate generate safeguards
     saved: dict[str, Any],
     tasks: Mapping[str, str],
@@ -207,12 +208,9 @@ def config_from(  # room: checkpoints evaluate generate safeguards
     Raises:
         UserError: they are not a run's settings, or another version's.
     """
-    try:
-        # trackers need not be installed here
-        used = {name: value for name, value in saved.items() if name not in ("trackers", "wandb")}
-        return _config_class(saved["task"]["name"], tasks).model_validate(used)
-    except (KeyError, ValidationError) as error:
-        raise UserError(f"not the settings of a run: {cause(error)}") from error
+    # trackers need not be installed here
+    used = {name: value for name, value in saved.items() if name not in ("trackers", "wandb")}
+    return _config_class(saved["task"]["name"], tasks).model_validate(used)
 
 
 @explained("task.name needs a package (for text, `pip install -e '.[text]'`): ", ModuleNotFoundError)  # room: text
