@@ -212,12 +212,14 @@ def fit(run: Run) -> bool:
 
 def evaluate_and_log(run: Run, stop: StopSignal, tracker: Tracker) -> bool:
     """Evaluate after the latest step. Return whether that was done; if not, the run was told to stop meanwhile."""
-    with run.progress.evaluating():
-        evaluation = evaluate(run, stop)
-        if evaluation:
-            run.progress.count_evaluation(evaluation.metrics)
-            run.progress.count_improvement(evaluation.metrics, run.config.early_stopping)  # room: best
-            tracker.log_evaluation(evaluation)
+    progress = run.progress
+    progress.tick()
+    evaluation = evaluate(run, stop)
+    if evaluation:
+        progress.evaluations[progress.step] = evaluation.metrics
+        progress.count_improvement(evaluation.metrics, run.config.early_stopping)  # room: best
+        tracker.log_evaluation(evaluation)
+    progress.tick(is_training=False)
     return evaluation is not None
 
 

@@ -13,7 +13,7 @@ from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
 
 needs_text = needs("src/tasks/text/causal_lm.py")
-KNOWN = {name for task in TASKS for name, _ in fields(_config_class(task, TASKS))}
+KNOWN = {name for task in TASKS for name, _, _ in fields(_config_class(task, TASKS))}
 LAUNCHER = {option for action in launch_command_parser()._actions for option in action.option_strings}
 
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from src.check.between_steps import check_checkpoint, check_evaluation
-from src.check.cost import check_cost
 from src.check.findings import Row, gather, lines, worst_process
 from src.check.start import check_data, check_launch, check_start
-from src.check.steps import check_steps
+from src.check.steps import check_cost, check_steps
 from src.check.subject import Evaluate, Restore, Subject
 from src.checkpoint.format import write_json
 from src.config.terminal import say

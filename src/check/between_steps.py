@@ -19,9 +19,8 @@ from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config.groups import Checkpoint
 from src.tasks.base import samples
-from src.training.alone import evaluate_alone
 from src.training.batches import EVALUATION_FACTOR
-from src.training.evaluation import metrics_of
+from src.training.evaluation import evaluate_alone, metrics_of
 from src.training.gradients import to_local
 from src.training.progress import mean_loss
 from src.training.run import Run

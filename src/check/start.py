@@ -1,7 +1,6 @@
 """Launch, Data and Same start, the checks before the first step: what runs is what the accelerate yaml asks for, each
 example is read once, and all processes have the weights that a single process would begin with."""
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,13 +13,13 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import Subset
+from torch.utils.data import BatchSampler, Subset
 
 from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_share
 from src.check.subject import Subject, checksum, named_tensors, whole
 from src.distributed.accelerator import sharded_units
-from src.distributed.launcher import is_set
+from src.distributed.launcher import what_is_asked
 from src.training.batches import EVALUATION_FACTOR, MicroBatch, evaluation_batches, fetch, training_steps
 from src.training.run import Run
 
@@ -68,16 +67,16 @@ SAME_DROPOUT = (
 
 def check_launch(subject: Subject) -> Iterator[Row]:
     """Examine the processes and the model themselves, not what the launcher or Accelerate says about them."""
-    run, started = subject.run, int(os.environ.get("WORLD_SIZE", "1"))
-    wanted = "DDP" if started > 1 else "one process"
-    if is_set("ACCELERATE_USE_FSDP"):
+    run, asked = subject.run, what_is_asked()
+    wanted = "DDP" if asked.world_size > 1 else "one process"
+    if asked.fsdp:
         wanted = "FSDP"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
     if units := sharded_units(run.model):
         kind = "FSDP" if units > 1 else "FSDP of the root alone"
     joined = len(gather(None))
-    is_right = (kind, joined) == (wanted, started)
-    yield finding("strategy", f"{kind} x {joined}", f"{wanted} x {started}", is_right, NOT_APPLIED)
+    found, expected = f"{kind} x {joined}", f"{wanted} x {asked.world_size}"
+    yield finding("strategy", found, expected, found == expected, NOT_APPLIED)
 
 
 def reading_indices(run: Run) -> Run:
@@ -125,8 +124,8 @@ def check_data(subject: Subject) -> Iterator[Row]:
     less = evaluating_less(subject)
     steps_read = ([batch] for batch in evaluation_batches(reading_indices(less)))
     size = EVALUATION_FACTOR * run.world_size
-    own = [*range(len(less.eval_set))]
-    expected = [own[start : start + size][run.rank :: run.world_size] for start in range(0, len(own), size)]
+    batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
+    expected = [batch[run.rank :: run.world_size] for batch in batches]
     yield _as_by_hand("evaluation", steps_read, expected, OTHER_EVALUATION)
 
 
@@ -151,7 +150,7 @@ def _drawn(run: Run, step: int) -> list[Any]:
     size, epoch = run.config.micro_batch(run.world_size), step // run.steps_per_epoch
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
     (own,) = _by_hand(run, step, step + 1)
-    return [fetch(run.task, augmented, own[start : start + size]) for start in range(0, len(own), size)]
+    return [fetch(run.task, augmented, indices) for indices in BatchSampler(own, size, drop_last=False)]
 
 
 def spread(dataset: Any, most: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""Steps: compare the run's gradients, loss, norm, learning rate and updates with those computed by hand."""
+"""Steps and Cost: compare the run's gradients, loss, norm, learning rate and updates with those computed by hand, and
+count how often the processes communicate in a step."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -7,12 +8,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src.check.findings import EXACT, Row, gather, none_differ, norm, relative_error, relative_errors, worst
+from src.check.findings import EXACT, Row, finding, gather, none_differ, norm, relative_error, relative_errors, worst
 from src.check.reference import all_reduce, average_gradients, backward
 from src.check.subject import Subject, checksum, named_tensors, whole
 from src.training.batches import MicroBatch
 from src.training.optim import lr_at
 from src.training.progress import mean_loss
+from src.training.work import Work
 
 REORDERED = 1e-3
 """Largest relative error if the forward pass rounds differently too, as in batches of another size or compiled. A ReLU
@@ -43,6 +45,8 @@ CAUSES = {
     "replicas": "the processes train different models by now: they started apart, a gradient is not reduced, or a "
     "buffer follows each process's own examples. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks "
     "at one example",
+    "collectives": "gradients are reduced after each micro-batch: DDP has to reduce them after the last one only "
+    "(no_sync before). It changes no result, but is slow",
 }
 
 
@@ -92,6 +96,22 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     for (what, bound), by_name in errors.items():
         yield worst(what, by_name, bound, CAUSES[what])
     yield _replicas(subject)
+
+
+def check_cost(subject: Subject) -> Iterator[Row]:
+    """Take a step of one micro-batch and a step of two, in which DDP must not communicate more often, and FSDP at most
+    twice as often. A micro-batch is a single example, so that each process has two of them."""
+    subject.run.model.eval()  # BatchNorm needs several examples
+    micro_batches = next(subject.micro_batches(0, micro_batch_size=1))
+    found = []
+    for number in (1, 2):
+        with Work(subject.run.device.type, subject.run.world_size) as work:
+            subject.step(subject.at(0), micro_batches[:number])
+        found.append(work.counts["collectives within"])
+    one, two = found
+    most = 2 * one if subject.run.accelerator.is_fsdp2 else one
+    what, says = "collectives in a step of two micro-batches", f"{two}, {work.counts['sent within'] / 1e6:.3f} MB sent"
+    yield finding(what, says, f"at most {most}", two <= most, CAUSES["collectives"])
 
 
 def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:

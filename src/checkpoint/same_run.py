@@ -22,9 +22,8 @@ def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[A
     """Return the settings that make this a different run from the saved one, as (then, now) by name, including
     max_steps and epochs, which say how long it is."""
     now, changed = config.model_dump(mode="json"), {}
-    safe = marked(type(config), Change.SAFE)
-    for name, _ in fields(type(config)):
-        if name in safe:
+    for name, _, marks in fields(type(config)):
+        if Change.SAFE in marks:
             continue
         with contextlib.suppress(KeyError, TypeError):  # another version of the code did not have it
             before, after = (reduce(getitem, name.split("."), values) for values in (saved, now))

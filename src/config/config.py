@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.config.errors import UserError, cause, explained
+from src.config.errors import explained, refuse
 from src.config.groups import Checkpoint, EarlyStopping, Optim
 from src.config.settings import (
     Length,
@@ -24,7 +24,6 @@ from src.config.settings import (
     read_arguments,
     validate,
 )
-from src.config.trackers import Tracker
 from src.config.tracking import Wandb
 
 USAGE = """\
@@ -33,6 +32,11 @@ accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=F
 Settings, with their defaults (a yaml given by --config overrides them, the command line overrides both).
 The task's own are shown for the chosen one: --task.name={tasks}
 """
+Tracker = Literal[  # room: trackers wandb
+    "wandb",  # room: wandb
+    "trackio",  # room: trackers
+    "tensorboard",  # room: trackers
+]
 
 
 class Config(Settings):
@@ -190,11 +194,11 @@ def load_config(
         if config.task.metric_names is not None:  # room: best
             names = ["loss", "examples", *config.task.metric_names]
             mistakes.extend(metric_errors(config, [f"eval/{name}" for name in names]))
-    if mistakes:
-        raise UserError("\n".join(dict.fromkeys(mistakes)))
+    refuse(dict.fromkeys(mistakes))
     return config
 
 
+@explained("not the settings of a run: ", (KeyError, ValidationError))
 def config_from(  # room: checkpoints evaluate generate safeguards
     saved: dict[str, Any],
     tasks: Mapping[str, str],
@@ -204,12 +208,9 @@ def config_from(  # room: checkpoints evaluate generate safeguards
     Raises:
         UserError: they are not a run's settings, or another version's.
     """
-    try:
-        # trackers need not be installed here
-        used = {name: value for name, value in saved.items() if name not in ("trackers", "wandb")}
-        return _config_class(saved["task"]["name"], tasks).model_validate(used)
-    except (KeyError, ValidationError) as error:
-        raise UserError(f"not the settings of a run: {cause(error)}") from error
+    # trackers need not be installed here
+    used = {name: value for name, value in saved.items() if name not in ("trackers", "wandb")}
+    return _config_class(saved["task"]["name"], tasks).model_validate(used)
 
 
 @explained("task.name needs a package (for text, `pip install -e '.[text]'`): ", ModuleNotFoundError)  # room: text

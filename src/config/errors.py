@@ -1,7 +1,7 @@
 """Errors for users: a UserError is a mistake of theirs, a RunError a failure that no code is to blame for."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -14,6 +14,12 @@ class UserError(ValueError):
 
 class RunError(Exception):
     """A failure that no code is to blame for (disk, network, data): one line without a traceback, exit code 1."""
+
+
+def refuse(mistakes: Iterable[str]) -> None:
+    """Raise a UserError with these lines, if there are any."""
+    if lines := [*mistakes]:
+        raise UserError("\n".join(lines))
 
 
 def cause(error: BaseException) -> str:

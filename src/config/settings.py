@@ -6,7 +6,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -109,7 +109,7 @@ def validate(
     Raises:
         UserError: a setting without a default is missing.
     """
-    known = dict(fields(model))
+    known = {name: field for name, field, _ in fields(model)}
     given = {}
     for name, value in values.items():
         is_text = name in known and known[name].annotation in TEXT
@@ -163,31 +163,28 @@ def complaint(problem: Any) -> str:
     return str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
 
 
-def fields(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names of all settings in `model` and its groups, with their pydantic fields."""
+def fields(
+    model: type[Settings], prefix: str = "", inherited: Collection[Any] = ()
+) -> Iterator[tuple[str, Any, Collection[Any]]]:
+    """Yield the dotted names of all settings in `model` and its groups, with their pydantic fields, and the marks of
+    the setting and of the groups that it is in."""
     for name, field in model.model_fields.items():
+        marks = [*inherited, *field.metadata]
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-            yield from fields(field.annotation, f"{prefix}{name}.")
+            yield from fields(field.annotation, f"{prefix}{name}.", marks)
         else:
-            yield prefix + name, field
+            yield prefix + name, field, marks
 
 
-def marked(model: type[Settings], mark: Change, prefix: str = "", is_inherited: bool = False) -> set[str]:
+def marked(model: type[Settings], mark: Change) -> set[str]:
     """Return the dotted names of the settings that have this mark, or are in a group that has it."""
-    names = set()
-    for name, field in model.model_fields.items():
-        is_marked = is_inherited or mark in field.metadata
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-            names |= marked(field.annotation, mark, f"{prefix}{name}.", is_marked)
-        elif is_marked:
-            names.add(f"{prefix}{name}")
-    return names
+    return {name for name, _, marks in fields(model) if mark in marks}
 
 
 def describe(model: type[Settings]) -> str:
     """Return the settings as `--help` shows them: name, default, choices and documentation."""
     lines = []
-    for name, field in fields(model):
+    for name, field, _ in fields(model):
         default = write_yaml(field.get_default(call_default_factory=True), is_in_one_line=True)
         choices = map(str, get_args(field.annotation)) if get_origin(field.annotation) is Literal else ()
         lines.append(f"  --{name}={default.splitlines()[0]}" + (f"   ({' | '.join(choices)})" if choices else ""))

@@ -10,7 +10,7 @@ import resource
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -24,6 +24,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    gather_object,
 )
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -62,9 +63,6 @@ class Launch:
     """Type that DDP casts gradients to on their way to the other processes: bf16 or fp16; None: no cast."""
     note: str | None
     """The reason why what runs differs from the yaml, if this machine makes it differ."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
@@ -242,7 +240,7 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     else:
         peak = torch.accelerator.max_memory_allocated()
-    return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
+    return gather_object([peak])
 
 
 def leave(accelerator: Accelerator) -> None:

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from src.config.config import Config
-from src.config.errors import UserError
+from src.config.errors import UserError, refuse
 from src.config.settings import nearest
 from src.distributed.launcher import Asked, Launcher, is_set
 
@@ -29,8 +29,7 @@ def refuse_wrong_launch(launcher: Launcher | None, config: Config, asked: Asked,
         precision: the mixed precision that will run.
     """
     # where a variable overrides the settings, the others would judge its effect
-    if errors := [*_overriding(launcher)] or [*_errors(launcher, config, asked, on_cpu, precision)]:
-        raise UserError("\n".join(errors))
+    refuse([*_overriding(launcher)] or _errors(launcher, config, asked, on_cpu, precision))
 
 
 def refuse_another_strategy(accelerator: Accelerator, asked: Asked) -> None:

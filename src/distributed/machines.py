@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 
 from src.config.config import Config
-from src.config.errors import UserError, explained
+from src.config.errors import explained, refuse
 from src.config.settings import flatten
 
 SET_BY_THE_YAML = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -51,9 +51,10 @@ def join(config: Config) -> None:
         store.set(f"machines/{rank}", json.dumps([socket.gethostname(), facts, address_towards(main)]))
     with explained(f"not all {size} machines came, each with a machine_rank of its own: ", dist.DistError):
         told = [json.loads(store.get(f"machines/{other}")) for other in range(size)]
-    if lines := [*differences(told)]:
-        time.sleep(0 if rank else 2)  # the store ends with machine 0's launcher, and others still read it
-        raise UserError("\n".join(lines))
+    lines = [*differences(told)]
+    if lines and rank == 0:
+        time.sleep(2)  # the store ends with machine 0's launcher, and others still read it
+    refuse(lines)
     address = address_towards(main if rank else told[1][2])  # machine 0 may know its own name as its loopback
     for interface, known in psutil.net_if_addrs().items():
         if address in [found.address for found in known]:
@@ -72,9 +73,7 @@ def require_same_data(fingerprints: list[str]) -> None:
     if not are_several():
         return
     facts = dict(zip(("data to train on", "data to evaluate on"), fingerprints, strict=False))
-    told = gather_object([(socket.gethostname(), facts)] if facts else [])
-    if lines := [*differences(told)]:
-        raise UserError("\n".join(lines))
+    refuse(differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
 
 
 def differences(told: list[Any]) -> Iterator[str]:

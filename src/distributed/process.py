@@ -27,12 +27,11 @@ PR_SET_PDEATHSIG = 1
 class Signals:
     """The signals that ask this process to stop, noted from `catch` on. A second SIGINT ends it at once."""
 
-    def __init__(self) -> None:
-        self.name: str | None = None
-        """Name of the last signal; None if there was none."""
-        self._answer: Callable[[str], None] | None = None  # room: status
-        self._interrupted = 0.0
-        self._process = 0  # room: status
+    name: str | None = None
+    """Name of the last signal; None if there was none."""
+    _answer: Callable[[str], None] | None = None  # room: status
+    _interrupted = 0.0
+    _process = 0  # room: status
 
     def catch(self) -> None:
         """Note the signals from now on, in place of their default action."""
@@ -71,11 +70,6 @@ class Signals:
 SIGNALS = Signals()
 
 
-def lost_peers(error: object) -> bool:
-    """Return whether the error only says that another process failed."""
-    return isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|caused pair closure", str(error)))
-
-
 @contextlib.contextmanager
 def exit_codes(program: str = "train.py") -> Iterator[None]:
     """Turn a UserError into its message and exit code 2, a RunError into exit code 1; all else keeps its traceback.
@@ -107,7 +101,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         remedy = "mount its disk for writing" if error.errno == errno.EROFS else "make room"
         sys.exit(f"{program}: {where} cannot be written, {error.strerror}: {remedy}, then run the same command again")
     except RuntimeError as error:
-        if lost_peers(error):
+        # of an exchange: it only says that another process failed
+        if re.search("gloo|NCCL|caused pair closure", str(error)):
             if SIGNALS.name:  # the others were told to stop as well
                 SIGNALS.die()
             time.sleep(GRACE_SECONDS)

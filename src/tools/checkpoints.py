@@ -13,10 +13,10 @@ from pathlib import Path
 
 from src.checkpoint.export import export_weights, replacing
 from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import MANIFEST, STATE, read_state
+from src.checkpoint.format import MANIFEST, read_state
 from src.checkpoint.hub import write_card
 from src.checkpoint.integrity import problems
-from src.checkpoint.load import config_of, load_model
+from src.checkpoint.load import config_of, is_checkpoint, load_model
 from src.checkpoint.rng import absent_random_file
 from src.config.errors import UserError
 from src.distributed.process import exit_codes
@@ -61,7 +61,7 @@ def export(path: Path, folder: Path) -> None:
 def find(source: Path) -> Iterator[Path]:
     """Yield the checkpoints of a PATH, the newest first. Raise a UserError if there are none."""
     found = list_checkpoints(source / "checkpoints") or list_checkpoints(source)
-    if not found and not (source / STATE).exists() and not (source / MANIFEST).exists():
+    if not found and not is_checkpoint(source):
         raise UserError(f"{source}: neither a checkpoint nor a folder with any")
     yield from found or [source]
 

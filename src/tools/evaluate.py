@@ -16,11 +16,10 @@ from pyarrow import parquet
 
 from src.checkpoint.load import config_of, find_model, load_model
 from src.config.config import Config
-from src.config.errors import UserError
+from src.config.errors import UserError, refuse
 from src.config.settings import flatten, read_arguments, validate
 from src.distributed.process import exit_codes
-from src.training.alone import evaluate_alone
-from src.training.evaluation import metrics_of
+from src.training.evaluation import evaluate_alone, metrics_of
 
 MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
 """Settings of tasks, and groups of them, that would make another model."""
@@ -63,8 +62,7 @@ def _with_settings(config: Config, arguments: list[str]) -> Config:
     new, bad = validate(type(config), saved | values, written, mistakes)
     assert isinstance(new, Config)
     mistakes.extend(new.task.validation_errors() if not bad else [])
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    refuse(mistakes)
     return new
 
 

@@ -100,4 +100,4 @@ class Guarded:
 
 def describe(run: Run) -> dict[str, Any]:
     """Return the run's settings, how it was launched, and fingerprints of its data."""
-    return run.config.model_dump(mode="json") | {"launch": run.launch.as_dict(), "data": run.metadata["data"]}
+    return run.config.model_dump(mode="json") | {"launch": vars(run.launch), "data": run.metadata["data"]}

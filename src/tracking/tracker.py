@@ -166,7 +166,7 @@ class Tracker:
             **saving,
             **run.facts,
             "peak_memory_bytes": peaks,
-            **run.launch.as_dict(),
+            **vars(run.launch),
         }
         write_done(self.folder, progress.step)  # room: status
         write_json(self.folder / "summary.json", self._summary)

@@ -103,15 +103,16 @@ class WandbRecorder(Recorder):
         arguments: dict[str, Any] = config.wandb.model_dump(exclude={"mode", "model", "checkpoints"})
         arguments["project"] = config.wandb.project or os.environ.get("WANDB_PROJECT", "accelerate-template")
         arguments |= {"id": self._id, "resume": "allow", "name": config.run_name, "config": describe(self._run)}
+        arguments["dir"] = config.folder
         arguments["settings"] = wandb.Settings(
             silent=True, save_code=True, finish_timeout=120.0, finish_timeout_raises=True
         )
         try:
-            run = wandb.init(mode=self._mode, dir=config.folder, **arguments)
+            run = wandb.init(mode=self._mode, **arguments)
         except wandb.errors.Error as error:
             why = f"could not go online: {str(error).splitlines()[0]}"
             wandb.teardown()  # it holds the id
-            run = wandb.init(mode="offline", dir=config.folder, **arguments)
+            run = wandb.init(mode="offline", **arguments)
         self._wandb_run = run
         if run.offline:  # where it has no address, and warns
             self.where = f"offline ({why})"

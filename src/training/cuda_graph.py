@@ -40,10 +40,8 @@ class RecordedStep:
                 state |= {name: value.to(run.device) for name, value in state.items()}
         self._warmed_up = 0
         self._stream = torch.cuda.Stream()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: list[Tensor] = []
+        self._graph = torch.cuda.CUDAGraph()
         self._recorded: Any = None
-        self._loss_sum = self._norm = torch.empty(0)
 
     def __call__(self, run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
         """Take the step.
@@ -60,10 +58,9 @@ class RecordedStep:
             return self._warm_up(run, micro_batches, counts)
         # the number of targets too: it is in the loss's factor, a Python number
         what_is_repeated = recursively_apply(lambda tensor: tensor.shape, batch.data), counts.targets
-        if self._graph is None:
+        if self._recorded is None:
             self._recorded = what_is_repeated
             self._record(run, batch, counts)
-            assert self._graph
         if what_is_repeated != self._recorded:
             raise UserError("cuda_graphs=true repeats one step, but this task's batches differ in shape: leave it out")
 
@@ -89,7 +86,7 @@ class RecordedStep:
         # memory that lives as long as the graph, which reads its inputs from there
         data = recursively_apply(torch.clone, batch.data)
         self._inputs = tensors_in(data)
-        self._graph, step = torch.cuda.CUDAGraph(), run.progress.step
+        step = run.progress.step
         # other threads, such as the one that writes a checkpoint, go on using the GPU
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             result = self._train_step(run, [batch._replace(data=data)], counts)

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler
 
 from src.distributed.stop import StopSignal
-from src.tasks.base import Table, Task
+from src.tasks.base import Examples, Table, Task
 from src.tasks.returned import require_right
-from src.training.batches import MicroBatch
+from src.training.batches import MicroBatch, fetch, micro_batch
 from src.training.gradients import float64_zeros
 
 
@@ -67,6 +69,22 @@ def evaluate_batches(
             outputs.setdefault(name, []).append(output[: batch.num_examples])
     joined = {name: torch.cat(of_batches) for name, of_batches in outputs.items()}
     return Scores(totals, joined)
+
+
+def evaluate_alone(  # room: check evaluate
+    task: Task, model: nn.Module, dataset: Examples, batch_size: int, device: torch.device
+) -> tuple[float, dict[str, Tensor]]:
+    """Evaluate by this process alone, as --check and `python -m src.tools.evaluate` do. Return the mean loss over the
+    targets of the whole dataset, and by name what Task.evaluate returned for each example, on the CPU."""
+    # in the dataset's order; `evaluation_batches` would need a Run, which a tool has not
+    parts = BatchSampler(range(len(dataset)), batch_size, drop_last=False)
+    batches = (micro_batch(task, fetch(task, dataset, part), len(part)) for part in parts)
+    on_device = (batch._replace(data=send_to_device(batch.data, device)) for batch in batches)
+    scores = evaluate_batches(task, model, on_device, device)
+    # None only where a StopSignal ends it
+    assert scores
+    loss_sum, targets, _ = scores.totals.tolist()
+    return loss_sum / max(targets, 1), {name: output.cpu() for name, output in scores.outputs.items()}
 
 
 def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int) -> Tensor:

@@ -73,7 +73,7 @@ def grad_square_sum(gradients: list[Tensor]) -> Tensor:
 
 def scale_and_clip_(
     gradients: list[Tensor],
-    scale: float | Tensor,
+    scale: float,
     norm: Tensor,
     max_norm: float | None,
 ) -> None:
@@ -81,16 +81,13 @@ def scale_and_clip_(
 
     Args:
         gradients: this process's part of them.
-        scale: a number, or a tensor of shape ().
         norm: L2, of all gradients over all processes, after scaling; shape (), on any device.
     """
     # unscaling and clipping are one factor, so that the gradients are read and written once
     if max_norm is not None:
         # 1e-6, as in torch's clip_grad_norm_; at most 1, so that small gradients stay as they are
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        scale = clip * scale
-    if isinstance(scale, Tensor):
-        torch._foreach_mul_(gradients, scale.to(gradients[0]))
+        torch._foreach_mul_(gradients, (clip * scale).to(gradients[0]))
     elif scale != 1:
         torch._foreach_mul_(gradients, scale)
 

@@ -71,8 +71,7 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the trained weight matrices between the embeddings and the last layer: those that Muon is for (Jordan et
     al. 2024, https://kellerjordan.github.io/posts/muon/)."""
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    ends = {module.weight for module in embeddings}
+    ends = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if linear:
         # the output layer, where a class or a token is a row of its own

@@ -2,8 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -134,13 +132,6 @@ class Progress:
             self.interval_seconds += now - self._clock
         self._clock = now
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Exclude the time inside from what is counted as training."""
-        self.tick()
-        yield
-        self.tick(is_training=False)
-
     def add_step(self, result: StepResult) -> None:
         """Keep what a step reports until `read_steps`."""
         # still on the device: .item() here would make it idle while the host prepares the next step
@@ -227,10 +218,6 @@ class Progress:
         self.tokens += self.interval_tokens  # room: text
         self.interval_tokens = 0.0  # room: text
         self.interval_padded_tokens = 0.0  # room: text
-
-    def count_evaluation(self, results: dict[str, float]) -> None:
-        """Keep the results of the evaluation after this step."""
-        self.evaluations[self.step] = results
 
     def count_improvement(self, results: dict[str, float], settings: EarlyStopping) -> None:  # room: best
         """Count for how many evaluations the watched metric has not improved."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from src.config.config import Config
-from src.config.errors import UserError
+from src.config.errors import refuse
 from src.distributed.accelerator import HALF_PRECISION, Launch, local_main_process_first
 from src.distributed.machines import require_same_data
 from src.tasks.base import Examples, Task
@@ -50,8 +50,7 @@ class Run:
         # bf16 has fp32's range: only fp16's smallest numbers are larger than some gradients
         if not self.is_fp16:
             self.progress.loss_scale = 1.0
-        for error in self.config.optim.decay_errors(self.schedule.steps):  # room: wsd
-            raise UserError(error)
+        refuse(self.config.optim.decay_errors(self.schedule.steps))  # room: wsd
 
     @property
     def task(self) -> Task:
