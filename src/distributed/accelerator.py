@@ -24,7 +24,6 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    gather_object,
 )
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -240,7 +239,7 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     else:
         peak = torch.accelerator.max_memory_allocated()
-    return gather_object([peak])
+    return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
 
 
 def leave(accelerator: Accelerator) -> None:
