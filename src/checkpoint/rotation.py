@@ -29,7 +29,7 @@ def best_first(  # room: best
         for path, r in results.items()
         if settings.metric in r
     }
-    return sorted(scores, key=lambda path: scores[path], reverse=True)
+    return sorted(scores, key=scores.__getitem__, reverse=True)
 
 
 def delete(checkpoint: Path) -> None:

@@ -4,13 +4,13 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -85,8 +85,7 @@ def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -
 
 def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` with what the checkpoint has under their names. Collective if there are several processes."""
-    alone = not torch.distributed.is_initialized()
-    dcp.load(dict(tensors), storage_reader=StorageReader(str(checkpoint)), no_dist=alone)
+    dcp.load(dict(tensors), storage_reader=StorageReader(str(checkpoint)))
 
 
 class StorageReader(HuggingFaceStorageReader):
@@ -99,10 +98,9 @@ class StorageReader(HuggingFaceStorageReader):
         return super().read_data(LoadPlan([]), planner)
 
 
-def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+def saved_tensors(checkpoint: Path) -> dict[str, Any]:
     """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in it by name, from its files' headers."""
-    found = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
-    return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
+    return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
 
 def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:  # room: text examples

@@ -75,9 +75,8 @@ class CheckpointWriter:
         state = RunState(progress=copy.deepcopy(run.progress), **run.metadata, **tracker_state)
         writer = StorageWriter(checkpoint, state, run)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
-        alone = self._group is None
         future: Any = dcp.async_save(
-            tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=alone
+            tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group
         )
         pause = time.perf_counter() - started
         self._pending = writer, future, pause
@@ -125,15 +124,13 @@ class StorageWriter(HuggingFaceStorageWriter):
         self._mirror = run.resume.mirror  # room: mirror
         self.folder = unfinished(checkpoint)
         super().__init__(str(self.folder), save_distributed=True)
-        self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no GPU stream is needed
         self._run, self._random = run, random_state(run.device)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this process's shard and random numbers; return one entry, their facts for the manifest. As DCP does,
         but from where the tensors are, and without holding the interpreter's lock."""
         shard, random = shard_file(self._run.rank), random_file(self._run.rank)
-        found: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
-        tensors = {name: tensor.detach() for name, tensor in found.items()}
+        tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
         with explained(f"{self.folder / shard} cannot be written, "):
             save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
