@@ -69,7 +69,7 @@ class Task(Settings, ABC):
 
     def build_skeleton(self) -> nn.Module:  # room: plan
         """Return the model with parameters on the meta device, reading no weights: to plan a run."""
-        with without_weights():
+        with parameters_on(torch.device("meta")):
             return self.build_model()
 
     def load_weights(self, model: Any, device: torch.device) -> None:  # room: text
@@ -199,16 +199,16 @@ class Task(Settings, ABC):
 
 
 @contextmanager
-def without_weights() -> Iterator[None]:  # room: plan
-    """Have modules register their parameters on the meta device. Tied ones stay one, which Accelerate's
-    init_empty_weights makes two."""
+def parameters_on(device: torch.device) -> Iterator[None]:  # room: plan text
+    """Have modules register their parameters on this device. Tied ones stay one, which Accelerate's init_empty_weights
+    makes two on the meta device."""
 
-    def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta:
+    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+        if parameter.device == device:
             return parameter
-        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(on_meta)
+    hook = register_module_parameter_registration_hook(moved)
     try:
         yield
     finally:

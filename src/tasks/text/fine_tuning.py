@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from src.config.errors import UserError
-from src.tasks.base import Task, without_weights
+from src.tasks.base import Task, parameters_on
 from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
 from src.tasks.text.lean import empty_pretrained, load, start_heads, weight_files
@@ -112,7 +112,7 @@ class FineTuning(TextSource, Task):
         return self.finish(model)
 
     def build_skeleton(self) -> Any:  # room: plan
-        with without_weights():
+        with parameters_on(torch.device("meta")):
             model = self.auto_class.from_config(self._config, dtype=torch.float32)
         if self.lora.base_dtype == "nf4":  # room: four_bit
             give_four_bits(model)
