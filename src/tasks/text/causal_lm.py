@@ -65,15 +65,16 @@ class CausalLM(Decoder):
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
     _columns: Columns = PrivateAttr(default_factory=dict)
     _attention: str = PrivateAttr("sdpa")
-    _trained_rows: dict[str, list[int]] = PrivateAttr(default_factory=dict)  # room: new_tokens
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
         self._attention, reason = "sdpa", ""
         if self.attention == "auto" and self.packing and device in ("cuda", "meta") and dtype != torch.float32:
             refusal = device == "cuda" and failure(self._config, "varlen", self.packing, device, dtype)
-            self._attention = "sdpa" if refusal else "varlen"
-            reason = f" (not varlen: {refusal})" if refusal else ""
+            if refusal:
+                reason = f" (not varlen: {refusal})"
+            else:
+                self._attention = "varlen"
         return [*chosen_before, f"{self._attention} attention{reason}"]
 
     def load_model(self) -> Any:  # room: new_tokens
@@ -93,12 +94,6 @@ class CausalLM(Decoder):
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
         return LanguageModel(self.with_adapters(model), self._attention)
-
-    def adapter_options(self) -> dict[str, Any]:  # room: new_tokens
-        options = super().adapter_options()
-        if self.new_tokens:
-            options["trainable_token_indices"] = self._trained_rows
-        return options
 
     def num_new_tokens(self) -> int:  # room: new_tokens
         return len(self.new_tokens)
@@ -214,10 +209,10 @@ class CausalLM(Decoder):
             save_merged(self.with_adapters(self.load_dense_model()), self._tokenizer, weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
-        options: dict[str, Any] = {}
-        if self.lora.base_dtype == "nf4":  # room: four_bit
-            options = loading_options()
-        lm = load_exported(folder, **options)
+        lm = load_exported(
+            folder,
+            **loading_options(self.lora.base_dtype),  # room: four_bit
+        )
         keep_layout(lm)  # room: four_bit
         check_fit(self.sequence_length, lm.config, self._tokenizer)
         return LanguageModel(lm, self._attention)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -54,6 +54,8 @@ class FineTuning(TextSource, Task):
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
+    _trained_rows: dict[str, list[int]] | None = PrivateAttr(None)  # room: new_tokens
+    """Rows of new tokens to train beside adapters, by layer."""
 
     def validation_errors(self) -> Iterator[str]:
         yield from self.source_errors()
@@ -128,21 +130,21 @@ class FineTuning(TextSource, Task):
 
     def with_adapters(self, model: Any) -> Any:
         """Return the model with new adapters, if the settings ask for them."""
-        return self.lora.add_adapters(model, self.revision, **self.adapter_options()) if self.lora.r else model
-
-    def adapter_options(self) -> dict[str, Any]:
-        """Return fields of peft's LoraConfig that don't come from the settings in task.lora."""
-        return {"task_type": self.adapters_for}
+        if not self.lora.r:
+            return model
+        return self.lora.add_adapters(
+            model,
+            self.revision,
+            task_type=self.adapters_for,
+            trainable_token_indices=self._trained_rows,  # room: new_tokens
+        )
 
     def load_model(self) -> Any:
         """Return transformers' model with its weights, fp32. Raise a UserError if it cannot be found, is damaged, or is
         another kind of model."""
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
-        options: dict[str, Any] = {}
-        if self.lora.base_dtype == "nf4":  # room: four_bit
-            require_four_bits(is_sharded=False)
-            options = loading_options()
+        four_bits = loading_options(self.lora.base_dtype)  # room: four_bit
         with loading("model", self.model):
             model, loaded = self.auto_class.from_pretrained(
                 self.model,
@@ -152,7 +154,7 @@ class FineTuning(TextSource, Task):
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **options,
+                **four_bits,  # room: four_bit
             )
         keep_layout(model)  # room: four_bit
         self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})

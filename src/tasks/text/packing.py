@@ -12,7 +12,7 @@ from torch import Tensor
 Batch = dict[str, Any]
 """A batch, as a task's `collate` returns it."""
 Chunk = dict[str, Any]
-"""`input_ids` and `labels` of shape (length,), int64."""
+"""A row of a table of chunks: `input_ids` and `labels` of shape (length,), int64, and what describes them."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ class Sequences:
 
     def __getitems__(self, indices: list[int]) -> list[list[Chunk]]:
         groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
-        table = self.chunks[np.concatenate(groups)]
-        rows = zip(table["input_ids"], table["labels"], strict=True)
-        chunks = ({"input_ids": ids, "labels": labels} for ids, labels in rows)
+        chunks = iter(self.chunks.__getitems__(np.concatenate(groups)))
         return [[next(chunks) for _ in group] for group in groups]
 
     def describe(self, sequence_length: int) -> dict[str, float]:
