@@ -104,10 +104,6 @@ class CheckpointWriter:
         if is_first_here and not self._run.resume.is_disk_shared:  # room: mirror
             writer.rotate()  # what was fetched
 
-    def figures(self) -> dict[str, float]:
-        """Return what saving has cost so far, by its name in summary.json."""
-        return {"save_pause_seconds": self.pause_seconds}
-
     def close(self) -> None:
         """Wait for the checkpoint that is being written, free the memory of the copies, and wait for the mirror."""
         self.poll(wait=True)
