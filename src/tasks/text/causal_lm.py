@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -63,8 +63,8 @@ class CausalLM(Decoder):
     """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
     precision on a GPU, if the model can, else by a mask."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
-    _columns: Columns = PrivateAttr(default_factory=dict)
-    _attention: str = PrivateAttr("sdpa")
+    _columns: Columns = {}
+    _attention: str = "sdpa"
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
@@ -149,7 +149,7 @@ class CausalLM(Decoder):
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
         return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}
 
-    def collate(self, samples: list[list[dict[str, Any]]]) -> Batch:
+    def collate(self, samples: list[list[Chunk]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         width = self.sequence_length if self.packing else max(map(sum, lengths))
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)

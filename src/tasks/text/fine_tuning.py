@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,7 +36,7 @@ class FineTuning(TextSource, Task):
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     """transformers' class that builds the model from its config."""
-    adapters_for: ClassVar[Literal["CAUSAL_LM", "SEQ_CLS"]] = "CAUSAL_LM"
+    adapters_for: ClassVar[str] = "CAUSAL_LM"
     """peft's name for the kind of model."""
     pipeline_tag: ClassVar[str] = "text-generation"
     """The Hub's name for what the model does."""
@@ -54,7 +54,7 @@ class FineTuning(TextSource, Task):
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
-    _trained_rows: dict[str, list[int]] | None = PrivateAttr(None)  # room: new_tokens
+    _trained_rows: dict[str, list[int]] | None = None  # room: new_tokens
     """Rows of new tokens to train beside adapters, by layer."""
 
     def validation_errors(self) -> Iterator[str]:

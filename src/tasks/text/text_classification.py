@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from datasets import Dataset
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
@@ -46,12 +46,12 @@ class TextClassification(FineTuning):
     sequence_length: PositiveInt = 256
     """Tokens that the model sees at most. Longer texts are cut off."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
-    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
-    adapters_for: ClassVar[Literal["SEQ_CLS"]] = "SEQ_CLS"
-    has_new_head: ClassVar[bool] = True
-    pipeline_tag: ClassVar[str] = "text-classification"
-    _labels: list[str] = PrivateAttr(default_factory=list)
-    _texts: Dataset = PrivateAttr()
+    auto_class = AutoModelForSequenceClassification
+    adapters_for = "SEQ_CLS"
+    has_new_head = True
+    pipeline_tag = "text-classification"
+    _labels: list[str] = []
+    _texts: Dataset
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
