@@ -1,9 +1,9 @@
 """What the tasks on transformers share: settings of the model, its loading with weights or without, its export."""
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -27,7 +27,7 @@ from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options
 from src.tasks.text.hub import loading
 from src.tasks.text.lean import empty_pretrained, load, start_heads, weight_files
 from src.tasks.text.lora import Lora
-from src.tasks.text.pretrained import save_sharded, without_adapters
+from src.tasks.text.pretrained import fsdp_blocks, save_sharded, without_adapters
 from src.tasks.text.source import TextSource
 
 
@@ -105,8 +105,7 @@ class FineTuning(TextSource, Task):
             files = weight_files(source, self.revision) if self.model else []
             if not files:
                 return None
-            build = partial(self.auto_class.from_config, self._config, dtype=torch.float32)
-            model, absent = empty_pretrained(build, files)
+            model, absent = empty_pretrained(self.new_model, files)
             with suppress(OSError):  # where there is none, it follows from the config
                 if model.can_generate():
                     model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
@@ -115,13 +114,14 @@ class FineTuning(TextSource, Task):
 
     def build_skeleton(self) -> Any:  # room: plan
         with parameters_on(torch.device("meta")):
-            model = self.auto_class.from_config(self._config, dtype=torch.float32)
+            model = self.new_model()
         if self.lora.base_dtype == "nf4":  # room: four_bit
             give_four_bits(model)
         return self.finish(model)
 
     def finish(self, model: Any) -> Any:
         """Return what is trained, made of transformers' model."""
+        model._no_split_modules = fsdp_blocks(model)
         return self.with_adapters(model)
 
     def core(self, model: Any) -> Any:
@@ -138,6 +138,11 @@ class FineTuning(TextSource, Task):
             task_type=self.adapters_for,
             trainable_token_indices=self._trained_rows,  # room: new_tokens
         )
+
+    def new_model(self) -> Any:
+        """Return transformers' model of this config, fp32, with weights that it draws."""
+        config = copy.deepcopy(self._config)  # the model's attention is noted there
+        return self.auto_class.from_config(config, dtype=torch.float32)
 
     def load_model(self) -> Any:
         """Return transformers' model with its weights, fp32. Raise a UserError if it cannot be found, is damaged, or is

@@ -23,7 +23,7 @@ from src.tasks.text.labels import label_names, length_grouped, sorted_labels, to
 from src.tasks.text.lean import Tensors
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
-from src.tasks.text.pretrained import check_fit, fsdp_blocks, save, save_merged
+from src.tasks.text.pretrained import check_fit, save, save_merged
 from src.tasks.text.source import ColumnKind, table_checksum
 
 SHOWN = 20
@@ -116,10 +116,6 @@ class TextClassification(FineTuning):
         inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
         labels = torch.tensor([sample["label"] for sample in samples])
         return {"inputs": dict(inputs), "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
-
-    def finish(self, model: Any) -> Any:
-        model._no_split_modules = fsdp_blocks(model)
-        return self.with_adapters(model)
 
     @property
     def _config(self) -> PreTrainedConfig:
