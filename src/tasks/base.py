@@ -31,6 +31,8 @@ PICTURE = "data:image/png;base64,"  # room: report tables wandb
 """Beginning of a table's cell that is a picture."""
 Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON."""
+Tensors = dict[str, Tensor]
+"""Tensors by name."""
 
 
 class Task(Settings, ABC):
@@ -144,16 +146,16 @@ class Task(Settings, ABC):
         dummy batch.
         """
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensors]:
         """Return what `loss` returns, and what `metrics` needs by name: tensors of shape (examples, ...)."""
         return self.loss(model, batch), {}
 
-    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+    def metrics(self, outputs: Tensors) -> dict[str, float]:
         """Return the metrics of the whole evaluation set by name. `outputs` are those of `evaluate`, each example
         exactly once, in the dataset's order, on the CPU."""
         return {}
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:  # room: tables
+    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
         """Return tables to record at each evaluation, by name, such as the worst mistakes. The arguments are those of
         `metrics`, and the evaluation set. Called on the main process only."""
         return {}
@@ -163,7 +165,7 @@ class Task(Settings, ABC):
         `device`, equally often."""
         return {}
 
-    def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+    def export(self, model: nn.Module, weights: Tensors, folder: Path) -> None:
         """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole: its
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
@@ -183,7 +185,7 @@ class Task(Settings, ABC):
         load_torch_model(model, folder, strict=True)
         return model
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:  # room: evaluate
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:  # room: evaluate
         """Return the columns of predictions.parquet, a row for each example. The arguments are those of `tables`."""
         return {name: values.tolist() for name, values in outputs.items()}
 

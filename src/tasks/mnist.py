@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from src.config.errors import UserError, cause
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import PICTURE, Table, Task
+from src.tasks.base import PICTURE, Table, Task, Tensors
 from src.tasks.tables import label_columns, label_tables
 
 
@@ -63,7 +63,7 @@ class Digits:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+    def __getitems__(self, indices: list[int]) -> Tensors:
         index = torch.from_numpy(np.array(indices))  # torch.tensor takes four times as long
         if self.labels.is_cuda:  # from other memory, the copy would wait until the device has finished
             index = index.pin_memory().to(self.labels.device, non_blocking=True)
@@ -161,7 +161,7 @@ class Mnist(Task):
     def to_device(self, dataset: Any, device: torch.device) -> Any:
         return Digits(dataset.images.to(device), dataset.labels.to(device))  # 47 MB for MNIST's training set
 
-    def collate(self, samples: Any) -> dict[str, Tensor]:
+    def collate(self, samples: Any) -> Tensors:
         return samples  # Digits.__getitems__ returns a whole batch
 
     def count_targets(self, batch: dict[str, Any]) -> int:
@@ -171,15 +171,15 @@ class Mnist(Task):
         logits, labels = model(batch["images"]).float(), batch["labels"]
         return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensors]:
         logits, labels = model(batch["images"]).float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         return F.cross_entropy(logits, labels, reduction="sum"), outputs
 
-    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+    def metrics(self, outputs: Tensors) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:  # room: tables
+    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
         def show(index: int) -> dict[str, str]:
             image, png = dataset.__getitems__([index])["images"][0], io.BytesIO()
             Image.fromarray(image.numpy(force=True)).save(png, "png")
@@ -187,5 +187,5 @@ class Mnist(Task):
 
         return label_tables(outputs, list("0123456789"), show)
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:  # room: tables
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:  # room: tables
         return {"index": list(range(len(dataset))), **label_columns(outputs, list("0123456789"))}

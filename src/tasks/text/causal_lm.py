@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
+from src.tasks.base import Tensors
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.chats import CHATML, ends_of_turn
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
 from src.tasks.text.four_bit import keep_layout, loading_options
 from src.tasks.text.language_model import LanguageModel
-from src.tasks.text.lean import Tensors
 from src.tasks.text.new_tokens import add_rows, add_tokens
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged

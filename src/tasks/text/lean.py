@@ -21,10 +21,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from src.tasks.base import parameters_on
+from src.tasks.base import Tensors, parameters_on
 
-Tensors = dict[str, Tensor]
-"""Tensors by name."""
 ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
 """peft's names for a classifier's head, which is trained as it is, and what it was before."""
 

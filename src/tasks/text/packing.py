@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from torch import Tensor
+
+from src.tasks.base import Tensors
 
 Batch = dict[str, Any]
 """A batch, as a task's `collate` returns it."""
@@ -48,7 +49,7 @@ class Sequences:
         }
 
 
-def batch_tensors(samples: list[list[Chunk]], width: int, padding: int) -> tuple[dict[str, Tensor], list[int]]:
+def batch_tensors(samples: list[list[Chunk]], width: int, padding: int) -> tuple[Tensors, list[int]]:
     """Return what LanguageModel.loss takes of examples, rows of `width` tokens with `padding` at their end; and where
     in the flattened batch each document ends, padding being one too."""
     places = np.arange(width)

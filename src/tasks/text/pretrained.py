@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from src.config.errors import UserError, explained
+from src.tasks.base import Tensors
 from src.tasks.text.chats import ends_of_turn
-from src.tasks.text.lean import Tensors, saved_weights
+from src.tasks.text.lean import saved_weights
 from src.tasks.text.new_tokens import grow
 from src.tasks.text.sharded_files import write_gathered
 

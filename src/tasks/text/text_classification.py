@@ -16,11 +16,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from src.config.errors import UserError
 from src.tasks import load_metric
-from src.tasks.base import Table
+from src.tasks.base import Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
 from src.tasks.text.labels import label_names, length_grouped, sorted_labels, tokenize_texts
-from src.tasks.text.lean import Tensors
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
 from src.tasks.text.pretrained import check_fit, save, save_merged
