@@ -5,11 +5,10 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +21,7 @@ from transformers import (
 )
 
 from src.config.errors import UserError
+from src.config.groups import Share
 from src.tasks.base import Task, parameters_on
 from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
@@ -50,7 +50,7 @@ class FineTuning(TextSource, Task):
     fp32; code in it is never run."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    dropout: Share | None = None
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
