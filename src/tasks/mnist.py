@@ -182,8 +182,8 @@ class Mnist(Task):
 
     def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
         def show(index: int) -> dict[str, str]:
-            image, png = dataset.__getitems__([index])["images"][0], io.BytesIO()
-            Image.fromarray(image.numpy(force=True)).save(png, "png")
+            png = io.BytesIO()
+            Image.fromarray(dataset.images[index].numpy(force=True)).save(png, "png")
             return {"image": PICTURE + b64encode(png.getvalue()).decode()}
 
         return label_tables(outputs, list("0123456789"), show)
