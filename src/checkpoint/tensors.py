@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from src.config.errors import UserError
 from src.distributed.accelerator import num_replicas
+from src.tasks.base import Tensors
 from src.training.gradients import to_local
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended in a single process
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> Tensors:
     """Return parameters, tied ones once, and persistent buffers as `model.<name>`; under FSDP this process's shards.
     Leave out frozen parameters: `build_model` makes them as they were, and they dwarf adapters."""
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
@@ -33,7 +34,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return trained | {f"model.{name}": buffer for name, buffer in unwrapped.named_buffers() if name in state}
 
 
-def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors:
     """Return the model's tensors and the optimizers' state, as `optimizer.<name>.<state>`."""
     tensors = model_tensors(model)
     names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
@@ -45,7 +46,7 @@ def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, 
     return tensors
 
 
-def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+def rank_state_dict(tensors: Tensors, rank: int, world_size: int) -> Tensors:
     """Return what process `rank` saves: its shards and, of what all processes hold, such as the whole model under DDP,
     every world_size-th tensor by size. Buffers, which may differ, are the first process's, as DDP uses those."""
     replicated = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]

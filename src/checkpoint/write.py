@@ -36,11 +36,6 @@ HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
 """The metadata that DCP writes into each file and looks for when it reads."""
 
 
-def shard_file(rank: int) -> str:
-    """Return the name that DCP gives to a process's file."""
-    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-
-
 class CheckpointWriter:
     """Publishes checkpoints of a run, one after the other. All processes make the same calls."""
 
@@ -125,7 +120,8 @@ class StorageWriter(HuggingFaceStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this process's shard and random numbers; return one entry, their facts for the manifest. As DCP does,
         but from where the tensors are, and without holding the interpreter's lock."""
-        shard, random = shard_file(self._run.rank), random_file(self._run.rank)
+        random = random_file(self._run.rank)
+        shard = f"shard-{self._run.rank + 1:05d}-model-00001-of-00001.safetensors"  # DCP's name for it
         tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
         with explained(f"{self.folder / shard} cannot be written, "):
