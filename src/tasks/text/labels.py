@@ -56,7 +56,7 @@ def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size:
     shuffled; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
     order = random.permutation(len(lengths))
     size = MEGA_BATCH * batch_size
-    parts = [order[i : i + size] for i in range(0, len(order), size)]
+    parts = np.split(order, range(size, len(order), size))
     order = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
     whole = len(order) // batch_size * batch_size
     batches = random.permutation(order[:whole].reshape(-1, batch_size))
