@@ -138,7 +138,7 @@ class CausalLM(Decoder):
     def _sequences(self, rows: Dataset, part: str) -> Sequences:
         length = self.sequence_length
         chunks = Chunker(self._columns, self._tokenizer, length, self.train_on_prompts).make_chunks(rows, part)
-        if not chunks.with_format("numpy")["targets"][:].any():
+        if not any(chunks["targets"][:]):
             says = f"no row has a completion, or a turn of the assistant, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
         return pack(chunks, length) if self.packing else unpacked(chunks)

@@ -38,11 +38,11 @@ class Sequences:
     def describe(self, sequence_length: int) -> dict[str, float]:
         """Return counts, and the share of `padding` if each sequence is padded to `sequence_length`."""
         columns = self.chunks.select_columns(["length", "targets", "truncated"])[:]
-        tokens = int(columns["length"].sum(dtype=np.int64))
+        tokens = int(columns["length"].sum())
         return {
             "sequences": len(self),
             "tokens": tokens,
-            "targets": int(columns["targets"].sum(dtype=np.int64)),
+            "targets": int(columns["targets"].sum()),
             "padding": 1 - tokens / (len(self) * sequence_length),
             "truncated": int(columns["truncated"].sum()),
             "without_targets": int((columns["targets"] == 0).sum()),

@@ -66,7 +66,7 @@ class TextClassification(FineTuning):
         train, eval_texts = train.select_columns(texts), evaluation.select_columns(texts)
         train = tokenize_texts(train, train_ids, tokenizer, length, "training data")
         evaluation = tokenize_texts(eval_texts, eval_ids, tokenizer, length, "evaluation data")
-        by_length = np.argsort(evaluation.with_format("numpy")["length"][:], kind="stable")
+        by_length = np.argsort(evaluation["length"][:], kind="stable")
         self._texts = eval_texts.select(by_length)
         return train, evaluation.select(by_length)  # batches of similar lengths need less padding
 
@@ -96,11 +96,10 @@ class TextClassification(FineTuning):
         return table_checksum(dataset, ["input_ids", "label"])
 
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
-        columns = dataset.select_columns(["length", "truncated", "label"]).with_format("numpy")[:]
-        counts = Counter(columns["label"].tolist())
+        counts = Counter(dataset["label"][:])
         return {
-            "tokens": int(columns["length"].sum()),
-            "truncated": int(columns["truncated"].sum()),
+            "tokens": sum(dataset["length"][:]),
+            "truncated": sum(dataset["truncated"][:]),
             "skipped_rows": self._skipped_rows[part],
             "labels": len(counts),
             **{f"label {self._labels[label]}": count for label, count in counts.most_common(SHOWN)},
