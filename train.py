@@ -231,7 +231,7 @@ def finish(run: Run, tracker: Tracker, checkpoints: CheckpointWriter) -> None:
     export_model(run)
     if run.is_main:  # room: hub
         write_card(run.config, metrics, run.config.folder / "model")
-    tracker.write_summary(metrics, checkpoints.figures())
+    tracker.write_summary(metrics, checkpoints.pause_seconds)
 
 
 def train_step(run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:

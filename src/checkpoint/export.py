@@ -18,7 +18,7 @@ from src.training.run import Run
 def export_model(run: Run) -> None:
     """Write the folder `model`, replacing one from a shorter run. Collective: under FSDP each process has a shard."""
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
-    with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished_place(folder)) as incomplete:
+    with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished(folder.resolve())) as incomplete:
         accelerator.wait_for_everyone()
         if accelerator.is_fsdp2:  # room: text
             is_done = run.task.export_sharded(model, incomplete, accelerator)
@@ -33,7 +33,8 @@ def export_model(run: Run) -> None:
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a folder to write into. It takes the place of `folder` when it is complete, and is deleted if it never is.
     Raise a RunError if it cannot be written."""
-    place, incomplete = folder.resolve(), unfinished_place(folder)
+    place = folder.resolve()  # a link may lead to another disk
+    incomplete = unfinished(place)
     try:
         shutil.rmtree(incomplete, ignore_errors=True)
         incomplete.mkdir(parents=True)
@@ -45,12 +46,6 @@ def replacing(folder: Path) -> Iterator[Path]:
         raise RunError(f"{reason}: fix that, and run the same command again") from error
     finally:
         shutil.rmtree(incomplete, ignore_errors=True)
-
-
-def unfinished_place(path: Path) -> Path:
-    """Return where a folder or file is written until it is complete: beside it, on another disk if it is a link to
-    there."""
-    return unfinished(path.resolve())
 
 
 def export_weights(config: Config, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:

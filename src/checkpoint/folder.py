@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from ruamel.yaml.error import YAMLError
 
+from src.checkpoint.format import step_of
 from src.config.config import Config
 from src.config.settings import read_yaml
 
@@ -43,16 +44,16 @@ def read_lines(file: Path, end: float = math.inf) -> Iterator[dict[str, Any]]:  
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the checkpoints in a folder, whole or damaged, the newest first."""
     found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the run in an output folder; empty if there are none."""
     try:
         saved = read_yaml((folder / "config.yaml").read_text())
-        return parse(json.dumps(saved, default=str))  # which refuses one that contains itself
-    except (OSError, TypeError, ValueError, RecursionError, YAMLError):
+    except (OSError, UnicodeDecodeError, YAMLError):
         return {}
+    return parse(json.dumps(saved, default=str))
 
 
 def parent_checkpoint(config: Config) -> Path | None:

@@ -18,7 +18,7 @@ INCOMPLETE = "tmp_"
 """Prefix of the names of folders that are being written or deleted; a crash leaves them behind."""
 
 
-def step_of(checkpoint: Path) -> int:  # room: best mirror wandb
+def step_of(checkpoint: Path) -> int:
     """Return the step that the folder's name gives."""
     return int(checkpoint.name.removeprefix("step_"))
 
@@ -45,10 +45,8 @@ def unfinished(path: Path) -> Path:
 
 def file_facts(file: Path) -> dict[str, Any]:
     """Return the file's entry in the manifest: size in bytes and SHA-256."""
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while chunk := stream.read(2**20):
-            digest.update(chunk)
+        digest = hashlib.file_digest(stream, "sha256")
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
@@ -72,7 +70,7 @@ def publish(incomplete: Path, files: dict[str, Any], checkpoint: Path) -> None:
     raise an OSError if that exists."""
     write_json(incomplete / MANIFEST, {"files": files})
     sync(incomplete)
-    os.rename(incomplete, checkpoint)  # refuses to replace a folder with something in it
+    incomplete.rename(checkpoint)  # refuses to replace a folder with something in it
     sync(checkpoint.parent)
 
 

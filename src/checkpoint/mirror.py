@@ -23,9 +23,19 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from fsspec.core import url_to_fs
 
-from src.checkpoint import format
 from src.checkpoint.folder import list_checkpoints, parse
-from src.checkpoint.format import INCOMPLETE, MANIFEST, STATE, file_facts, write_text
+from src.checkpoint.format import (
+    INCOMPLETE,
+    MANIFEST,
+    STATE,
+    file_facts,
+    publish,
+    read_state,
+    remove_incomplete,
+    step_of,
+    unfinished,
+    write_text,
+)
 from src.checkpoint.integrity import RECORD, manifest, problems, quarantine
 from src.checkpoint.occupied import lock
 from src.checkpoint.rotation import superfluous
@@ -68,7 +78,7 @@ class Mirror:
         """Whether this process fetches: one where the disks are shared, and elsewhere one on each machine."""
         if self._is_first and not self._is_main:
             lock(config.folder)  # room: safeguards
-            format.remove_incomplete(self._own)
+            remove_incomplete(self._own)
 
     def _is_disk_shared(self, accelerator: Accelerator) -> bool:
         """Return whether each process sees a file that the main one makes in the folder of checkpoints. Collective."""
@@ -83,7 +93,7 @@ class Mirror:
         """Return the local and the mirrored checkpoints, the newest first; none if this is not the main process."""
         if not self._is_main:
             return []
-        return sorted({*list_checkpoints(self._own), *self._manifests()}, key=format.step_of, reverse=True)
+        return sorted({*list_checkpoints(self._own), *self._manifests()}, key=step_of, reverse=True)
 
     def bring_record(self) -> None:
         """Fetch the run's record if the newest checkpoint is in the mirror. Keep a local record that begins with it,
@@ -121,16 +131,16 @@ class Mirror:
 
     def _fetch(self, checkpoint: Path, files: dict[str, Any]) -> list[str]:
         """Replace the local checkpoint by the mirrored one. Return what is wrong with the mirrored one."""
-        unfinished = format.unfinished(checkpoint)
-        unfinished.mkdir(parents=True, exist_ok=True)
+        incomplete = unfinished(checkpoint)
+        incomplete.mkdir(parents=True, exist_ok=True)
         for name, facts in files.items():
-            file = unfinished / name
+            file = incomplete / name
             with contextlib.suppress(FileNotFoundError):
                 self._fs.get_file(self._path(checkpoint, name), str(file))
             if not file.exists() or file_facts(file) != facts:
                 return [f"{name} in the mirror is missing, or has changed since it was saved"]
         shutil.rmtree(checkpoint, ignore_errors=True)
-        format.publish(unfinished, files, checkpoint)
+        publish(incomplete, files, checkpoint)
         return []
 
     def catch_up(self, checkpoint: Path, is_finished: bool) -> None:
@@ -188,7 +198,7 @@ class Mirror:
 
     def complete(self, folder: Path, files: dict[str, Any]) -> None:
         """Copy state.json and the run's record as it was then, add the manifest, and delete superfluous checkpoints."""
-        state = format.read_state(folder)
+        state = read_state(folder)
         self.put(folder, [STATE])
         for name, facts in files.items():
             if self._fs.size(self._path(folder, name)) != facts["bytes"]:
@@ -222,10 +232,8 @@ class Mirror:
         """Return the facts about the files of each complete checkpoint in the mirror, the newest first."""
         self._fs.invalidate_cache()
         found = {}
-        there = self._fs.glob(f"{self._root}/step_[0-9]*/{MANIFEST}")
-        paths = {self._own / Path(path).parent.name: path for path in there}
-        for checkpoint in sorted(paths, key=format.step_of, reverse=True):
-            files = parse(self._fs.cat_file(paths[checkpoint])).get("files", {})
+        for path in self._fs.glob(f"{self._root}/step_[0-9]*/{MANIFEST}"):
+            files = parse(self._fs.cat_file(path)).get("files", {})
             if files and all(Path(name).name == name for name in files):  # nor is a path that leads elsewhere
-                found[checkpoint] = files
-        return found
+                found[self._own / Path(path).parent.name] = files
+        return {checkpoint: found[checkpoint] for checkpoint in sorted(found, key=step_of, reverse=True)}

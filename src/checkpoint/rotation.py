@@ -23,13 +23,12 @@ def best_first(  # room: best
     checkpoints: list[Path], settings: Checkpoint, evaluations: dict[int, dict[str, float]]
 ) -> list[Path]:
     """Return those whose step was evaluated, sorted by checkpoint.metric, the best first; ties stay in their order."""
-    results = {path: evaluations.get(step_of(path), {}) for path in checkpoints}
-    scores = {
-        path: score(r[settings.metric], settings.metric, settings.mode)
-        for path, r in results.items()
-        if settings.metric in r
-    }
-    return sorted(scores, key=lambda path: scores[path], reverse=True)
+    scores = {}
+    for path in checkpoints:
+        value = evaluations.get(step_of(path), {}).get(settings.metric)
+        if value is not None:
+            scores[path] = score(value, settings.metric, settings.mode)
+    return sorted(scores, key=scores.__getitem__, reverse=True)
 
 
 def delete(checkpoint: Path) -> None:

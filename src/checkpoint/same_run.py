@@ -51,9 +51,13 @@ def note_changes(config: Config, checkpoint: Path, state: RunState) -> list[str]
 def require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise a UserError if the data are not those that the checkpoint was trained on. `then` and `now` come from
     `checkpoint_metadata`."""
-    both: list[dict[str, Any]] = [{"examples to train on": of["examples"]} for of in (then, now)]
-    for facts, of in zip(both, (then, now), strict=True):  # room: text examples
-        facts.update(of["data_state"])
+    both = [
+        {
+            "examples to train on": of["examples"],
+            **of["data_state"],  # room: text examples
+        }
+        for of in (then, now)
+    ]
     # as they come back from a checkpoint, with a tuple as a list; and as text, NaN equals NaN
     known, facts = (json.loads(json.dumps(facts), parse_constant=str) for facts in both)
     changes = differences({name: (known.get(name, value), value) for name, value in facts.items()})

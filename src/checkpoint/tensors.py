@@ -4,13 +4,13 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from src.config.errors import UserError
 from src.distributed.accelerator import num_replicas
+from src.tasks.base import Tensors
 from src.training.gradients import to_local
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended in a single process
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> Tensors:
     """Return parameters, tied ones once, and persistent buffers as `model.<name>`; under FSDP this process's shards.
     Leave out frozen parameters: `build_model` makes them as they were, and they dwarf adapters."""
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
@@ -33,7 +34,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return trained | {f"model.{name}": buffer for name, buffer in unwrapped.named_buffers() if name in state}
 
 
-def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors:
     """Return the model's tensors and the optimizers' state, as `optimizer.<name>.<state>`."""
     tensors = model_tensors(model)
     names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
@@ -45,7 +46,7 @@ def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, 
     return tensors
 
 
-def rank_state_dict(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+def rank_state_dict(tensors: Tensors, rank: int, world_size: int) -> Tensors:
     """Return what process `rank` saves: its shards and, of what all processes hold, such as the whole model under DDP,
     every world_size-th tensor by size. Buffers, which may differ, are the first process's, as DDP uses those."""
     replicated = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
@@ -85,8 +86,7 @@ def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -
 
 def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` with what the checkpoint has under their names. Collective if there are several processes."""
-    alone = not torch.distributed.is_initialized()
-    dcp.load(dict(tensors), storage_reader=StorageReader(str(checkpoint)), no_dist=alone)
+    dcp.load(dict(tensors), storage_reader=StorageReader(str(checkpoint)))
 
 
 class StorageReader(HuggingFaceStorageReader):
@@ -99,10 +99,9 @@ class StorageReader(HuggingFaceStorageReader):
         return super().read_data(LoadPlan([]), planner)
 
 
-def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+def saved_tensors(checkpoint: Path) -> dict[str, Any]:
     """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in it by name, from its files' headers."""
-    found = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
-    return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
+    return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
 
 def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:  # room: text examples

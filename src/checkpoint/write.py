@@ -36,11 +36,6 @@ HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
 """The metadata that DCP writes into each file and looks for when it reads."""
 
 
-def shard_file(rank: int) -> str:
-    """Return the name that DCP gives to a process's file."""
-    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-
-
 class CheckpointWriter:
     """Publishes checkpoints of a run, one after the other. All processes make the same calls."""
 
@@ -75,9 +70,8 @@ class CheckpointWriter:
         state = RunState(progress=copy.deepcopy(run.progress), **run.metadata, **tracker_state)
         writer = StorageWriter(checkpoint, state, run)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
-        alone = self._group is None
         future: Any = dcp.async_save(
-            tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=alone
+            tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group
         )
         pause = time.perf_counter() - started
         self._pending = writer, future, pause
@@ -100,14 +94,10 @@ class CheckpointWriter:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         is_first_here = self._run.accelerator.is_local_main_process
-        if is_first_here and writer.folder.exists():  # it was not published here
-            shutil.rmtree(writer.folder, ignore_errors=True)
+        if is_first_here:
+            shutil.rmtree(writer.folder, ignore_errors=True)  # which is there if it was not published here
         if is_first_here and not self._run.resume.is_disk_shared:  # room: mirror
             writer.rotate()  # what was fetched
-
-    def figures(self) -> dict[str, float]:
-        """Return what saving has cost so far, by its name in summary.json."""
-        return {"save_pause_seconds": self.pause_seconds}
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, free the memory of the copies, and wait for the mirror."""
@@ -125,15 +115,14 @@ class StorageWriter(HuggingFaceStorageWriter):
         self._mirror = run.resume.mirror  # room: mirror
         self.folder = unfinished(checkpoint)
         super().__init__(str(self.folder), save_distributed=True)
-        self.per_thread_copy_ahead = 0  # the tensors are on the CPU already: no GPU stream is needed
         self._run, self._random = run, random_state(run.device)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this process's shard and random numbers; return one entry, their facts for the manifest. As DCP does,
         but from where the tensors are, and without holding the interpreter's lock."""
-        shard, random = shard_file(self._run.rank), random_file(self._run.rank)
-        found: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
-        tensors = {name: tensor.detach() for name, tensor in found.items()}
+        random = random_file(self._run.rank)
+        shard = f"shard-{self._run.rank + 1:05d}-model-00001-of-00001.safetensors"  # DCP's name for it
+        tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
         with explained(f"{self.folder / shard} cannot be written, "):
             save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})

@@ -32,6 +32,8 @@ PICTURE = "data:image/png;base64,"  # room: report tables wandb
 """Beginning of a table's cell that is a picture."""
 Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON."""
+Tensors = dict[str, Tensor]
+"""Tensors by name."""
 
 
 class Task(Settings, ABC):
@@ -71,7 +73,9 @@ class Task(Settings, ABC):
     def build_skeleton(self) -> nn.Module:  # room: plan
         """Return the model with parameters on the meta device, reading no weights: to plan a run. Raise a UserError if
         it cannot be built so."""
-        with without_weights(), explained("its model reads values that a plan does not have, ", RuntimeError):
+        on_meta = parameters_on(torch.device("meta"))
+        with on_meta, explained("its model reads values that a plan does not have, ", RuntimeError):
+            return self.build_model()
             return self.build_model()
 
     def load_weights(self, model: Any, device: torch.device) -> None:  # room: text
@@ -146,16 +150,16 @@ class Task(Settings, ABC):
         dummy batch.
         """
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensors]:
         """Return what `loss` returns, and what `metrics` needs by name: tensors of shape (examples, ...)."""
         return self.loss(model, batch), {}
 
-    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+    def metrics(self, outputs: Tensors) -> dict[str, float]:
         """Return the metrics of the whole evaluation set by name. `outputs` are those of `evaluate`, each example
         exactly once, in the dataset's order, on the CPU."""
         return {}
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:  # room: tables
+    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
         """Return tables to record at each evaluation, by name, such as the worst mistakes. The arguments are those of
         `metrics`, and the evaluation set. Called on the main process only."""
         return {}
@@ -165,7 +169,7 @@ class Task(Settings, ABC):
         `device`, equally often."""
         return {}
 
-    def export(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+    def export(self, model: nn.Module, weights: Tensors, folder: Path) -> None:
         """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole: its
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
@@ -185,7 +189,7 @@ class Task(Settings, ABC):
         load_torch_model(model, folder, strict=True)
         return model
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:  # room: evaluate
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:  # room: evaluate
         """Return the columns of predictions.parquet, a row for each example. The arguments are those of `tables`."""
         return {name: values.tolist() for name, values in outputs.items()}
 
@@ -201,16 +205,16 @@ class Task(Settings, ABC):
 
 
 @contextmanager
-def without_weights() -> Iterator[None]:  # room: plan
-    """Have modules register their parameters on the meta device. Tied ones stay one, which Accelerate's
-    init_empty_weights makes two."""
+def parameters_on(device: torch.device) -> Iterator[None]:  # room: plan text
+    """Have modules register their parameters on this device. Tied ones stay one, which Accelerate's init_empty_weights
+    makes two on the meta device."""
 
-    def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta:
+    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+        if parameter.device == device:
             return parameter
-        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(on_meta)
+    hook = register_module_parameter_registration_hook(moved)
     try:
         yield
     finally:

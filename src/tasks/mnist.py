@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from src.config.errors import UserError, cause
+from src.config.groups import Share
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import PICTURE, Table, Task
+from src.tasks.base import PICTURE, Table, Task, Tensors
 from src.tasks.tables import label_columns, label_tables
 
 
@@ -63,7 +64,7 @@ class Digits:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+    def __getitems__(self, indices: list[int]) -> Tensors:
         index = torch.from_numpy(np.array(indices))  # torch.tensor takes four times as long
         if self.labels.is_cuda:  # from other memory, the copy would wait until the device has finished
             index = index.pin_memory().to(self.labels.device, non_blocking=True)
@@ -73,10 +74,6 @@ class Digits:
             moved = F.grid_sample(images.unsqueeze(1).float(), grid, align_corners=False)
             images = moved.squeeze(1).round().to(torch.uint8)
         return {"images": images, "labels": self.labels.index_select(0, index)}
-
-    def checksum(self) -> str:  # room: machines safeguards trackers wandb
-        """Return the SHA-256 of images and labels, which are on the CPU."""
-        return hashlib.sha256(self.images.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
     def moved(self, rotation: float, shift: int, seed: list[int]) -> "Digits":
         """Return images rotated by up to `rotation` degrees and shifted by up to `shift` pixels along both axes, drawn
@@ -145,7 +142,7 @@ class Mnist(Task):
     """Largest rotation of a training image, in degrees, drawn anew in each epoch."""
     dropout: Annotated[float, Field(ge=0, lt=2)] = 0.2
     """Scales the model's two dropout rates, 0.25 and 0.5; 0 switches them off."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    label_smoothing: Share = 0.1
     """Share of the training target that all ten digits share equally; the evaluation's loss has none."""
 
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)  # room: best
@@ -157,7 +154,7 @@ class Mnist(Task):
         return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
 
     def fingerprint(self, dataset: Digits) -> str:  # room: machines safeguards trackers wandb
-        return dataset.checksum()
+        return hashlib.sha256(dataset.images.numpy().tobytes() + dataset.labels.numpy().tobytes()).hexdigest()
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
         return train.moved(self.rotation, self.shift, seed) if self.rotation or self.shift else train
@@ -165,7 +162,7 @@ class Mnist(Task):
     def to_device(self, dataset: Any, device: torch.device) -> Any:
         return Digits(dataset.images.to(device), dataset.labels.to(device))  # 47 MB for MNIST's training set
 
-    def collate(self, samples: Any) -> dict[str, Tensor]:
+    def collate(self, samples: Any) -> Tensors:
         return samples  # Digits.__getitems__ returns a whole batch
 
     def count_targets(self, batch: dict[str, Any]) -> int:
@@ -175,21 +172,21 @@ class Mnist(Task):
         logits, labels = model(batch["images"]).float(), batch["labels"]
         return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensors]:
         logits, labels = model(batch["images"]).float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         return F.cross_entropy(logits, labels, reduction="sum"), outputs
 
-    def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+    def metrics(self, outputs: Tensors) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:  # room: tables
+    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
         def show(index: int) -> dict[str, str]:
-            image, png = dataset.__getitems__([index])["images"][0], io.BytesIO()
-            Image.fromarray(image.numpy(force=True)).save(png, "png")
+            png = io.BytesIO()
+            Image.fromarray(dataset.images[index].numpy(force=True)).save(png, "png")
             return {"image": PICTURE + b64encode(png.getvalue()).decode()}
 
         return label_tables(outputs, list("0123456789"), show)
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:  # room: tables
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:  # room: tables
         return {"index": list(range(len(dataset))), **label_columns(outputs, list("0123456789"))}

@@ -3,18 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-from src.tasks.base import Table
+from src.tasks.base import Table, Tensors
 
 MOST_MISTAKES = 24
 MOST_LABELS = 50
 """Labels in a table: where there are more, those that are wrongly predicted most often."""
 
 
-def label_tables(
-    outputs: dict[str, Tensor], labels: list[str], show: Callable[[int], dict[str, Any]]
-) -> dict[str, Table]:
+def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict[str, Any]]) -> dict[str, Table]:
     """Return the tables `mistakes` (left out if there are none), `confusion` and `classes`.
 
     Args:
@@ -42,7 +38,7 @@ def label_tables(
     return ({"mistakes": mistakes} if mistakes else {}) | {"confusion": confusion, "classes": classes}
 
 
-def label_columns(outputs: dict[str, Tensor], labels: list[str]) -> dict[str, list[Any]]:
+def label_columns(outputs: Tensors, labels: list[str]) -> dict[str, list[Any]]:
     """Return the columns of a classifier's predictions. The arguments are those of `label_tables`."""
     columns = {"label": outputs["references"], "prediction": outputs["predictions"]}
     probabilities = zip(labels, outputs["probabilities"].T.tolist(), strict=True)

@@ -145,8 +145,9 @@ class Tracker:
         self._bar.close()
         write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume_command)
 
-    def write_summary(self, evaluation: dict[str, float], saving: dict[str, float]) -> None:
-        """Write summary.json, with figures about `saving`, and print the closing block. Collective."""
+    def write_summary(self, evaluation: dict[str, float], save_pause_seconds: float) -> None:
+        """Write summary.json, with the seconds that saves kept the loop waiting, and print the closing block.
+        Collective."""
         run, progress, peaks = self._run, self._run.progress, peak_memory(self._run.accelerator)
         if not run.is_main:
             return
@@ -163,7 +164,7 @@ class Tracker:
             "seconds": progress.seconds,
             **speeds,
             "skipped_steps": progress.skipped,
-            **saving,
+            "save_pause_seconds": save_pause_seconds,
             **run.facts,
             "peak_memory_bytes": peaks,
             **vars(run.launch),

@@ -22,11 +22,10 @@ def document_lengths(ends: list[int]) -> dict[str, Any]:
     A compiler would specialize on the longest length and on the number of documents: both are rounded up to a power of
     two, so that few of them occur. The documents that this adds have no tokens.
     """
-    starts = [0, *ends]
-    longest = max(end - start for start, end in zip(starts, ends, strict=False))
+    edges = torch.tensor([0, *ends], dtype=torch.int32)
     cu_seq_lens = torch.full((_power_of_two(len(ends)) + 1,), ends[-1], dtype=torch.int32)
-    cu_seq_lens[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
-    return {"cu_seq_lens": cu_seq_lens, "max_length": _power_of_two(longest)}
+    cu_seq_lens[: len(edges)] = edges
+    return {"cu_seq_lens": cu_seq_lens, "max_length": _power_of_two(int(edges.diff().max()))}
 
 
 def _power_of_two(least: int) -> int:

@@ -9,19 +9,19 @@ from typing import Any, ClassVar, Literal
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
+from src.tasks.base import Tensors
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.chats import CHATML, ends_of_turn
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
 from src.tasks.text.four_bit import keep_layout, loading_options
 from src.tasks.text.language_model import LanguageModel
-from src.tasks.text.lean import Tensors
 from src.tasks.text.new_tokens import add_rows, add_tokens
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
@@ -63,17 +63,18 @@ class CausalLM(Decoder):
     """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
     precision on a GPU, if the model can, else by a mask."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
-    _columns: Columns = PrivateAttr(default_factory=dict)
-    _attention: str = PrivateAttr("sdpa")
-    _trained_rows: dict[str, list[int]] = PrivateAttr(default_factory=dict)  # room: new_tokens
+    _columns: Columns = {}
+    _attention: str = "sdpa"
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
         self._attention, reason = "sdpa", ""
         if self.attention == "auto" and self.packing and device in ("cuda", "meta") and dtype != torch.float32:
             refusal = device == "cuda" and failure(self._config, "varlen", self.packing, device, dtype)
-            self._attention = "sdpa" if refusal else "varlen"
-            reason = f" (not varlen: {refusal})" if refusal else ""
+            if refusal:
+                reason = f" (not varlen: {refusal})"
+            else:
+                self._attention = "varlen"
         return [*chosen_before, f"{self._attention} attention{reason}"]
 
     def load_model(self) -> Any:  # room: new_tokens
@@ -93,12 +94,6 @@ class CausalLM(Decoder):
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
         return LanguageModel(self.with_adapters(model), self._attention)
-
-    def adapter_options(self) -> dict[str, Any]:  # room: new_tokens
-        options = super().adapter_options()
-        if self.new_tokens:
-            options["trainable_token_indices"] = self._trained_rows
-        return options
 
     def num_new_tokens(self) -> int:  # room: new_tokens
         return len(self.new_tokens)
@@ -143,7 +138,7 @@ class CausalLM(Decoder):
     def _sequences(self, rows: Dataset, part: str) -> Sequences:
         length = self.sequence_length
         chunks = Chunker(self._columns, self._tokenizer, length, self.train_on_prompts).make_chunks(rows, part)
-        if not chunks.with_format("numpy")["targets"][:].any():
+        if not any(chunks["targets"][:]):
             says = f"no row has a completion, or a turn of the assistant, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
         return pack(chunks, length) if self.packing else unpacked(chunks)
@@ -154,7 +149,7 @@ class CausalLM(Decoder):
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
         return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}
 
-    def collate(self, samples: list[list[dict[str, Any]]]) -> Batch:
+    def collate(self, samples: list[list[Chunk]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         width = self.sequence_length if self.packing else max(map(sum, lengths))
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
@@ -214,10 +209,10 @@ class CausalLM(Decoder):
             save_merged(self.with_adapters(self.load_dense_model()), self._tokenizer, weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
-        options: dict[str, Any] = {}
-        if self.lora.base_dtype == "nf4":  # room: four_bit
-            options = loading_options()
-        lm = load_exported(folder, **options)
+        lm = load_exported(
+            folder,
+            **loading_options(self.lora.base_dtype),  # room: four_bit
+        )
         keep_layout(lm)  # room: four_bit
         check_fit(self.sequence_length, lm.config, self._tokenizer)
         return LanguageModel(lm, self._attention)

@@ -1,11 +1,9 @@
 """What the tasks on decoders share: a model from scratch, by its architecture, in place of a pretrained one."""
 
-import copy
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any
 
-import torch
 from pydantic import BeforeValidator, PositiveInt
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
@@ -38,8 +36,7 @@ class Decoder(FineTuning):
         if self.model:
             return super().load_model()
         with explained(f"task.architecture: {self._config.model_type} refuses it, "):
-            config = copy.deepcopy(self._config)  # the model's attention is noted there
-            return self.auto_class.from_config(config, dtype=torch.float32)
+            return self.new_model()
 
     @cached_property
     def _config(self) -> PreTrainedConfig:

@@ -67,8 +67,8 @@ class Chunker:
         return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Return the columns of CHUNK_FEATURES for a batch of rows."""
-        rows = [self._render(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
+        """Return the columns of CHUNK_FEATURES for a batch of rows with the columns of `columns`, in that order."""
+        rows = [self._render(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
         prefix, suffix = ([], []) if "messages" in self.columns else _special_tokens(self.tokenizer)
         encoded = _encode([text for text, _ in rows], self.tokenizer, prefix, suffix)
@@ -77,9 +77,8 @@ class Chunker:
             chunks += self._cut(spans, tokens, len(suffix))
         return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
 
-    def _render(self, row: dict[Any, Any]) -> tuple[str, Spans | None]:
-        """Return a row as one text, and which parts of it contribute to the loss (None: all)."""
-        values = {role: row[column] for role, column in self.columns.items()}
+    def _render(self, values: dict[str, Any]) -> tuple[str, Spans | None]:
+        """Return a row, its values by role, as one text, and which parts of that contribute to the loss (None: all)."""
         if "text" in values:
             return values["text"], None
         if "messages" in values:

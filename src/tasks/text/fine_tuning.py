@@ -1,15 +1,14 @@
 """What the tasks on transformers share: settings of the model, its loading with weights or without, its export."""
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,12 +21,13 @@ from transformers import (
 )
 
 from src.config.errors import UserError
-from src.tasks.base import Task, without_weights
+from src.config.groups import Share
+from src.tasks.base import Task, parameters_on
 from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
 from src.tasks.text.lean import empty_pretrained, load, start_heads, weight_files
 from src.tasks.text.lora import Lora
-from src.tasks.text.pretrained import save_sharded, without_adapters
+from src.tasks.text.pretrained import fsdp_blocks, save_sharded, without_adapters
 from src.tasks.text.source import TextSource
 
 
@@ -36,7 +36,7 @@ class FineTuning(TextSource, Task):
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     """transformers' class that builds the model from its config."""
-    adapters_for: ClassVar[Literal["CAUSAL_LM", "SEQ_CLS"]] = "CAUSAL_LM"
+    adapters_for: ClassVar[str] = "CAUSAL_LM"
     """peft's name for the kind of model."""
     pipeline_tag: ClassVar[str] = "text-generation"
     """The Hub's name for what the model does."""
@@ -50,10 +50,12 @@ class FineTuning(TextSource, Task):
     fp32; code in it is never run."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    dropout: Share | None = None
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
+    _trained_rows: dict[str, list[int]] | None = None  # room: new_tokens
+    """Rows of new tokens to train beside adapters, by layer."""
 
     def validation_errors(self) -> Iterator[str]:
         yield from self.source_errors()
@@ -103,8 +105,7 @@ class FineTuning(TextSource, Task):
             files = weight_files(source, self.revision) if self.model else []
             if not files:
                 return None
-            build = partial(self.auto_class.from_config, self._config, dtype=torch.float32)
-            model, absent = empty_pretrained(build, files)
+            model, absent = empty_pretrained(self.new_model, files)
             with suppress(OSError):  # where there is none, it follows from the config
                 if model.can_generate():
                     model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
@@ -112,14 +113,15 @@ class FineTuning(TextSource, Task):
         return self.finish(model)
 
     def build_skeleton(self) -> Any:  # room: plan
-        with without_weights():
-            model = self.auto_class.from_config(self._config, dtype=torch.float32)
+        with parameters_on(torch.device("meta")):
+            model = self.new_model()
         if self.lora.base_dtype == "nf4":  # room: four_bit
             give_four_bits(model)
         return self.finish(model)
 
     def finish(self, model: Any) -> Any:
         """Return what is trained, made of transformers' model."""
+        model._no_split_modules = fsdp_blocks(model)
         return self.with_adapters(model)
 
     def core(self, model: Any) -> Any:
@@ -128,21 +130,26 @@ class FineTuning(TextSource, Task):
 
     def with_adapters(self, model: Any) -> Any:
         """Return the model with new adapters, if the settings ask for them."""
-        return self.lora.add_adapters(model, self.revision, **self.adapter_options()) if self.lora.r else model
+        if not self.lora.r:
+            return model
+        return self.lora.add_adapters(
+            model,
+            self.revision,
+            task_type=self.adapters_for,
+            trainable_token_indices=self._trained_rows,  # room: new_tokens
+        )
 
-    def adapter_options(self) -> dict[str, Any]:
-        """Return fields of peft's LoraConfig that don't come from the settings in task.lora."""
-        return {"task_type": self.adapters_for}
+    def new_model(self) -> Any:
+        """Return transformers' model of this config, fp32, with weights that it draws."""
+        config = copy.deepcopy(self._config)  # the model's attention is noted there
+        return self.auto_class.from_config(config, dtype=torch.float32)
 
     def load_model(self) -> Any:
         """Return transformers' model with its weights, fp32. Raise a UserError if it cannot be found, is damaged, or is
         another kind of model."""
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
-        options: dict[str, Any] = {}
-        if self.lora.base_dtype == "nf4":  # room: four_bit
-            require_four_bits(is_sharded=False)
-            options = loading_options()
+        four_bits = loading_options(self.lora.base_dtype)  # room: four_bit
         with loading("model", self.model):
             model, loaded = self.auto_class.from_pretrained(
                 self.model,
@@ -152,7 +159,7 @@ class FineTuning(TextSource, Task):
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **options,
+                **four_bits,  # room: four_bit
             )
         keep_layout(model)  # room: four_bit
         self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})

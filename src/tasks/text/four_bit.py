@@ -26,9 +26,13 @@ def require_four_bits(is_sharded: bool) -> None:
         raise UserError(f"{setting}: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); {hint}")
 
 
-def loading_options() -> dict[str, Any]:
+def loading_options(base_dtype: str | None) -> dict[str, Any]:
     """Return what `from_pretrained` needs to load linear layers in 4 bits, except for the output, which compute in
-    bf16. A tensor at a time is quantized, on the device that will hold it: on a CPU, 8 billion weights take minutes."""
+    bf16; nothing for another type than nf4. A tensor at a time is quantized, on the device that will hold it: on a CPU,
+    8 billion weights take minutes."""
+    if base_dtype != "nf4":
+        return {}
+    require_four_bits(is_sharded=False)
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -44,7 +48,7 @@ def give_four_bits(model: Any) -> None:  # room: plan
     if not torch.cuda.is_available():
         raise UserError("task.lora.base_dtype=nf4: is planned on the null GPU alone, not calculated")
     require_four_bits(AcceleratorState().distributed_type == DistributedType.FSDP)
-    options: Any = loading_options()["quantization_config"]
+    options: Any = loading_options("nf4")["quantization_config"]
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), options)
     for layer in model.modules():
         weight: Any = getattr(layer, "weight", None)

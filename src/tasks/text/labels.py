@@ -34,15 +34,15 @@ def tokenize_texts(
 ) -> Dataset:
     """Return a table of the model's inputs, made from all columns (on a second call, from the cache), with `label`,
     `row`, `length` in tokens, and whether the text was `truncated`."""
-    tokenize = partial(_tokenize, columns=rows.column_names, tokenizer=tokenizer, sequence_length=sequence_length)
+    tokenize = partial(_tokenize, tokenizer=tokenizer, sequence_length=sequence_length)
     tokenized = cached_map(rows, tokenize, f"tokenizing {desc}")
     return tokenized.add_column("label", labels).add_column("row", range(len(rows)))
 
 
 def _tokenize(
-    batch: dict[str, list[Any]], columns: list[str], tokenizer: PreTrainedTokenizerFast, sequence_length: int
+    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerFast, sequence_length: int
 ) -> dict[str, list[Any]]:
-    encoded = tokenizer(*(batch[name] for name in columns), truncation=True, max_length=sequence_length)
+    encoded = tokenizer(*batch.values(), truncation=True, max_length=sequence_length)
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer that remembers it has another fingerprint
     return {
         **encoded,
@@ -56,7 +56,7 @@ def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size:
     shuffled; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
     order = random.permutation(len(lengths))
     size = MEGA_BATCH * batch_size
-    parts = [order[i : i + size] for i in range(0, len(order), size)]
+    parts = np.split(order, range(size, len(order), size))
     order = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
     whole = len(order) // batch_size * batch_size
     batches = random.permutation(order[:whole].reshape(-1, batch_size))

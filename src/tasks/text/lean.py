@@ -5,13 +5,13 @@ a checkpoint's files. The few that no file has, such as a classifier's new head,
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
@@ -21,8 +21,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
 
-Tensors = dict[str, Tensor]
-"""Tensors by name."""
+from src.tasks.base import Tensors, parameters_on
+
 ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
 """peft's names for a classifier's head, which is trained as it is, and what it was before."""
 
@@ -74,16 +74,8 @@ def weight_files(source: str, revision: str | None) -> list[str]:
 def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None:
     """Read this process's part of the weights into a sharded model without any, as transformers would: with its renames
     and conversions, in the model's dtype."""
-
-    def keep_on_device(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
-        """Return the parameter where it belongs: transformers moves offloaded shards to the mesh's device."""
-        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(keep_on_device)
-    try:
+    with parameters_on(device):  # transformers moves offloaded shards to the mesh's device
         _convert(_WithoutAdapters(model), _slices(files), device)
-    finally:
-        hook.remove()
     # with fewer rows, such as experts, than processes, some have none of them, for which transformers reads nothing
     parameters: dict[str, Any] = dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -97,18 +89,20 @@ def _convert(model: Any, weights: dict[str, Any], device: torch.device) -> LoadS
     return convert_and_load_state_dict_in_model(model, weights, how)[0]
 
 
+@dataclass
 class _Slice:
     """A tensor in a file that each read opens: what was read of one that stays open counts as this process's memory."""
 
-    def __init__(self, file: str, name: str, shape: list[int]) -> None:
-        self._file, self._name, self._shape = file, name, shape
+    file: str
+    name: str
+    shape: list[int]
 
     def get_shape(self) -> list[int]:
-        return self._shape
+        return self.shape
 
     def __getitem__(self, index: Any) -> Tensor:
-        with safe_open(self._file, framework="pt") as opened:
-            return opened.get_slice(self._name)[index].clone()  # of a view, the whole tensor would stay in memory
+        with safe_open(self.file, framework="pt") as opened:
+            return opened.get_slice(self.name)[index].clone()  # of a view, the whole tensor would stay in memory
 
 
 def _slices(files: list[str]) -> dict[str, Any]:

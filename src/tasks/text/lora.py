@@ -1,14 +1,15 @@
 """Low-rank adapters: their settings, and how a model gets them."""
 
 import warnings
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 from transformers import PreTrainedModel
 
 from src.config.errors import UserError, explained
+from src.config.groups import Share
 from src.config.settings import ResumeSafe, SafeReopens, Settings
 from src.tasks.text.lean import ORIGINAL_HEAD
 
@@ -20,7 +21,7 @@ class Lora(Settings):
     """Rank of the adapters; null: no adapters, all weights are trained."""
     alpha: PositiveInt = 16
     """Scale of what the adapters add to a layer's output: alpha / r."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Share = 0.0
     """Dropout rate of the adapters' input."""
     target_modules: list[str] = []
     """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from torch import Tensor
+
+from src.tasks.base import Tensors
 
 Batch = dict[str, Any]
 """A batch, as a task's `collate` returns it."""
 Chunk = dict[str, Any]
-"""`input_ids` and `labels` of shape (length,), int64."""
+"""A row of a table of chunks: `input_ids` and `labels` of shape (length,), int64, and what describes them."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,24 @@ class Sequences:
 
     def __getitems__(self, indices: list[int]) -> list[list[Chunk]]:
         groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
-        table = self.chunks[np.concatenate(groups)]
-        rows = zip(table["input_ids"], table["labels"], strict=True)
-        chunks = ({"input_ids": ids, "labels": labels} for ids, labels in rows)
+        chunks = iter(self.chunks.__getitems__(np.concatenate(groups)))
         return [[next(chunks) for _ in group] for group in groups]
 
     def describe(self, sequence_length: int) -> dict[str, float]:
         """Return counts, and the share of `padding` if each sequence is padded to `sequence_length`."""
         columns = self.chunks.select_columns(["length", "targets", "truncated"])[:]
-        tokens = int(columns["length"].sum(dtype=np.int64))
+        tokens = int(columns["length"].sum())
         return {
             "sequences": len(self),
             "tokens": tokens,
-            "targets": int(columns["targets"].sum(dtype=np.int64)),
+            "targets": int(columns["targets"].sum()),
             "padding": 1 - tokens / (len(self) * sequence_length),
             "truncated": int(columns["truncated"].sum()),
             "without_targets": int((columns["targets"] == 0).sum()),
         }
 
 
-def batch_tensors(samples: list[list[Chunk]], width: int, padding: int) -> tuple[dict[str, Tensor], list[int]]:
+def batch_tensors(samples: list[list[Chunk]], width: int, padding: int) -> tuple[Tensors, list[int]]:
     """Return what LanguageModel.loss takes of examples, rows of `width` tokens with `padding` at their end; and where
     in the flattened batch each document ends, padding being one too."""
     places = np.arange(width)

@@ -1,6 +1,5 @@
 """Models and tokenizers of transformers that a run exported: loaded, checked and saved again."""
 
-import json
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,8 +19,9 @@ from transformers import (
 )
 
 from src.config.errors import UserError, explained
+from src.tasks.base import Tensors
 from src.tasks.text.chats import ends_of_turn
-from src.tasks.text.lean import Tensors, saved_weights
+from src.tasks.text.lean import saved_weights
 from src.tasks.text.new_tokens import grow
 from src.tasks.text.sharded_files import write_gathered
 
@@ -35,8 +35,8 @@ def load_exported(folder: Path, **options: Any) -> Any:
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
     with explained("not a language model, ", (OSError, ValueError)):
         if has_adapters:
-            adapted = json.loads((folder / "adapter_config.json").read_text())
-            source, revision = adapted["base_model_name_or_path"], adapted["revision"]
+            adapted = PeftConfig.from_pretrained(source)
+            source, revision = adapted.base_model_name_or_path, adapted.revision
         model, found = auto.from_pretrained(
             source, revision=revision, dtype=torch.float32, output_loading_info=True, **options
         )
@@ -96,8 +96,8 @@ def end_tokens(generation: GenerationConfig) -> list[int]:
 
 def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
     """Load what is trained of `weights` into `model`, add its adapters to its own weights, and write the result."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    model.load_state_dict({name: weights[name] for name in trained}, strict=False)
+    trained = {name: weights[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.load_state_dict(trained, strict=False)
     merged = model.merge_and_unload()
     save(merged, tokenizer, merged.state_dict(), folder)
 

@@ -9,7 +9,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from src.tasks.text.lean import Tensors
+from src.tasks.base import Tensors
 
 LARGEST_FILE = "5GB"
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import datasets
 from datasets import Dataset, List, load_dataset
 from datasets.fingerprint import Hasher
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from src.config.errors import UserError, explained
 from src.config.settings import Settings
@@ -47,7 +47,7 @@ class TextSource(Settings):
     its end. all: not a share, but all that is trained on, as src.tools.evaluate has it for other data."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do with rows whose text or label is missing or of another type: name them and stop, or leave them out."""
-    _skipped_rows: dict[str, int] = PrivateAttr(default_factory=lambda: {"train": 0, "eval": 0})
+    _skipped_rows: dict[str, int] = {"train": 0, "eval": 0}
 
     def source_errors(self) -> Iterator[str]:
         """Yield what is wrong with the settings, a line each, found without loading anything."""

@@ -9,21 +9,20 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from datasets import Dataset
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
 
 from src.config.errors import UserError
 from src.tasks import load_metric
-from src.tasks.base import Table
+from src.tasks.base import Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
 from src.tasks.text.labels import label_names, length_grouped, sorted_labels, tokenize_texts
-from src.tasks.text.lean import Tensors
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
-from src.tasks.text.pretrained import check_fit, fsdp_blocks, save, save_merged
+from src.tasks.text.pretrained import check_fit, save, save_merged
 from src.tasks.text.source import ColumnKind, table_checksum
 
 SHOWN = 20
@@ -46,12 +45,12 @@ class TextClassification(FineTuning):
     sequence_length: PositiveInt = 256
     """Tokens that the model sees at most. Longer texts are cut off."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
-    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
-    adapters_for: ClassVar[Literal["SEQ_CLS"]] = "SEQ_CLS"
-    has_new_head: ClassVar[bool] = True
-    pipeline_tag: ClassVar[str] = "text-classification"
-    _labels: list[str] = PrivateAttr(default_factory=list)
-    _texts: Dataset = PrivateAttr()
+    auto_class = AutoModelForSequenceClassification
+    adapters_for = "SEQ_CLS"
+    has_new_head = True
+    pipeline_tag = "text-classification"
+    _labels: list[str] = []
+    _texts: Dataset
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
@@ -67,7 +66,7 @@ class TextClassification(FineTuning):
         train, eval_texts = train.select_columns(texts), evaluation.select_columns(texts)
         train = tokenize_texts(train, train_ids, tokenizer, length, "training data")
         evaluation = tokenize_texts(eval_texts, eval_ids, tokenizer, length, "evaluation data")
-        by_length = np.argsort(evaluation.with_format("numpy")["length"][:], kind="stable")
+        by_length = np.argsort(evaluation["length"][:], kind="stable")
         self._texts = eval_texts.select(by_length)
         return train, evaluation.select(by_length)  # batches of similar lengths need less padding
 
@@ -97,11 +96,10 @@ class TextClassification(FineTuning):
         return table_checksum(dataset, ["input_ids", "label"])
 
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
-        columns = dataset.select_columns(["length", "truncated", "label"]).with_format("numpy")[:]
-        counts = Counter(columns["label"].tolist())
+        counts = Counter(dataset["label"][:])
         return {
-            "tokens": int(columns["length"].sum()),
-            "truncated": int(columns["truncated"].sum()),
+            "tokens": sum(dataset["length"][:]),
+            "truncated": sum(dataset["truncated"][:]),
             "skipped_rows": self._skipped_rows[part],
             "labels": len(counts),
             **{f"label {self._labels[label]}": count for label, count in counts.most_common(SHOWN)},
@@ -116,10 +114,6 @@ class TextClassification(FineTuning):
         inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
         labels = torch.tensor([sample["label"] for sample in samples])
         return {"inputs": dict(inputs), "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
-
-    def finish(self, model: Any) -> Any:
-        model._no_split_modules = fsdp_blocks(model)
-        return self.with_adapters(model)
 
     @property
     def _config(self) -> PreTrainedConfig:

@@ -49,8 +49,8 @@ def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str
             model.train().logits(**inputs).sum().backward()  # with what training adds, such as dropout
     except Exception as error:  # of any library on the way
         return f"{name} fails on a few tokens, {cause(error).split('. ')[0]}"
-    found, expected = torch.cat([logits[:-1] for logits in together]).detach().float(), alone.detach().float()
-    difference = float((found - expected).norm() / expected.norm())
+    found, expected = torch.cat([logits[:-1] for logits in together]).float(), alone.float()
+    difference = ((found - expected).norm() / expected.norm()).item()
     says = f"{name} gives logits that differ by {difference:.0%} from a document's alone"
     return says if not difference < (ROUNDING if is_half else 1e-4) else None
 
