@@ -16,7 +16,7 @@ def write_card(config: Config, metrics: dict[str, float], folder: Path) -> None:
     task = config.task
     metadata = ModelCardData(**{"tags": [task.name], **task.card()}).to_yaml()
     settings = write_yaml(config.model_dump(mode="json", exclude={"wandb", "output_dir"}))
-    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in metrics.items())
+    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in metrics.items() if isinstance(value, int | float))
     card = ModelCard(
         f"---\n{metadata}\n---\n\n# {config.run_name}\n\nTrained by `train.py` as `{task.name}`.\n\n"
         f"## Results\n\nOn the evaluation data, at the end:\n\n| metric | value |\n|---|---|\n{rows}\n\n"

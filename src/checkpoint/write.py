@@ -94,8 +94,8 @@ class CheckpointWriter:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         is_first_here = self._run.accelerator.is_local_main_process
-        if is_first_here:
-            shutil.rmtree(writer.folder, ignore_errors=True)  # which is there if it was not published here
+        if is_first_here and writer.folder.exists():  # it was not published here
+            shutil.rmtree(writer.folder, ignore_errors=True)
         if is_first_here and not self._run.resume.is_disk_shared:  # room: mirror
             writer.rotate()  # what was fetched
 

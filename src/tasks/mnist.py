@@ -82,7 +82,7 @@ class Digits:
         angles = torch.from_numpy(np.radians(random.uniform(-rotation, rotation, len(self)))).float()
         offsets = torch.from_numpy(random.integers(-shift, shift + 1, (len(self), 2, 1)) * (2 / 28)).float()
         cos, sin = angles.cos(), angles.sin()
-        turns = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)
+        turns = torch.stack([cos, -sin, sin, cos], 1).view(-1, 2, 2)
         return replace(self, transforms=torch.cat([turns, offsets], 2).to(self.images.device))
 
 
@@ -118,13 +118,12 @@ def bundled_digits() -> tuple[Digits, Digits]:
     """
     file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), delimiter=",")  # load_digits takes a second to import
-    images, labels = rows[:, :-1], rows[:, -1]
-    order = np.random.default_rng(0).permutation(len(labels))
-    small = torch.from_numpy(images[order]).view(-1, 1, 8, 8) * (255 / 16)
+    rows = np.random.default_rng(0).permutation(rows)
+    small = torch.from_numpy(rows[:, :-1]).view(-1, 1, 8, 8) * (255 / 16)
     large = F.pad(F.interpolate(small, size=20, mode="bilinear"), (4,) * 4)  # MNIST's digits fill 20 x 20 of 28 x 28
-    data = large.squeeze(1).round().to(torch.uint8), torch.from_numpy(labels[order]).long()
+    images, labels = large.squeeze(1).round().to(torch.uint8), torch.from_numpy(rows[:, -1]).long()
     split = len(labels) // 5
-    return Digits(data[0][split:], data[1][split:]), Digits(data[0][:split], data[1][:split])
+    return Digits(images[split:], labels[split:]), Digits(images[:split], labels[:split])
 
 
 class Mnist(Task):

@@ -118,9 +118,11 @@ def split_text(rows: Dataset, column: str, share: float) -> tuple[Dataset, Datas
     cut = round(length * share)
     if not 0 < cut < length:
         raise UserError("task.dataset: the text is too short to keep a part of it for evaluation")
-    parts = [partial(_cut_text, column=column, part=part) for part in (slice(cut), slice(cut, None))]
-    train, evaluation = (cached_map(rows, part, "cutting the text") for part in parts)
-    return train, evaluation
+
+    def only(part: slice) -> Dataset:
+        return cached_map(rows, partial(_cut_text, column=column, part=part), "cutting the text")
+
+    return only(slice(cut)), only(slice(cut, None))
 
 
 def _cut_text(batch: dict[str, list[str]], column: str, part: slice) -> dict[str, list[str]]:
