@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -171,8 +172,8 @@ def test_wandb_switched_off_by_its_own_variable_or_by_ours(launch: Launch) -> No
 def test_by_plain_python_in_a_terminal_config_yaml_repeats_the_run(launch: Launch, tmp_path: Path) -> None:
     """Under another name alone: the run had an output_dir of its own. Tried with that in it: "nothing to do"."""
     first = launch("cpu", "--config=configs/digits.yaml", "--max_steps=3", "--log_every=1").succeeded()
-    command = f"{sys.executable} {PROJECT}/train.py --config={first.folder}/config.yaml --run_name=again"
-    shell = f"stty cols 140 rows 40; exec {command}"
+    command = [sys.executable, f"{PROJECT}/train.py", f"--config={first.folder}/config.yaml", "--run_name=again"]
+    shell = f"stty cols 140 rows 40; exec {shlex.join(command)}"
     in_terminal = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(['sh', '-c', {shell!r}])))"
     run = run_command([sys.executable, "-c", in_terminal], tmp_path / "runs" / "again", cwd=tmp_path).succeeded()
     assert run.losses == first.losses
