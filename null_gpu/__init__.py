@@ -65,7 +65,7 @@ def cached(sources: list[Path], build: Callable[[Path], None]) -> Path:
 def compile_null_gpu(folder: Path) -> None:
     """Compile null_gpu.c into a folder, as the driver and, under a second name, as NVML."""
     library = folder / "libcuda.so.1"
-    options = "-std=gnu17 -O1 -w -shared -fPIC -Wl,-soname,libcuda.so.1".split()
+    options = ["-std=gnu17", "-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     subprocess.run(["gcc", *options, f"-I{HEADERS}", "-o", library, SOURCE, "-ldl"], check=True)
     (folder / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
 
