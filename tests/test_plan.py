@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_tried_with_changes(text: str, tmp_path: Path) -> N
         "small: {name: Small, capability: '9.0', memory_gib: 2.6, bandwidth_gb_s: 100, tflops: {bf16: 10, fp32: 1},"
         " link_gb_s: 10, network_gb_s: 1}"
     )
-    words = [f"{BIN}/python", *["-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu"]]
+    words = [f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu"]
     words += [f"--gpu={gpu}", f"--output={tmp_path}", "--"]
     arguments = llama(text, length=8192, batch=1, intermediate_size=4096)
     run = run_command([*words, *arguments, *QUIET], tmp_path, PROJECT, PATH="/nowhere").succeeded()
