@@ -76,7 +76,6 @@ class Task(Settings, ABC):
         on_meta = parameters_on(torch.device("meta"))
         with on_meta, explained("its model reads values that a plan does not have, ", RuntimeError):
             return self.build_model()
-            return self.build_model()
 
     def load_weights(self, model: Any, device: torch.device) -> None:  # room: text
         """Fill what `build_empty_model` returned, sharded since, on this device: with the values of `build_model`."""
