@@ -96,18 +96,26 @@ def environment_for(gpu: Gpu) -> dict[str, str]:
     )
 
 
-def launcher_environment(yaml: str, gpus: int, per_machine: int) -> dict[str, str]:
-    """Return what Accelerate's launcher puts into the environment of process 0, and torch's beneath it."""
-    machines = max(1, gpus // per_machine)
-    words = [f"--config_file={yaml}", f"--num_processes={gpus}", f"--num_machines={machines}", "--machine_rank=0"]
-    words += ["--main_process_ip=127.0.0.1", "--main_process_port=0"]
-    if "hsdp" in yaml:
-        sizes = {"replicate": machines, "shard": gpus // machines}
+def launcher_arguments(setup: Setup) -> list[str]:
+    """Return those of `accelerate launch` that are the same on all machines."""
+    words = ["--config_file", setup.yaml, "--num_processes", str(setup.gpus)]
+    machines = setup.gpus // setup.gpu.gpus_per_machine
+    if machines > 1:
+        words += ["--num_machines", str(machines)]
+    if "hsdp" in setup.yaml:
+        sizes = {"replicate": machines, "shard": setup.gpus // machines}
         words += [f"--parallelism_config_dp_{name}_size={size}" for name, size in sizes.items()]
+    return words
+
+
+def launcher_environment(setup: Setup) -> dict[str, str]:
+    """Return what Accelerate's launcher puts into the environment of process 0, and torch's beneath it."""
+    words = [*launcher_arguments(setup), "--machine_rank=0", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))
     environment = prepare_multi_gpu_env(arguments)
     if arguments.use_fsdp or arguments.multi_gpu:
-        sizes = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": min(gpus, per_machine)}
+        in_machine = min(setup.gpus, setup.gpu.gpus_per_machine)
+        sizes = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": setup.gpus, "LOCAL_WORLD_SIZE": in_machine}
         environment |= {name: str(size) for name, size in sizes.items()}
     return environment
 
@@ -157,7 +165,7 @@ def measure(setup: Setup, share: float) -> Measured:
     # NCCL's communicators are joined through this process alone, however many others there are
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
     os.environ["TERM"] = "dumb"  # no bars below the plan's own
-    os.environ |= launcher_environment(setup.yaml, setup.gpus, setup.gpu.gpus_per_machine)
+    os.environ |= launcher_environment(setup)
     gc.disable()  # cycles keep memory of DDP's first steps until Python happens to look for them: count it
     gc.freeze()  # of what is there by now, nothing has to be looked for
     torch.backends.cuda.enable_cudnn_sdp(False)  # the null GPU has none; flash attention takes as much memory

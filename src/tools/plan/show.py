@@ -11,7 +11,7 @@ import pandas as pd
 
 from src.config.config import Config
 from src.tools.plan.estimate import seconds_of
-from src.tools.plan.measure import highest
+from src.tools.plan.measure import highest, launcher_arguments
 from src.tools.plan.search import Row
 from src.tracking.figures import draw
 
@@ -74,9 +74,9 @@ def recommendation(rows: list[Row], config: Config) -> str:
     if not row or not row.measured:
         return "nothing fits: ask for more GPUs, or for larger ones, or shorten the sequences"
     setup, found = row.setup, line(row, config)
-    command = f"accelerate launch --config_file {setup.yaml} --num_processes {setup.gpus} "
+    command = f"accelerate launch {shlex.join(launcher_arguments(setup))} "
     if setup.gpus > setup.gpu.gpus_per_machine:
-        command += f"--num_machines {setup.gpus // setup.gpu.gpus_per_machine} --machine_rank=… --main_process_ip=… "
+        command += "--machine_rank=… --main_process_ip=… "
     command += f"train.py {shlex.join(setup.arguments)}"
     if row.measured.micro_batch != config.micro_batch(setup.gpus):
         command += f" --micro_batch_size={row.measured.micro_batch}"
