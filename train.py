@@ -188,6 +188,7 @@ def fit(run: Run) -> bool:
             performance.end_step()  # room: performance
             is_stopping = steps.is_stop_requested()
             progress.add_step(result)
+            progress.count(run.task.counters(), steps.more)  # room: streaming
             tracker.advance()
             # reading a loss makes the host wait for the device: only where its value is needed
             if is_stopping or run.is_read_due():

@@ -42,7 +42,7 @@ def own_share(config: Config, dataset: Examples, epoch: int, rank: int, world_si
     random = np.random.default_rng([config.seed, epoch])  # the same on all processes
     order = config.task.order(dataset, random, config.global_batch_size)
     for start in range(0, len(order), config.global_batch_size):
-        yield order[start : start + config.global_batch_size][rank::world_size]
+        yield np.asarray(order[start : start + config.global_batch_size][rank::world_size])
 
 
 def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,7 @@ def reading_indices(run: Run) -> Run:
         collate=list,
         count_targets=len,
         count_tokens=lambda _: (0, 0),  # room: text
+        count_more=lambda _: [],  # room: streaming
     )
     config = run.config.model_copy(update={"task": task})
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))

@@ -30,6 +30,8 @@ DATA_STATE = "data_state.json"  # room: text examples
 """File in an export: what `Task.data_state` returned."""
 PICTURE = "data:image/png;base64,"  # room: report tables wandb
 """Beginning of a table's cell that is a picture."""
+Indices = np.ndarray | range
+"""Indices into a dataset, int64: an array, or a range of them, which takes no memory."""
 Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON."""
 Tensors = dict[str, Tensor]
@@ -102,9 +104,9 @@ class Task(Settings, ABC):
         """Return figures about a dataset by name, for summary.json and the terminal: counts, and shares as floats."""
         return {}
 
-    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
-        """Return the order of an epoch: indices into `train`, each once, shape (examples,), int64. Draw from `random`
-        alone: it is the same on any number of processes."""
+    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:
+        """Return the order of an epoch: indices into `train`, each once. Draw from `random` alone: it is the same on
+        any number of processes."""
         return random.permutation(len(train))
 
     def augmented(self, train: Any, seed: list[int]) -> Examples:
@@ -128,6 +130,14 @@ class Task(Settings, ABC):
     def count_tokens(self, batch: Any) -> tuple[int, int]:  # room: text
         """Return the tokens in a batch of `collate`, without padding and with it; (0, 0) if it is not text."""
         return 0, 0
+
+    def counters(self) -> list[str]:  # room: streaming
+        """Return the names in the record of what `count_more` counts."""
+        return []
+
+    def count_more(self, batch: Any) -> list[int]:  # room: streaming
+        """Return what else to count of a batch, over the whole run and all processes."""
+        return []
 
     @abstractmethod
     def count_targets(self, batch: Any) -> int:

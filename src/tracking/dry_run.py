@@ -20,8 +20,11 @@ def dry_run(run: Run) -> None:
         step = run.progress.step
         epoch, done = divmod(step, run.steps_per_epoch)
         dataset = run.task.augmented(run.train_set, epoch_seed(run.config, epoch, 1))
-        for index in epoch_order(run, epoch, done)[:2].tolist():
-            say(f"\nexample {index} of the training data, in step {step + 1}:", shown(run.task.preview(dataset, index)))
+        for index in epoch_order(run, epoch, done)[:2]:
+            say(
+                f"\nexample {index} of the training data, in step {step + 1}:",
+                shown(run.task.preview(dataset, int(index))),
+            )
         figures = run.facts["data"]["train"]  # room: text
         if "targets" in figures:  # room: text
             share = f"{figures['targets'] / figures['tokens']:.1%}"

@@ -6,12 +6,12 @@ that has no example left computes on a dummy batch of weight 0, because FSDP's f
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +21,11 @@ from torch import Tensor
 from src.config.config import Config
 from src.config.terminal import bar
 from src.distributed.stop import StopSignal
-from src.tasks.base import Examples, Task, samples
+from src.tasks.base import Examples, Indices, Task, samples
 from src.training.progress import StepCounts, StepResult
 from src.training.run import Run
 from src.training.workers import load_in_workers
 
-T = TypeVar("T")
 EVALUATION_FACTOR = 4
 """Micro-batches that are evaluated at once: no activations are kept for a backward pass."""
 
@@ -51,6 +50,8 @@ class MicroBatch(NamedTuple):
     """Examples in it; 0 if it is a dummy."""
     counts: BatchCounts
     """Its targets and tokens; a dummy's are those of the example that stands in, and `weight` cancels them."""
+    more: Sequence[int] = ()  # room: streaming
+    """What `Task.count_more` counts in it."""
 
     @property
     def weight(self) -> float:
@@ -67,15 +68,15 @@ class ShardedBatchSampler:
     """One process's part of each chunk of micro_batch_size x world_size examples: every world_size-th. Iterating yields
     lists of indices, one per micro-batch."""
 
-    order: np.ndarray
-    """Indices into the dataset in the order of a single process; shape (examples,), int64."""
+    order: Indices
+    """Indices into the dataset in the order of a single process."""
     global_batch_size: int
     """Examples per step, over all processes and micro-batches."""
     micro_batch_size: int
     rank: int
     world_size: int
 
-    def steps(self) -> Iterator[list[np.ndarray]]:
+    def steps(self) -> Iterator[list[Indices]]:
         """Yield this process's indices for each step, an array per micro-batch: the same number on all processes."""
         # what all processes together pass through the model at once
         chunk_size = self.micro_batch_size * self.world_size
@@ -90,8 +91,9 @@ class ShardedBatchSampler:
         for step in self.steps():
             for indices in step:
                 # A process that skipped the forward pass would leave the others waiting in FSDP's all-gather. So one
-                # without an example left computes on a dummy, of which nothing counts: any example will do.
-                yield indices.tolist() or self.order[:1].tolist()
+                # without an example left computes on a dummy, of which nothing counts. Any example will do; the last
+                # one is in the step's own window where data are streamed.
+                yield np.asarray(indices).tolist() or [int(self.order[-1])]
 
 
 def epoch_seed(config: Config, epoch: int, *purpose: int) -> list[int]:
@@ -100,7 +102,7 @@ def epoch_seed(config: Config, epoch: int, *purpose: int) -> list[int]:
     return [config.seed, epoch, *purpose]
 
 
-def epoch_order(run: Run, epoch: int, done: int) -> np.ndarray:
+def epoch_order(run: Run, epoch: int, done: int) -> Indices:
     """Return the order of an epoch's examples, without those of its first `done` steps."""
     config = run.config
     # From seed and epoch alone: a checkpoint needs no state of a sampler, only the step, and another number of
@@ -148,6 +150,7 @@ class CountedSteps:
     def __next__(self) -> tuple[list[MicroBatch], StepCounts]:
         """Return the next step's micro-batches on this process, and the sums over those of all. Collective."""
         micro_batches, counts = self._upcoming, self._exchanged()
+        self.more = self._exchanged_more()  # room: streaming
         # before this step is computed, so that the exchange, and on a GPU the loading, overlap with it
         self._begin_next()
         return micro_batches, counts
@@ -166,6 +169,8 @@ class CountedSteps:
         # host would wait for that to read the sums. Requests to stop travel along, for no exchange of their own.
         sums = self._stop.begin_sum([*counts.tolist(), self._stop.requested])
         self._exchanged = lambda: StepCounts(*sums())
+        more = np.atleast_1d(sum(batch.weight * np.array(batch.more) for batch in self._upcoming))  # room: streaming
+        self._exchanged_more = self._stop.begin_sum(more.tolist()) if more.size else list  # room: streaming
 
 
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
@@ -173,7 +178,7 @@ def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
     size = EVALUATION_FACTOR * run.config.micro_batch(run.world_size)
     global_batch_size = size * run.world_size
     # never shuffled: gather_in_order in evaluation.py relies on the order of the dataset
-    order = np.arange(len(run.eval_set))
+    order = range(len(run.eval_set))
     batches = _on_device(run, _load(run, run.eval_set, order, global_batch_size, size))
     total = math.ceil(len(order) / global_batch_size)
     # a step of one micro-batch: nothing is accumulated
@@ -199,13 +204,18 @@ def micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
         task.count_targets(data),
         *task.count_tokens(data),  # room: text
     )
-    return MicroBatch(data, num_examples, counts)
+    return MicroBatch(
+        data,
+        num_examples,
+        counts,
+        task.count_more(data),  # room: streaming
+    )
 
 
 def _load(
     run: Run,
     dataset: Examples,
-    order: np.ndarray,
+    order: Indices,
     global_batch_size: int,
     micro_batch_size: int,
     epoch: int = 0,
@@ -264,7 +274,7 @@ def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if tensor.is_cpu else tensor
 
 
-def in_background(items: Iterator[T]) -> Iterator[T]:
+def in_background(items: Iterator[Any]) -> Iterator[Any]:
     """Yield the items, each made by another thread while the caller works on the one before."""
     # one ahead is enough: the device computes one step while the host makes the next, and memory holds two
     with ThreadPoolExecutor(1) as thread:

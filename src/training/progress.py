@@ -94,6 +94,8 @@ class Progress:
     """Time since the first step, evaluations included, the time between two sessions of a run excluded."""
     tokens: float = 0.0  # room: text
     """Tokens without padding, before this interval."""
+    counted: dict[str, float] = field(default_factory=dict)  # room: streaming
+    """What else the task counts, since the first step."""
     train_loss: float | None = None
     """The loss in the last training record; None: no step in it had a finite one."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -136,6 +138,11 @@ class Progress:
         """Keep what a step reports until `read_steps`."""
         # still on the device: .item() here would make it idle while the host prepares the next step
         self._unread.append(result)
+
+    def count(self, names: list[str], counts: list[float]) -> None:  # room: streaming
+        """Add what was counted in a step."""
+        for name, count in zip(names, counts, strict=True):
+            self.counted[name] = self.counted.get(name, 0.0) + count
 
     def read_steps(self, accelerator: Accelerator, is_fp16: bool, max_bad_steps: int) -> bool:
         """Count the steps that were added since the last call. Wait for the device. Collective.
@@ -203,6 +210,7 @@ class Progress:
         if self.interval_tokens:  # room: text
             metrics["perf/tokens_per_second"] = self.interval_tokens / self.interval_seconds
             metrics["perf/padding"] = 1 - self.interval_tokens / self.interval_padded_tokens
+        metrics |= self.counted  # room: streaming
         if is_fp16:
             metrics["train/loss_scale"] = self.loss_scale
         if self.skipped or is_fp16:

@@ -7,7 +7,7 @@ from typing import Any
 from src.config.config import Config
 from src.training.progress import Progress
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Add one with every change to the files, to RunState or to Progress: a checkpoint of another version is refused."""
 
 
