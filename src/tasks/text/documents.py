@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -68,14 +70,17 @@ class Chunker:
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Return the columns of CHUNK_FEATURES for a batch of rows with the columns of `columns`, in that order."""
+        chunks = [*chain.from_iterable(self.chunks_by_row(batch))]
+        return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
+
+    def chunks_by_row(self, batch: dict[str, list[Any]]) -> list[list[dict[str, Any]]]:
+        """Return the chunks of each row."""
         rows = [self._render(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
         prefix, suffix = ([], []) if "messages" in self.columns else _special_tokens(self.tokenizer)
-        encoded = _encode([text for text, _ in rows], self.tokenizer, prefix, suffix)
-        chunks: list[dict[str, Any]] = []
-        for (_, spans), tokens in zip(rows, encoded, strict=True):
-            chunks += self._cut(spans, tokens, len(suffix))
-        return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
+        has_spans = any(spans is not None for _, spans in rows)
+        encoded = _encode([text for text, _ in rows], self.tokenizer, prefix, suffix, has_spans)
+        return [[*self._cut(spans, tokens, len(suffix))] for (_, spans), tokens in zip(rows, encoded, strict=True)]
 
     def _render(self, values: dict[str, Any]) -> tuple[str, Spans | None]:
         """Return a row, its values by role, as one text, and which parts of that contribute to the loss (None: all)."""
@@ -90,14 +95,16 @@ class Chunker:
     def _cut(self, spans: Spans | None, tokens: np.ndarray, num_suffix: int) -> Iterator[dict[str, Any]]:
         """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
         the last `num_suffix` always contribute to the loss."""
-        ids, starts, ends = tokens
-        # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
-        starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
+        ids = tokens[0]
         loss_mask = np.full(len(ids), spans is None)
-        for first, last in spans or []:
-            loss_mask |= (ends > first) & (starts < last) & (ends > starts)
+        if spans is not None:
+            starts, ends = tokens[1:]
+            # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
+            starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
+            for first, last in spans:
+                loss_mask |= (ends > first) & (starts < last) & (ends > starts)
         loss_mask[len(ids) - num_suffix :] = True
-        labels = np.where(loss_mask, ids, -100)
+        labels = ids if spans is None else np.where(loss_mask, ids, -100)
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
         splits = "text" in self.columns
         for first in range(0, size if splits else min(size, 1), self.sequence_length):
@@ -139,18 +146,31 @@ def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list
 
 
 def _encode(
-    texts: list[str], tokenizer: PreTrainedTokenizerFast, prefix: list[int], suffix: list[int]
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, prefix: list[int], suffix: list[int], has_offsets: bool
 ) -> list[np.ndarray]:
-    """Return each text's tokens, between `prefix` and `suffix`, and the characters where they start and end; each int32
-    of shape (3, tokens). Long texts are cut into slices of about SLICE characters, at the end of a line if possible."""
+    """Return each text's tokens, between `prefix` and `suffix`; with `has_offsets`, which takes as long again, also the
+    characters where they start and end; each int32 of shape (1, tokens) or (3, tokens). Long texts are cut into slices
+    of about SLICE characters, at the end of a line if possible."""
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
+    fast = tokenizer.backend_tokenizer
+    fast.no_truncation()  # not "longer than the model's maximum": we cut
+    fast.no_padding()
+    sizes = np.cumsum([end - start for _, start, end in slices]) // (SLICE * TOGETHER)
+    numbered = groupby(zip(sizes.tolist(), slices, strict=True), itemgetter(0))
+    groups = ([part for _, part in group] for _, group in numbered)
+    if not has_offsets:
+        tokens = [[*prefix] for _ in texts]
+        for group in groups:
+            parts = [texts[i][start:end] for i, start, end in group]
+            for (i, *_), encoding in zip(group, fast.encode_batch_fast(parts, add_special_tokens=False), strict=True):
+                tokens[i] += encoding.ids
+        return [np.array([ids + suffix], np.int32) for ids in tokens]
     found = [[_without_text(prefix, 0)] for _ in texts]
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
-    for first in range(0, len(slices), TOGETHER):
-        group = slices[first : first + TOGETHER]
+    for group in groups:
         parts = [texts[i][start:end] for i, start, end in group]
-        encoded = tokenizer(parts, verbose=False, **options)  # not "longer than the model's maximum": we cut
+        encoded = tokenizer(parts, verbose=False, **options)
         for (i, start, _), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
             found[i].append(np.vstack([np.array(ids, np.int32), positions]))

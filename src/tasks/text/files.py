@@ -5,6 +5,7 @@ import glob
 import hashlib
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,15 @@ def files_by_split(path: Path) -> dict[str, list[Path]]:
     backups of editors and what macOS writes beside a file."""
     if not path.is_dir():
         return {"train": [path]}
-    files = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in LOADERS)
-    splits: dict[str, list[Path]] = {}
+    return by_split(sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in LOADERS))
+
+
+def by_split(files: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return files, or URLs of such, by the split that their names say; where none does, all are to train on."""
+    files = [*files]
+    splits: dict[str, list[Any]] = {}
     for file in files:
-        if named := re.findall(rf"(?:^|[^a-z])({'|'.join(SPLITS)})", file.stem.lower()):
+        if named := re.findall(rf"(?:^|[^a-z])({'|'.join(SPLITS)})", Path(file).stem.lower()):
             splits.setdefault(SPLITS[named[-1]], []).append(file)  # train_test_split_test.csv
     return splits or {"train": files}
 

@@ -17,10 +17,19 @@ MEGA_BATCH = 50
 def label_names(rows: Dataset, column: str) -> list[str]:
     """Return the labels of the rows as text, without white space around it; names if the dataset has names for its
     numbers."""
-    feature = rows.features[column]
-    names = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
+    names = names_of_numbers(rows.features[column])
+    return [label_name(label, names) for label in rows[column][:]]
+
+
+def names_of_numbers(feature: Any) -> dict[Any, str]:
+    """Return the dataset's names for numbers in a column with this feature; none if it has no such names."""
+    return dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
+
+
+def label_name(label: Any, names: dict[Any, str]) -> str:
+    """Return a label as text: the name that its number has, or itself."""
     # a number without a name, such as -1 for unknown, stays a number
-    return [names.get(label, str(label).strip()) for label in rows[column][:]]
+    return names.get(label, str(label).strip())
 
 
 def sorted_labels(labels: list[str]) -> list[str]:
@@ -34,14 +43,15 @@ def tokenize_texts(
 ) -> Dataset:
     """Return a table of the model's inputs, made from all columns (on a second call, from the cache), with `label`,
     `row`, `length` in tokens, and whether the text was `truncated`."""
-    tokenize = partial(_tokenize, tokenizer=tokenizer, sequence_length=sequence_length)
+    tokenize = partial(encode_texts, tokenizer=tokenizer, sequence_length=sequence_length)
     tokenized = cached_map(rows, tokenize, f"tokenizing {desc}")
     return tokenized.add_column("label", labels).add_column("row", range(len(rows)))
 
 
-def _tokenize(
+def encode_texts(
     batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerFast, sequence_length: int
 ) -> dict[str, list[Any]]:
+    """Return the model's inputs for texts, or pairs of them, with `length` and `truncated`."""
     encoded = tokenizer(*batch.values(), truncation=True, max_length=sequence_length)
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer that remembers it has another fingerprint
     return {

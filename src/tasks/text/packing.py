@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 
 from src.tasks.base import Tensors
+from src.tasks.text.source import table_checksum
 
 Batch = dict[str, Any]
 """A batch, as a task's `collate` returns it."""
@@ -34,6 +35,10 @@ class Sequences:
         groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
         chunks = iter(self.chunks.__getitems__(np.concatenate(groups)))
         return [[next(chunks) for _ in group] for group in groups]
+
+    def fingerprint(self) -> str:
+        """Return what changes with any token or label."""
+        return table_checksum(self.chunks, ["input_ids", "labels"])
 
     def describe(self, sequence_length: int) -> dict[str, float]:
         """Return counts, and the share of `padding` if each sequence is padded to `sequence_length`."""
@@ -61,6 +66,8 @@ def batch_tensors(samples: list[list[Chunk]], width: int, padding: int) -> tuple
         start = 0
         for chunk in sample:
             end = start + len(chunk["input_ids"])
+            if end == start:  # room: streaming
+                continue  # it stands for a row that was skipped
             input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
             position_ids[row, start:] = places[: width - start]
             ends.append(row * width + end)
@@ -77,24 +84,34 @@ def unpacked(chunks: Dataset) -> Sequences:
 
 
 def pack(chunks: Dataset, sequence_length: int) -> Sequences:
-    """Return sequences of up to `sequence_length` tokens, by best-fit decreasing: the longest chunk first, each into
-    the sequence with the least room that it fits into. Within a few percent of the fewest possible sequences.
+    """Return sequences of up to `sequence_length` tokens."""
+    chunks = chunks.with_format("numpy")
+    sequences = best_fit(chunks["length"][:], sequence_length)
+    starts = np.cumsum([0, *map(len, sequences)])
+    return Sequences(chunks, np.concatenate(sequences), starts)
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Return which chunks share a sequence, by best-fit decreasing: the longest chunk first, each into the sequence
+    with the least room that it fits into. Within a few percent of the fewest possible sequences.
 
     Source: Johnson 1973, "Near-optimal bin packing algorithms"; for language models Ding et al. 2024,
     https://arxiv.org/abs/2404.10830.
+
+    Args:
+        lengths: tokens of each chunk, at most `capacity`; shape (chunks,).
+        capacity: tokens that a sequence holds.
     """
-    chunks = chunks.with_format("numpy")
-    lengths = chunks["length"][:]
     order = np.argsort(-lengths, kind="stable")
     sequences: list[list[int]] = []
-    by_room: list[list[list[int]]] = [[] for _ in range(sequence_length + 1)]  # sequences by the room left in them
+    by_room: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # sequences by the room left in them
     rooms: list[int] = []  # those that a sequence has, in ascending order
     for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         i = bisect_left(rooms, length)
         if i == len(rooms):  # it fits into none: a new sequence is the one with room, taken and put back as the others
             sequences.append([])
-            by_room[sequence_length].append(sequences[-1])
-            rooms.append(sequence_length)
+            by_room[capacity].append(sequences[-1])
+            rooms.append(capacity)
         room = rooms[i]
         sequence = by_room[room].pop()
         if not by_room[room]:
@@ -104,5 +121,4 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
             if not by_room[left]:
                 insort(rooms, left)
             by_room[left].append(sequence)
-    starts = np.cumsum([0, *map(len, sequences)])
-    return Sequences(chunks, np.concatenate(sequences), starts)
+    return sequences

@@ -21,7 +21,7 @@ from src.tasks.text.hub import loading
 
 ColumnKind = Literal["text", "label", "chat", "tools"]
 """What a column's values are: text; a name or a whole number; messages; the tools that these may call."""
-CODE = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
+CODE = [file.read_text() for file in sorted(Path(__file__).parent.rglob("*.py"))]
 """The source of what makes the cached tables: when it changes, they are made again."""
 PART_NAMES = {"train": "the data to train on", "eval": "the data to evaluate on"}
 
@@ -61,7 +61,7 @@ class TextSource(Settings):
         elif not is_local and not is_hub_name:
             yield f"task.dataset={path}: no such file or folder"
 
-    def load_rows(self) -> tuple[Dataset, Dataset | None]:
+    def load_rows(self) -> tuple[Any, Any]:
         """Return the rows to train on and, if the dataset has a split for it, the rows to evaluate on. Raise a
         UserError that says in one line what cannot be loaded and what to do."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
@@ -152,13 +152,20 @@ def table_checksum(table: Dataset, columns: list[str]) -> str:
 
 def _bad_rows(rows: Dataset, column: str, kind: ColumnKind) -> Iterator[tuple[int, str]]:
     """Yield the rows whose value is not of this kind, and what it is instead."""
-    check = {"text": _check_text, "label": _check_label, "chat": normalize_chat, "tools": normalize_tools}[kind]
     batches = rows.select_columns(column).iter(1000)
     for row, value in enumerate(chain.from_iterable(batch[column] for batch in batches)):
-        try:
-            check(value)
-        except ValueError as error:
-            yield row, str(error)
+        if says := complaint(value, kind):
+            yield row, says
+
+
+def complaint(value: Any, kind: ColumnKind) -> str | None:
+    """Return what a value is instead of being of this kind; None: it is."""
+    check = {"text": _check_text, "label": _check_label, "chat": normalize_chat, "tools": normalize_tools}[kind]
+    try:
+        check(value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _check_text(value: Any) -> None:
