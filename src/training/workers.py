@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from src.config.config import Config
+from src.config.errors import RunError, UserError  # room: streaming
 from src.distributed.process import end_with_parent
 from src.tasks.base import Examples
 
@@ -36,6 +37,10 @@ def load_in_workers(
     )
     try:
         yield from loader
+    except (UserError, RunError) as error:  # room: streaming
+        # torch writes the worker's traceback before what it says; ours would keep the workers  # room: streaming
+        says = str(error).rpartition(f"errors.{type(error).__name__}: ")[2].strip()  # room: streaming
+        raise type(error)(says) from error.with_traceback(None)  # room: streaming
     except (ConnectionError, EOFError) as error:
         # the dataset's own error: torch adds to its message which worker raised it
         if "DataLoader worker" in str(error):

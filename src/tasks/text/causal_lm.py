@@ -1,8 +1,8 @@
 """Next-token prediction with any decoder of transformers, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
 import math
-from functools import cached_property
-from itertools import groupby
+from functools import cached_property, partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +25,9 @@ from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.new_tokens import add_rows, add_tokens
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
-from src.tasks.text.source import ColumnKind, table_checksum
+from src.tasks.text.source import ColumnKind, complaint
+from src.tasks.text.streaming.blocks import Mixture
+from src.tasks.text.streaming.sources import by_source
 from src.tasks.text.trial import failure, require_decoder
 
 KINDS: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
@@ -127,7 +129,13 @@ class CausalLM(Decoder):
             hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
             raise UserError(f"the tokenizer has no chat template: {hint}")
         _ = self._config  # sequence_length is checked before the work begins
+        if isinstance(train, Mixture):  # room: streaming
+            return self._stream(train, kinds), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
+
+    @property
+    def _chunker(self) -> Chunker:
+        return Chunker(self._columns, self._tokenizer, self.sequence_length, self.train_on_prompts)
 
     def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
         column = self._columns.get("text")
@@ -135,28 +143,39 @@ class CausalLM(Decoder):
             return super().split(rows)
         return split_text(rows, column, 1 - self.eval_fraction)
 
-    def _sequences(self, rows: Dataset, part: str) -> Sequences:
+    def _sequences(self, rows: Any, part: str) -> Sequences:
         length = self.sequence_length
-        chunks = Chunker(self._columns, self._tokenizer, length, self.train_on_prompts).make_chunks(rows, part)
+        make_chunks = partial(self._chunker.make_chunks, desc=part)
+        if isinstance(rows, list):  # room: streaming
+            make_chunks = partial(by_source, make_chunks=make_chunks)
+        chunks = make_chunks(rows)
         if not any(chunks["targets"][:]):
             says = f"no row has a completion, or a turn of the assistant, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
         return pack(chunks, length) if self.packing else unpacked(chunks)
 
+    def _stream(self, mixture: Mixture, kinds: dict[str, ColumnKind]) -> Any:  # room: streaming
+        if not self.packing and "text" in self._columns:
+            raise UserError("task.packing=false: streamed text makes any number of sequences, so pack it, packing=true")
+        capacity = self.sequence_length if self.packing else None
+        columns: dict[str, Any] = {name: partial(complaint, kind=kind) for name, kind in kinds.items()}
+        return self.stream(mixture, columns, self._chunker.chunks_by_row, {"input_ids": [], "labels": []}, capacity)
+
     def fingerprint(self, dataset: Sequences) -> str:
-        return table_checksum(dataset.chunks, ["input_ids", "labels"])
+        return dataset.fingerprint()
 
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
         return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}
 
     def collate(self, samples: list[list[Chunk]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
-        width = self.sequence_length if self.packing else max(map(sum, lengths))
+        width = max(self.sequence_length if self.packing else 1, *map(sum, lengths))
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
         return {
             "inputs": inputs | document_lengths(ends),
             "tokens": sum(map(sum, lengths)),
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
+            **self.counts_by_source([*chain.from_iterable(samples)], "labels"),  # room: streaming
         }
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
@@ -196,11 +215,18 @@ class CausalLM(Decoder):
         values = torch.stack([nats, torch.ones_like(nats), correct], 1)
         rows = inputs["index"] // inputs["input_ids"].shape[1]
         sums = values.new_zeros(len(inputs["input_ids"]), 3).index_add(0, rows, values)
-        return nats.sum(), dict(zip(SUMS, sums.unbind(1), strict=True))
+        return nats.sum(), {
+            **dict(zip(SUMS, sums.unbind(1), strict=True)),
+            **self.sums_by_source(batch, values[:, :2], rows, len(sums)),  # room: streaming
+        }
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
         nats, targets, correct = (outputs[name].double().sum().item() for name in SUMS)
-        return {"perplexity": math.exp(min(nats / targets, 700.0)), "accuracy": correct / targets}
+        return {
+            "perplexity": math.exp(min(nats / targets, 700.0)),
+            "accuracy": correct / targets,
+            **self.losses_by_source(outputs),  # room: streaming
+        }
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> None:
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}

@@ -4,9 +4,11 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import (
@@ -22,16 +24,22 @@ from transformers import (
 
 from src.config.errors import UserError
 from src.config.groups import Share
-from src.tasks.base import Task, parameters_on
+from src.tasks.base import Indices, Task, parameters_on
 from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
 from src.tasks.text.lean import empty_pretrained, load, start_heads, weight_files
 from src.tasks.text.lora import Lora
 from src.tasks.text.pretrained import fsdp_blocks, save_sharded, without_adapters
 from src.tasks.text.source import TextSource
+from src.tasks.text.streaming.settings import Streaming
+from src.tasks.text.streaming.stream import Stream
 
 
-class FineTuning(TextSource, Task):
+class FineTuning(
+    Streaming,  # room: streaming
+    TextSource,
+    Task,
+):
     """Trains a model of transformers on text."""
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
@@ -56,6 +64,17 @@ class FineTuning(TextSource, Task):
     """Low-rank adapters."""
     _trained_rows: dict[str, list[int]] | None = None  # room: new_tokens
     """Rows of new tokens to train beside adapters, by layer."""
+
+    def augmented(self, train: Any, seed: list[int]) -> Any:  # room: streaming
+        if isinstance(train, Stream):
+            run_seed, epoch, *_ = seed
+            return replace(train, seed=run_seed, epoch=epoch)
+        return super().augmented(train, seed)
+
+    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:  # room: streaming
+        if isinstance(train, Stream):
+            return range(len(train))  # each window is shuffled already
+        return super().order(train, random, global_batch_size)
 
     def validation_errors(self) -> Iterator[str]:
         yield from self.source_errors()

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -16,14 +16,17 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from src.config.errors import UserError
 from src.tasks import load_metric
-from src.tasks.base import Table, Tensors
+from src.tasks.base import Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
-from src.tasks.text.labels import label_names, length_grouped, sorted_labels, tokenize_texts
+from src.tasks.text.labels import label_names, length_grouped, names_of_numbers, sorted_labels, tokenize_texts
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
 from src.tasks.text.pretrained import check_fit, save, save_merged
-from src.tasks.text.source import ColumnKind, table_checksum
+from src.tasks.text.source import ColumnKind, complaint, table_checksum
+from src.tasks.text.streaming.blocks import Mixture
+from src.tasks.text.streaming.labelling import Labelling
+from src.tasks.text.streaming.stream import Stream
 
 SHOWN = 20
 """Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
@@ -61,14 +64,31 @@ class TextClassification(FineTuning):
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
         columns: dict[str, ColumnKind] = {**dict.fromkeys(texts, "text"), self.label_column: "label"}
         train, evaluation = self.usable_parts(*self.load_rows(), columns)
+        if isinstance(train, Mixture):  # room: streaming
+            return self._stream(train, evaluation, texts)
         train_ids, eval_ids = self._label_ids(*(label_names(rows, self.label_column) for rows in (train, evaluation)))
         tokenizer, length = self._tokenizer, self.sequence_length
-        train, eval_texts = train.select_columns(texts), evaluation.select_columns(texts)
-        train = tokenize_texts(train, train_ids, tokenizer, length, "training data")
-        evaluation = tokenize_texts(eval_texts, eval_ids, tokenizer, length, "evaluation data")
+        train = tokenize_texts(train.select_columns(texts), train_ids, tokenizer, length, "training data")
+        return train, self._evaluation_set(evaluation.select_columns(texts), eval_ids)
+
+    def _evaluation_set(self, texts: Dataset, labels: list[int]) -> Dataset:
+        evaluation = tokenize_texts(texts, labels, self._tokenizer, self.sequence_length, "evaluation data")
         by_length = np.argsort(evaluation["length"][:], kind="stable")
-        self._texts = eval_texts.select(by_length)
-        return train, evaluation.select(by_length)  # batches of similar lengths need less padding
+        self._texts = texts.select(by_length)
+        return evaluation.select(by_length)  # batches of similar lengths need less padding
+
+    def _stream(self, mixture: Mixture, parts: list[Dataset], texts: list[str]) -> Any:  # room: streaming
+        """Return the streamed training set, whose labels are those of the rows to evaluate on, and the set of those."""
+        names = [name for rows in parts for name in label_names(rows, self.label_column)]
+        _, ids = self._label_ids(names, names)
+        evaluation = self._evaluation_set(concatenate_datasets([rows.select_columns(texts) for rows in parts]), ids)
+        sources = np.repeat(range(len(parts)), [len(rows) for rows in parts])[evaluation["row"][:]]
+        numbers = names_of_numbers(parts[0].features[self.label_column])
+        labelling = Labelling(texts, self.label_column, self._labels, numbers, self._tokenizer, self.sequence_length)
+        columns: dict[str, Any] = {name: partial(complaint, kind="text") for name in texts}
+        columns[self.label_column] = labelling.complaint
+        stream = self.stream(mixture, columns, labelling.chunks_by_row, labelling.filler, None)
+        return stream, evaluation.add_column("source", sources)
 
     def _label_ids(self, train: list[str], evaluation: list[str]) -> tuple[list[int], list[int]]:
         """Return the labels of both parts as positions among those that the model was trained on, or else among the
@@ -93,9 +113,13 @@ class TextClassification(FineTuning):
         self._labels = state["labels"]
 
     def fingerprint(self, dataset: Dataset) -> str:
+        if isinstance(dataset, Stream):  # room: streaming
+            return dataset.fingerprint()
         return table_checksum(dataset, ["input_ids", "label"])
 
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
+        if isinstance(dataset, Stream):  # room: streaming
+            return dataset.describe(self.sequence_length)
         counts = Counter(dataset["label"][:])
         return {
             "tokens": sum(dataset["length"][:]),
@@ -105,15 +129,24 @@ class TextClassification(FineTuning):
             **{f"label {self._labels[label]}": count for label, count in counts.most_common(SHOWN)},
         }
 
-    def order(self, train: Dataset, random: np.random.Generator, global_batch_size: int) -> np.ndarray:
+    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:
+        if isinstance(train, Stream):  # room: streaming
+            return super().order(train, random, global_batch_size)
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
-    def collate(self, samples: list[Batch]) -> Batch:
+    def collate(self, samples: list[Any]) -> Batch:
+        if isinstance(samples[0], list):  # room: streaming
+            samples = [chunk for (chunk,) in samples]  # a row is one chunk
         names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
         rows = [{name: sample[name] for name in names} for sample in samples]
         inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
         labels = torch.tensor([sample["label"] for sample in samples])
-        return {"inputs": dict(inputs), "labels": labels, "tokens": sum(sample["length"] for sample in samples)}
+        return {
+            "inputs": dict(inputs),
+            "labels": labels,
+            "tokens": sum(sample["length"] for sample in samples),
+            **self.counts_by_source(samples, "label"),  # room: streaming
+        }
 
     @property
     def _config(self) -> PreTrainedConfig:
@@ -144,7 +177,7 @@ class TextClassification(FineTuning):
         return batch["tokens"], batch["inputs"]["input_ids"].numel()
 
     def count_targets(self, batch: Batch) -> int:
-        return len(batch["labels"])
+        return int((batch["labels"] >= 0).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.evaluate(model, batch)[0]
@@ -152,12 +185,21 @@ class TextClassification(FineTuning):
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensors]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
+        if self._source_names:  # room: streaming
+            losses = cross_entropy(logits, labels, reduction="none")
+            values = torch.stack([losses, torch.ones_like(losses)], 1)
+            outputs |= self.sums_by_source(batch, values, torch.arange(len(labels), device=labels.device), len(labels))
         return cross_entropy(logits, labels, reduction="sum"), outputs
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
         labels = {name: outputs[name] for name in ("predictions", "references")}
         f1 = load_metric("F1").compute(**labels, labels=len(self._labels))
-        return load_metric("Accuracy").compute(**labels) | f1 | load_metric("Matthews").compute(**labels)
+        return {
+            **load_metric("Accuracy").compute(**labels),
+            **f1,
+            **load_metric("Matthews").compute(**labels),
+            **self.losses_by_source(outputs),  # room: streaming
+        }
 
     def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
         def show(index: int) -> dict[str, str]:

@@ -1,0 +1,168 @@
+"""Tokenized blocks of rows, in a folder of bounded size that all processes of a machine fill and read together."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import main_thread
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from filelock import FileLock
+from pyarrow import feather
+
+from src.config.errors import RunError, UserError, naming
+from src.tasks.text.packing import Chunk
+from src.tasks.text.streaming.shards import Rows, ShardReader
+
+BLOCK = 1024
+"""Rows that are tokenized and kept together."""
+ROOM = 0.9
+"""Share of the limit that stays when blocks make room for others."""
+LOCKS = 256
+"""Files to lock: blocks that share one are not made at the same time."""
+POLL = 0.005
+"""Seconds from one look at a lock to the next."""
+
+
+class TableReader:
+    """The rows of a map-style table, in groups of BLOCK."""
+
+    def __init__(self, table: Dataset, dataset: str) -> None:
+        self._table, self._dataset, self.fingerprint = table, dataset, table._fingerprint
+
+    def read(self, number: int, first: int, last: int, columns: tuple[str, ...]) -> tuple[Rows, dict[int, str]]:
+        """Return rows of a group, all of which are readable."""
+        before = number * BLOCK
+        return self._table.select_columns([*columns])[before + first : before + last], {}
+
+    def version(self, number: int) -> str:
+        """Return what changes with a group's content."""
+        return f"{self.fingerprint} {number}"
+
+    def name(self, number: int, row: int) -> str:
+        """Return the name of a group's row for messages."""
+        return f"{self._dataset}, row {number * BLOCK + row + 1}"
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One of the datasets that are mixed."""
+
+    weight: float
+    passes: int
+    """How often an epoch has each row."""
+    reader: ShardReader | TableReader
+    groups: np.ndarray
+    """Rows of each group that the reader has; shape (groups,), int64."""
+    columns: list[str]
+
+
+class Mixture(list[Source]):
+    """The rows to train on."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return [name for name in self[0].columns if all(name in source.columns for source in self)]
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Makes the blocks, and keeps them in the folder. Those that were used least lately make room for new ones."""
+
+    columns: dict[str, Callable[[Any], str | None]]
+    """Columns that a row needs, and what says why a value of one cannot be used."""
+    chunks_by_row: Callable[[Rows], list[list[Chunk]]]
+    """Returns the chunks of each row."""
+    filler: Chunk
+    """What stands for a row without a chunk. It does not contribute to the loss."""
+    skips_bad_rows: bool
+    key: str
+    """Changes with all of these."""
+    folder: Path
+    limit: int
+    """Bytes that the folder may hold."""
+
+    def read(self, source: Source, rows: np.ndarray) -> Iterator[list[Chunk]]:
+        """Yield the chunks of these rows, one or more for each; `is_skipped` is 1 in those of a row that cannot be
+        used. Raise a UserError that names it, if it may not be skipped."""
+        ends = np.cumsum(source.groups)
+        of_row = np.searchsorted(ends, rows, side="right")
+        places = rows - (ends - source.groups)[of_row]
+        keys = [*zip(of_row.tolist(), (places // BLOCK).tolist(), strict=True)]
+        needed = sorted({*keys})
+        # each process begins at another one, so that they do not wait for one another
+        start = os.getpid() % max(len(needed), 1)
+        blocks = {}
+        for key in needed[start:] + needed[:start]:
+            # a process that ends waits for its threads, but not for more than a block
+            if not main_thread().is_alive():
+                raise RunError("the process has ended")
+            blocks[key] = self._open(source, *key)
+        for key, place in zip(keys, (places % BLOCK).tolist(), strict=True):
+            yield blocks[key][place]
+
+    def _open(self, source: Source, group: int, number: int) -> list[list[Chunk]]:
+        """Return the chunks of each row of a block."""
+        first = number * BLOCK
+        last = min(first + BLOCK, int(source.groups[group]))
+        key = f"{source.reader.version(group)} {first} {last} {self.key}"
+        name = hashlib.sha256(key.encode()).hexdigest()
+        file = self.folder / f"{name}.arrow"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / f"{int(name[:4], 16) % LOCKS}.lock", poll_interval=POLL):
+            try:
+                os.utime(file)
+                table = feather.read_table(file, memory_map=False)
+            except FileNotFoundError:  # nobody has made it, or it had to make room
+                table = pa.Table.from_pylist([*self._make(source, group, first, last)])
+                unfinished = file.with_suffix(".unfinished")
+                with naming(file):
+                    feather.write_feather(table, unfinished)
+                self._publish(unfinished, file)
+        columns = [table[name].to_numpy() for name in table.column_names]
+        by_row: list[list[Chunk]] = [[] for _ in range(last - first)]
+        for values in zip(*columns, strict=True):
+            chunk = dict(zip(table.column_names, values, strict=True))
+            by_row[chunk.pop("row")].append(chunk)
+        return by_row
+
+    def _publish(self, unfinished: Path, file: Path) -> None:
+        """Rename a finished block. Beyond the limit, first remove others until a tenth of it is free."""
+        counted = self.folder / "bytes"  # else all are listed for each: a full folder has tens of thousands
+        with FileLock(self.folder / "room.lock", poll_interval=POLL):
+            own = unfinished.stat().st_size
+            size = own + int(counted.read_text() if counted.exists() else self.limit)
+            if size > self.limit:
+                others = sorted(self.folder.glob("*.arrow"), key=lambda other: other.stat().st_mtime)
+                size = own + sum(other.stat().st_size for other in others)
+                for other in others:
+                    if size > ROOM * self.limit:
+                        size -= other.stat().st_size
+                        other.unlink()
+            unfinished.replace(file)
+            recount = counted.with_suffix(".unfinished")
+            recount.write_text(str(size))
+            recount.replace(counted)
+
+    def _make(self, source: Source, group: int, first: int, last: int) -> Iterator[Chunk]:
+        """Yield the chunks of a block, each with the `row` that it is from."""
+        rows, bad = source.reader.read(group, first, last, tuple(self.columns))
+        for name, complaint in self.columns.items():
+            for place, value in enumerate(rows[name]):
+                if says := complaint(value):
+                    bad.setdefault(place, f"{name} {says}")
+        if bad and not self.skips_bad_rows:
+            place = min(bad)
+            where = source.reader.name(group, first + place)
+            raise UserError(f"{where}: {bad[place]}; mend it, or leave out such rows with --task.skip_bad_rows=true")
+        good = [place for place in range(last - first) if place not in bad]
+        made = self.chunks_by_row({name: [values[i] for i in good] for name, values in rows.items()}) if good else []
+        chunks = dict(zip(good, made, strict=True))
+        for place in range(last - first):
+            for chunk in chunks.get(place) or [self.filler | {"is_skipped": 1}]:
+                values = {name: chunk[name] for name in self.filler}
+                yield {"row": place, "is_skipped": chunk.get("is_skipped", 0), **values}

@@ -1,0 +1,81 @@
+"""The order of a mixture's rows: a pure function of seed and epoch, whoever reads them.
+
+The groups of each source are shuffled, then the rows within windows. A window takes from each source its share, until
+the source is used up; the others then share what is left.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Which rows of which sources make up each window."""
+
+    groups: list[np.ndarray]
+    """For each source, the rows of each of its groups; int64."""
+    weights: list[float]
+    passes: list[int]
+    """How often an epoch has each row of a source."""
+    window: int
+    """Rows in a window; an epoch's last one may be smaller."""
+
+    @cached_property
+    def totals(self) -> np.ndarray:
+        """Return the rows that an epoch has of each source; int64."""
+        return np.array([rows.sum() for rows in self.groups]) * np.array(self.passes)
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """Return the rows of each source in each window of an epoch; shape (windows, sources), int64."""
+        taken, left, owed = [], self.totals.copy(), np.zeros(len(self.totals))
+        while left.any():
+            size = min(self.window, int(left.sum()))
+            weights = np.where(left > 0, self.weights, 0.0)
+            # what whole rows could not give in one window is made good in the next
+            owed = np.where(left > 0, owed, 0.0) + size * weights / weights.sum()
+            rows = np.clip(np.floor(owed), 0, left).astype(np.int64)
+            while rows.sum() < size:
+                rows[np.argmax(np.where(rows < left, owed - rows, -np.inf))] += 1
+            taken.append(rows)
+            owed, left = owed - rows, left - rows
+        return np.array(taken)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Return the rows of each source up to the end of each window of an epoch."""
+        return np.cumsum(self.shares, axis=0)
+
+    def rows(self, seed: int, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of a window, shuffled: each one's source, and its number there; of shape (rows,), int64."""
+        share = self.shares[window]
+        firsts = epoch * self.totals + self._ends[window] - share
+        numbers = [
+            self._numbers(seed, source, first, first + size)
+            for source, (first, size) in enumerate(zip(firsts.tolist(), share.tolist(), strict=True))
+        ]
+        shuffled = np.random.default_rng([seed, 1, epoch, window]).permutation(share.sum())
+        return np.repeat(np.arange(len(share)), share)[shuffled], np.concatenate(numbers)[shuffled]
+
+    def _numbers(self, seed: int, source: int, first: int, last: int) -> np.ndarray:
+        """Return the rows that a source yields from its `first` one up to `last`, counted over all passes."""
+        size = int(self.groups[source].sum())
+        parts = [np.empty(0, np.int64)]
+        while first < last:
+            number, place = divmod(first, size)
+            places = np.arange(place, min(size, place + last - first))
+            ends, shifts = self._shuffled(seed, source, number)
+            parts.append(places + shifts[np.searchsorted(ends, places, side="right")])
+            first += len(places)
+        return np.concatenate(parts)
+
+    @lru_cache(maxsize=8)  # noqa: B019  # a run has one Order
+    def _shuffled(self, seed: int, source: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the groups of a source end in its pass of this number, in their order there, and what to add to
+        a place in each to get the number of the row."""
+        groups = self.groups[source]
+        order = np.random.default_rng([seed, 0, source, number]).permutation(len(groups))
+        ends = np.cumsum(groups[order])
+        return ends, np.cumsum(groups)[order] - ends
