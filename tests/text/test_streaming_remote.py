@@ -1,0 +1,279 @@
+"""Shards elsewhere: the same rows, each once, on a slow and unreliable network; what stays broken is named."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import boto3
+import datasets
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from moto.server import ThreadedMotoServer
+
+from src.config.errors import RunError, UserError
+from src.tasks.text.streaming import settings, shards
+from src.tasks.text.streaming.shards import ShardReader, find_shards, index_shards
+from tests.text.test_streaming_input import built, content, lm, says, texts
+
+NAMES = {"data/x.parquet": range(90), "data/deep/y.jsonl": range(90, 200), "data/z.parquet": range(200, 240)}
+FILES = {name: content(name, [{"text": f"line {i}"} for i in numbers]) for name, numbers in NAMES.items()}
+CALLS = ("_open", "cat_file", "find")
+"""What reads shards, and what says which version they are."""
+S3FileSystem: Any = fsspec.get_filesystem_class("s3")
+READ = ("text",)
+
+
+def seen(dataset: str) -> list[str]:
+    """The texts of the first epoch."""
+    task = lm(dataset)
+    train, _ = built(task)
+    return texts(task, train)
+
+
+@pytest.fixture
+def calm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an epoch of the same shards on the disk shows."""
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache of what is here")
+        for name, shard in FILES.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(shard)
+        rows = seen(str(tmp_path / "data"))
+    # the last group of 40 rows ends with the 24 to evaluate on
+    assert Counter(rows) == Counter(f"line {i}" for i in range(240) if not i >= 225)
+    return rows
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The shards in a memory that stands for another machine's."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    for name, shard in FILES.items():
+        fsspec.filesystem("memory").pipe_file(f"/{name}", shard)
+    return "memory://data"
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that would have been waited."""
+    seconds: list[float] = []
+    monkeypatch.setattr(shards, "time", SimpleNamespace(sleep=seconds.append))
+    return seconds
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_memory() -> None:
+    """Another test has read the same shards."""
+    shards._row_group.cache_clear()
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, share: float = 1.0, only: str = "") -> Counter[str]:
+    """Have the first of CALLS of each kind fail that is about a file of this name, and a share of the others. Return
+    how many failed."""
+    failed: Counter[str] = Counter()
+    draw = random.Random(0)  # every third would be the same one of each try's calls
+
+    def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(system: Any, path: str, *more: Any, **options: Any) -> Any:
+            if only in path and (name not in failed or draw.random() < share):
+                failed[name] += 1
+                raise error
+            return call(system, path, *more, **options)
+
+        return attempt
+
+    for name in CALLS:
+        monkeypatch.setattr(MemoryFileSystem, name, wrapped(name, getattr(MemoryFileSystem, name)))
+    return failed
+
+
+def test_elsewhere_the_same_rows_come_in_the_same_order(memory: str, calm: list[str]) -> None:
+    assert seen(memory) == calm
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError("reset by peer"), TimeoutError(), ConnectionResetError(104, "reset")],
+    ids=lambda e: type(e).__name__,
+)
+def test_no_row_is_lost_or_doubled_when_a_third_of_the_calls_fail(
+    memory: str, calm: list[str], waited: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Tried without another try: it ends with the first failure."""
+    monkeypatch.setattr(shards, "WAITS", (0.0,) * 99)
+    failed = failing(monkeypatch, error, share=1 / 3)
+    assert seen(memory) == calm
+    assert {*failed} == {*CALLS}
+    assert len(waited) == failed.total()
+
+
+def test_a_slow_network_changes_nothing(memory: str, calm: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    read = MemoryFileSystem.cat_file
+
+    def slowly(system: Any, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        time.sleep(0.03)
+        return read(system, path, start, end, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", slowly)
+    assert seen(memory) == calm
+
+
+# -------------------------------------------------------------------------------------------------- what stays broken
+@pytest.mark.parametrize("name", ["x.parquet", "y.jsonl"])
+def test_waits_grow_and_then_the_shard_is_named_in_one_line(
+    memory: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A traceback would not say which shard, and a second launch may do."""
+    found = {url: version for url, version in find_shards(memory).items() if url.endswith(name)}
+    reader = ShardReader(index_shards(found, tmp_path))
+    failing(monkeypatch, OSError("reset\nby peer"))
+    said = says(RunError, lambda: reader.read(0, 0, 3, READ))
+    assert said == f"{next(iter(found))}: cannot be read, tried 6 times, reset by peer"
+    assert waited == [*shards.WAITS]
+    assert waited == sorted({*waited})
+
+
+LASTING = [
+    FileNotFoundError(2, "No such file or directory"), PermissionError(13, "Access Denied"), ValueError("bad parquet"),
+    type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", LASTING, ids=lambda error: type(error).__name__)
+def test_what_another_try_would_not_mend_is_named_at_once(
+    memory: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Tried without: half a minute of tries, or a traceback."""
+    reader = ShardReader(index_shards(find_shards(memory), tmp_path))
+    failing(monkeypatch, error)
+    first = reader.groups[0][0].url
+    assert says(UserError, lambda: reader.read(0, 0, 3, READ)).startswith(f"{first}: cannot be read, ")
+    assert says(UserError, lambda: find_shards(memory)).startswith(f"task.dataset={memory}: cannot be read, ")
+    assert waited == []
+
+
+def test_bad_parquet_is_not_tried_again_and_all_broken_shards_are_named_at_once(
+    memory: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/data/x.parquet", FILES["data/x.parquet"][:-9])
+    system.pipe_file("/data/z.parquet", b"PAR1")
+    found = find_shards(memory)
+    lines = says(UserError, lambda: index_shards(found, tmp_path)).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["memory:///data/x.parquet", "memory:///data/z.parquet"]
+    assert waited == []
+    # what is not to be reached is named beside them
+    monkeypatch.setattr(shards, "WAITS", (0.0,))
+    failing(monkeypatch, OSError("reset"), only="y.jsonl")
+    lines = says(UserError, lambda: index_shards(found, tmp_path)).splitlines()
+    assert len(lines) == 3
+    assert lines[0] == "memory:///data/deep/y.jsonl: cannot be read, tried 2 times, reset"
+
+
+def test_a_shard_that_changed_elsewhere_is_refused_without_another_try(
+    memory: str, tmp_path: Path, waited: list[float]
+) -> None:
+    """By its size, or where the file system knows a time, by that."""
+    reader = ShardReader(index_shards(find_shards(memory), tmp_path))
+    for name in NAMES:
+        fsspec.filesystem("memory").pipe_file(f"/{name}", FILES[name])
+    for number, (shard, *_) in enumerate(reader.groups):
+        said = says(UserError, lambda number=number: reader.read(number, 0, 3, READ))  # type: ignore[misc]
+        assert said.startswith(f"{shard.url} has changed or is gone since it was indexed")
+    assert waited == []
+
+
+# ------------------------------------------------------------------------------------------------------------------ S3
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The shards in a bucket."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "no_proxy": "*",
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bucket")
+    for name, shard in FILES.items():
+        client.put_object(Bucket="bucket", Key=name, Body=shard)
+    S3FileSystem.clear_instance_cache()  # another test's is connected to a server that is gone
+    yield "s3://bucket/data"
+    S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+def test_s3_shows_the_same_rows_in_the_same_order_though_calls_fail(
+    bucket: str, calm: list[str], waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its listings may tell times more finely than what it says of a file, as MinIO's do. Tried with such a time as a
+    part of the version: every shard has changed."""
+    monkeypatch.setattr(shards, "WAITS", (0.0,) * 99)
+    draw, find, cat, info = random.Random(0), S3FileSystem._find, S3FileSystem._cat_file, S3FileSystem._info
+
+    async def finely(system: Any, path: str, **options: Any) -> Any:
+        found = await find(system, path, **options)
+        for facts in found.values():
+            facts["LastModified"] += timedelta(milliseconds=7)
+        return found
+
+    def unreliable(call: Callable[..., Any]) -> Callable[..., Any]:
+        async def attempt(system: Any, *arguments: Any, **options: Any) -> Any:
+            if draw.random() < 1 / 3:
+                raise OSError(5, "Internal Server Error")
+            return await call(system, *arguments, **options)
+
+        return attempt
+
+    for name, call in (("_find", finely), ("_cat_file", unreliable(cat)), ("_info", unreliable(info))):
+        monkeypatch.setattr(S3FileSystem, name, call)
+    S3FileSystem.clear_instance_cache()
+    assert seen(bucket) == calm
+    assert waited
+
+
+def test_s3_refuses_objects_that_changed_are_gone_or_never_were(
+    bucket: str, tmp_path: Path, waited: list[float]
+) -> None:
+    reader = ShardReader(index_shards(find_shards(bucket), tmp_path))
+    client = boto3.client("s3")
+    client.put_object(Bucket="bucket", Key="data/deep/y.jsonl", Body=FILES["data/deep/y.jsonl"].upper())
+    client.delete_object(Bucket="bucket", Key="data/x.parquet")
+    numbers = {shard.url: number for number, (shard, *_) in enumerate(reader.groups)}
+    for name in ("deep/y.jsonl", "x.parquet"):
+        said = says(UserError, lambda name=name: reader.read(numbers[f"{bucket}/{name}"], 0, 3, READ))  # type: ignore[misc]
+        assert said.startswith(f"{bucket}/{name} has changed or is gone")
+    assert says(UserError, lambda: find_shards("s3://bucket/nowhere")).endswith(" file there to stream")
+    assert "bucket does not exist" in says(UserError, lambda: find_shards("s3://nowhere/data"))
+    assert waited == []
+
+
+def test_a_dataset_of_the_hub_is_streamed_from_the_files_that_datasets_finds_for_its_splits(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their URLs, hf://datasets/name@revision/file; here of another file system, as the Hub is out of reach."""
+    urls = [*find_shards(memory)]
+    train, validation = [url for url in urls if "/x." not in url], [url for url in urls if "/x." in url]
+    asked: list[Any] = []
+
+    def builder(*name: Any) -> Any:
+        asked.append(name)
+        return SimpleNamespace(config=SimpleNamespace(data_files={"train": train, "validation": validation}))
+
+    monkeypatch.setattr(settings, "load_dataset_builder", builder)
+    task = lm("someone/some", dataset_config="small")
+    stream, _ = task.build_datasets()
+    assert asked == [("someone/some", "small")]
+    assert sorted(texts(task, stream)) == sorted(f"line {i}" for i in range(90, 240))
