@@ -72,6 +72,7 @@ SHARED = {
     "src/tracking/guard.py": {"wandb", "trackers"},
     "src/tracking/recorders.py": {"wandb", "trackers"},
     "tests/test_recorders.py": {"wandb", "trackers"},
+    "tests/s3.py": {"mirror", "streaming"},
 }
 """Files that go with the last of several rooms."""
 LINE_LENGTH = 120

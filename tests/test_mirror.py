@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from accelerate import Accelerator
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from moto.server import ThreadedMotoServer
 
 from src.checkpoint.mirror import Mirror, copier
 from src.config.errors import RunError
 from tests.faults.runs import ALL, TINY, assert_same_run, lines, refusal
 from tests.launching import Launch, Run, Whole
+from tests.s3 import s3_bucket
 from train import run_settings
 
 STOP: dict[str, Any] = {"FAULT": "die", "FAULT_STEP": "13"}
@@ -59,20 +58,8 @@ def mirrored(mirror: Path | str) -> list[int]:
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket, on a server that every process finds."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "x",
-        "AWS_SECRET_ACCESS_KEY": "x",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "no_proxy": "*",
-    }.items():
-        monkeypatch.setenv(name, value)
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    yield "s3://bucket/runs"
-    server.stop()
+    with s3_bucket(monkeypatch):
+        yield "s3://bucket/runs"
 
 
 def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mirror_has(  # room: best

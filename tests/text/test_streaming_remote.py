@@ -14,18 +14,17 @@ import datasets
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from moto.server import ThreadedMotoServer
 
 from src.config.errors import RunError, UserError
 from src.tasks.text.streaming import settings, shards
 from src.tasks.text.streaming.shards import ShardReader, find_shards, index_shards
+from tests.s3 import S3FileSystem, s3_bucket
 from tests.text.test_streaming_input import built, content, lm, says, texts
 
 NAMES = {"data/x.parquet": range(90), "data/deep/y.jsonl": range(90, 200), "data/z.parquet": range(200, 240)}
 FILES = {name: content(name, [{"text": f"line {i}"} for i in numbers]) for name, numbers in NAMES.items()}
 CALLS = ("_open", "cat_file", "find")
 """What reads shards, and what says which version they are."""
-S3FileSystem: Any = fsspec.get_filesystem_class("s3")
 READ = ("text",)
 
 
@@ -194,25 +193,10 @@ def test_a_shard_that_changed_elsewhere_is_refused_without_another_try(
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The shards in a bucket."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "x",
-        "AWS_SECRET_ACCESS_KEY": "x",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "no_proxy": "*",
-    }.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
-    for name, shard in FILES.items():
-        client.put_object(Bucket="bucket", Key=name, Body=shard)
-    S3FileSystem.clear_instance_cache()  # another test's is connected to a server that is gone
-    yield "s3://bucket/data"
-    S3FileSystem.clear_instance_cache()
-    server.stop()
+    with s3_bucket(monkeypatch) as client:
+        for name, shard in FILES.items():
+            client.put_object(Bucket="bucket", Key=name, Body=shard)
+        yield "s3://bucket/data"
 
 
 def test_s3_shows_the_same_rows_in_the_same_order_though_calls_fail(
