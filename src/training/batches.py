@@ -169,8 +169,8 @@ class CountedSteps:
         # host would wait for that to read the sums. Requests to stop travel along, for no exchange of their own.
         sums = self._stop.begin_sum([*counts.tolist(), self._stop.requested])
         self._exchanged = lambda: StepCounts(*sums())
-        more = np.atleast_1d(sum(batch.weight * np.array(batch.more) for batch in self._upcoming))  # room: streaming
-        self._exchanged_more = self._stop.begin_sum(more.tolist()) if more.size else list  # room: streaming
+        more = [batch.weight * np.array(batch.more) for batch in self._upcoming if batch.more]  # room: streaming
+        self._exchanged_more = self._stop.begin_sum(np.sum(more, axis=0).tolist()) if more else list  # room: streaming
 
 
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:

@@ -38,9 +38,9 @@ def load_in_workers(
     try:
         yield from loader
     except (UserError, RunError) as error:  # room: streaming
-        # torch writes the worker's traceback before what it says; ours would keep the workers  # room: streaming
-        says = str(error).rpartition(f"errors.{type(error).__name__}: ")[2].strip()  # room: streaming
-        raise type(error)(says) from error.with_traceback(None)  # room: streaming
+        # torch writes the worker's traceback before what it says; ours would keep the workers
+        says = str(error).rpartition(f"errors.{type(error).__name__}: ")[2].strip()
+        raise type(error)(says) from error.with_traceback(None)
     except (ConnectionError, EOFError) as error:
         # the dataset's own error: torch adds to its message which worker raised it
         if "DataLoader worker" in str(error):

@@ -21,8 +21,8 @@ from src.tasks.text.chats import Spans, normalize_chat, normalize_tools, render_
 from src.tasks.text.source import cached_map
 
 SLICE, TOGETHER = 2**16, 16
-"""Characters in a slice of text, and slices that are tokenized at once: a tokenizer's Python objects take 260 times the
-memory of the text."""
+"""Characters in a slice of text, and how many slices' worth is tokenized at once: a tokenizer's Python objects take 260
+times the memory of the text."""
 INTS, INT = List(Value("int32")), Value("int32")
 CHUNK_FEATURES = Features(
     {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": Value("bool")}
@@ -95,16 +95,17 @@ class Chunker:
     def _cut(self, spans: Spans | None, tokens: np.ndarray, num_suffix: int) -> Iterator[dict[str, Any]]:
         """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
         the last `num_suffix` always contribute to the loss."""
-        ids = tokens[0]
-        loss_mask = np.full(len(ids), spans is None)
+        ids = labels = tokens[0]
+        loss_mask = np.ones(len(ids), bool)
         if spans is not None:
             starts, ends = tokens[1:]
             # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
             starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
+            loss_mask = np.zeros(len(ids), bool)
             for first, last in spans:
                 loss_mask |= (ends > first) & (starts < last) & (ends > starts)
-        loss_mask[len(ids) - num_suffix :] = True
-        labels = ids if spans is None else np.where(loss_mask, ids, -100)
+            loss_mask[len(ids) - num_suffix :] = True
+            labels = np.where(loss_mask, ids, -100)
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
         splits = "text" in self.columns
         for first in range(0, size if splits else min(size, 1), self.sequence_length):
@@ -114,7 +115,7 @@ class Chunker:
                 "input_ids": ids[first:last],
                 "labels": labels[predicted],
                 "length": last - first,
-                "targets": loss_mask[predicted].sum(),
+                "targets": np.count_nonzero(loss_mask[predicted]),
                 "truncated": last < size and not splits,
             }
 
@@ -153,13 +154,13 @@ def _encode(
     of about SLICE characters, at the end of a line if possible."""
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
-    fast = tokenizer.backend_tokenizer
-    fast.no_truncation()  # not "longer than the model's maximum": we cut
-    fast.no_padding()
     sizes = np.cumsum([end - start for _, start, end in slices]) // (SLICE * TOGETHER)
     numbered = groupby(zip(sizes.tolist(), slices, strict=True), itemgetter(0))
     groups = ([part for _, part in group] for _, group in numbered)
     if not has_offsets:
+        fast = tokenizer.backend_tokenizer
+        fast.no_truncation()
+        fast.no_padding()
         tokens = [[*prefix] for _ in texts]
         for group in groups:
             parts = [texts[i][start:end] for i, start, end in group]
@@ -170,7 +171,7 @@ def _encode(
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
     for group in groups:
         parts = [texts[i][start:end] for i, start, end in group]
-        encoded = tokenizer(parts, verbose=False, **options)
+        encoded = tokenizer(parts, verbose=False, **options)  # not "longer than the model's maximum": we cut
         for (i, start, _), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
             found[i].append(np.vstack([np.array(ids, np.int32), positions]))

@@ -53,13 +53,15 @@ class BySource(TextSource):
         source of a mixture and how many rows cannot be used, and the source of each target."""
         if not self.is_streamed:
             return {}
-        counts = [0] * len(self._source_names)
-        for chunk in chunks if counts else []:
-            counts[chunk["source"]] += len(chunk["input_ids"])
+        skipped = sum(chunk.get("is_skipped", 0) for chunk in chunks)
+        if not self._source_names:
+            return {"counted": [skipped]}
+        tokens = [0] * len(self._source_names)
+        for chunk in chunks:
+            tokens[chunk["source"]] += len(chunk["input_ids"])
         targets = [np.sum(chunk[labels] != -100) for chunk in chunks]
         sources = np.repeat([chunk["source"] for chunk in chunks], targets)
-        skipped = sum(chunk.get("is_skipped", 0) for chunk in chunks)
-        return {"counted": [*counts, skipped], "sources": torch.from_numpy(sources)}
+        return {"counted": [*tokens, skipped], "sources": torch.from_numpy(sources)}
 
     def sums_by_source(self, batch: Batch, values: Tensor, rows: Tensor, num_rows: int) -> Tensors:
         """Return for each source of a mixture the loss and the number of targets in each example; shape (examples, 2).
