@@ -139,11 +139,8 @@ BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "task.dataset=a.parquet: no column text; its columns are txt",
     ),
     "no usual column": ({"a.parquet": [{"txt": "a"}] * 60}, {}, "which of the dataset's columns txt to train on? *"),
-    "no such split": ({"a/train.jsonl": ROWS}, {"train_split": "all"}, "task.dataset=a: no split all, it has train"),
-    "no such evaluation": (
-        {"a/train.jsonl": ROWS}, {"eval_split": "dev"},
-        "task.dataset=a: no split dev, it has train",
-    ),
+    "no such split": ({"a/train.jsonl": ROWS}, {"train_split": "all"}, "task.train_split=all: a has train"),
+    "no such evaluation": ({"a/train.jsonl": ROWS}, {"eval_split": "dev"}, "task.eval_split=dev: a has train"),
     "too few rows": ({"a.jsonl": ROWS[:4]}, {}, "task.dataset=a.jsonl: 4 rows are too few to keep 0.1 of them *"),
     "a single row": ({"a.jsonl": ROWS[:1]}, {"eval_fraction": 0.9}, "task.dataset=a.jsonl: 1 rows are too few *"),
     "raw text unpacked": ({"a.jsonl": ROWS}, {"packing": False}, "task.packing=false: streamed text *"),
@@ -218,6 +215,34 @@ def test_hidden_files_and_those_in_hidden_folders_are_no_shards() -> None:
     assert len(find_shards(str(below))) == 2, "a folder above them may be hidden"
 
 
+def test_the_split_to_train_on_is_not_evaluated_on_too() -> None:
+    """Tried with the first split that is usual for evaluation: the only one."""
+    task = lm(write({"a/validation.jsonl": ROWS}), train_split="validation")
+    train, evaluation = built(task)
+    assert {*texts(task, train)} == {row["text"] for row in ROWS[:-6]}
+    assert decoded(task, evaluation) == ROWS[-6:]
+
+
+def decoded(task: Any, evaluation: Any) -> list[Any]:
+    """The rows that an evaluation set shows."""
+    chunks = [chunk for sample in evaluation.__getitems__([*range(len(evaluation))]) for chunk in sample]
+    return [{"text": task._tokenizer.decode(chunk["input_ids"], skip_special_tokens=True)} for chunk in chunks]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_rows_to_evaluate_on_are_those_of_the_file_as_it_is(kind: str) -> None:
+    """Also if its size and time are as they were. Tried without its content in the key of the cache: the old rows."""
+    dataset = write({f"a/train.{kind}": ROWS, f"a/validation.{kind}": ROWS[:5]})
+    task = lm(dataset)
+    assert decoded(task, built(task)[1]) == ROWS[:5]
+    file = Path(f"a/validation.{kind}")
+    before = file.stat()
+    file.write_bytes(file.read_bytes().replace(b"line 3", b"LINE 3"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    task = lm(dataset)
+    assert decoded(task, built(task)[1]) == [*ROWS[:3], {"text": "LINE 3"}, ROWS[4]]
+
+
 # --------------------------------------------------------------------------------------------- known while training
 @pytest.mark.parametrize("is_set_back", [False, True], ids=["", "with its time set back"])
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -245,24 +270,24 @@ def test_a_shard_that_is_gone_is_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(tmp_path: Path) -> None:
-    rows: list[Any] = [{"text": str(i)} for i in range(9000)]
-    rows[1500] = {"text": 3}
+    rows: list[Any] = [{"text": str(i)} for i in range(16_000)]
+    rows[2500] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
     train, _ = built(task)
-    assert says(UserError, lambda: [*epoch(task, train)]) == f"a.jsonl, row 1501: text is int, not text; {HINT}"
+    assert says(UserError, lambda: [*epoch(task, train)]) == f"a.jsonl, row 2501: text is int, not text; {HINT}"
 
 
 def test_a_bad_row_is_one_line_in_a_loading_process_too(tmp_path: Path) -> None:  # room: workers
     """Tried without: a traceback of the process that loads."""
-    rows: list[Any] = [{"text": str(i)} for i in range(9000)]
-    rows[1500] = {"text": 3}
+    rows: list[Any] = [{"text": str(i)} for i in range(16_000)]
+    rows[2500] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
     train, _ = built(task)
     config: Any = SimpleNamespace(seed=0, num_workers=2, task=task)
     stream = task.augmented(train, [0, 0, 1])
     batches = [[i] for i in range(len(stream))]
     said = says(UserError, lambda: deque(load_in_workers(config, stream, batches, 0, 0), maxlen=0))
-    assert said == f"a.jsonl, row 1501: text is int, not text; {HINT}"
+    assert said == f"a.jsonl, row 2501: text is int, not text; {HINT}"
 
 
 class Failing:  # room: workers

@@ -72,14 +72,19 @@ class TextSource(Settings):
         else:
             with loading("dataset", self.dataset):
                 splits = load_dataset(self.dataset, self.dataset_config)
-        others = (name for name in EVALUATION if name in splits and name != self.train_split)
-        used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
-        for setting, split in used.items():
-            if split and split not in splits:
-                raise UserError(f"task.{setting}={split}: {self.dataset} has {', '.join(splits)}")
-        parts = [splits[split] for split in used.values() if split]
+        parts = [splits[split] for split in self.used_splits([*splits])]
         train, *evaluation = [read_files(files, self.column_names) for files in parts] if path.exists() else parts
         return train, evaluation[0] if evaluation else None
+
+    def used_splits(self, names: list[str]) -> list[str]:
+        """Return the split to train on and, if there is one, the split to evaluate on. Raise a UserError if the dataset
+        has none of that name."""
+        others = (name for name in EVALUATION if name in names and name != self.train_split)
+        used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
+        for setting, split in used.items():
+            if split and split not in names:
+                raise UserError(f"task.{setting}={split}: {self.dataset} has {', '.join(names)}")
+        return [split for split in used.values() if split]
 
     def usable_parts(
         self, train: Dataset, evaluation: Dataset | None, columns: dict[str, ColumnKind]
@@ -115,12 +120,17 @@ class TextSource(Settings):
         rows."""
         if self.eval_from == "all":
             return rows, rows
-        size = round(len(rows) * self.eval_fraction)
-        if not 0 < size < len(rows):
-            says = f"{len(rows)} rows are too few to keep {self.eval_fraction:g} of them for evaluation"
-            raise UserError(f"task.dataset={self.dataset}: {says} (task.eval_fraction)")
+        size = self.held_out(len(rows))
         parts = rows.train_test_split(size, shuffle=self.eval_from == "random", seed=0)
         return parts["train"], parts["test"]
+
+    def held_out(self, num_rows: int) -> int:
+        """Return how many rows are kept for evaluation. Raise a UserError if there are too few."""
+        size = round(num_rows * self.eval_fraction)
+        if not 0 < size < num_rows:
+            says = f"{num_rows} rows are too few to keep {self.eval_fraction:g} of them for evaluation"
+            raise UserError(f"task.dataset={self.dataset}: {says} (task.eval_fraction)")
+        return size
 
 
 def cached_map(rows: Dataset, function: Callable[..., dict[str, list[Any]]], desc: str, **options: Any) -> Dataset:

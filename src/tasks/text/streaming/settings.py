@@ -13,7 +13,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from src.config.errors import UserError, explained, refuse
 from src.config.settings import ResumeSafe
-from src.tasks.text.files import EVALUATION, LOADERS, by_split
+from src.tasks.text.files import LOADERS, by_split
 from src.tasks.text.hub import loading
 from src.tasks.text.packing import Chunk
 from src.tasks.text.source import CODE, ColumnKind, TextSource
@@ -61,55 +61,53 @@ class Streaming(BySource):
         if not self.is_streamed:
             return super().load_rows()
         datasets.disable_progress_bars()  # they would stay when they are done
-        parts, mixed = self._parts(), self.sources or [MixtureSource()]
         self._source_names = unique_names([source.dataset for source in self.sources])
-        opened = [part.open_shards() if self.streaming else part.open_table() for part in parts]
-        sources = Mixture(
-            Source(source.weight, source.max_epochs, reader, np.array(groups), columns)
-            for source, (reader, groups, columns, _) in zip(mixed, opened, strict=True)
-        )
-        return sources, [rows for *_, rows in opened]
+        mixed = self.sources or [MixtureSource()]
+        opened = [
+            part.open_shards(source) if self.streaming else part.open_table(source)
+            for part, source in zip(self._parts(), mixed, strict=True)
+        ]
+        return Mixture(source for source, _ in opened), [rows for _, rows in opened]
 
-    def open_table(self) -> tuple[Any, list[int], list[str], Dataset]:
-        """Return what reads the rows to train on from a map-style table, the rows of each group, the columns, and the
-        rows to evaluate on."""
+    def open_table(self, mixed: MixtureSource) -> tuple[Source, Dataset]:
+        """Return the rows to train on, those of a map-style table, and the rows to evaluate on."""
         train, evaluation = TextSource.load_rows(self)
         if evaluation is None:
             train, evaluation = TextSource.split(self, train)
         groups = [min(BLOCK, len(train) - first) for first in range(0, len(train), BLOCK)]
-        return TableReader(train, self.dataset), groups, train.column_names, evaluation
+        reader = TableReader(train, self.dataset)
+        return Source(mixed.weight, mixed.max_epochs, reader, np.array(groups), train.column_names), evaluation
 
-    def open_shards(self) -> tuple[Any, list[int], list[str], Dataset]:
+    def open_shards(self, mixed: MixtureSource) -> tuple[Source, Dataset]:
         """Return what `open_table` does, the rows to train on being streamed."""
         splits = self._find_splits()
-        eval_split = self.eval_split or next((name for name in EVALUATION if name in splits), None)
-        for split in filter(None, (self.train_split, eval_split)):
-            if split not in splits:
-                raise UserError(f"task.dataset={self.dataset}: no split {split}, it has {', '.join(splits)}")
-        shards = self._index(splits[self.train_split])
+        shards, *evaluation = [self._index(splits[split]) for split in self.used_splits([*splits])]
         columns = shards[0].columns
         lacking = [(shard.url, [name for name in columns if name not in shard.columns]) for shard in shards]
         refuse(f"{url}: no column {' nor '.join(names)}, as other shards have" for url, names in lacking if names)
         reader = ShardReader(shards)
-        groups = [rows for _, rows, *_ in reader.groups]
-        if eval_split:
-            files = [glob.escape(shard.url) for shard in self._index(splits[eval_split])]
-            with loading("dataset", self.dataset):
-                kind = LOADERS[Path(files[0]).suffix.lower()]
-                return reader, groups, columns, load_dataset(kind, data_files=files, split="train")
-        # the end of the last group
-        size = min(HELD_OUT, round(sum(groups) * self.eval_fraction), groups[-1])
-        if not 0 < size < sum(groups):
-            says = f"{sum(groups)} rows are too few to keep {self.eval_fraction:g} of them for evaluation"
-            raise UserError(f"task.dataset={self.dataset}: {says} (task.eval_fraction)")
-        groups[-1] -= size
-        last = len(groups) - 1
-        rows, unreadable = reader.read(last, groups[-1], groups[-1] + size, tuple(columns))
+        groups = np.array([rows for _, rows, *_ in reader.groups])
+        source = Source(mixed.weight, mixed.max_epochs, reader, groups, columns)
+        return source, self._load_shards(evaluation[0]) if evaluation else self._hold_out(source)
+
+    def _hold_out(self, source: Source) -> Dataset:
+        """Take the rows to evaluate on from the end of the last group, and return them."""
+        size = min(HELD_OUT, self.held_out(int(source.groups.sum())), int(source.groups[-1]))
+        source.groups[-1] -= size
+        group, first = len(source.groups) - 1, int(source.groups[-1])
+        rows, unreadable = source.reader.read(group, first, first + size, tuple(source.columns))
         if not self.skip_bad_rows:
-            refuse(f"{reader.name(last, groups[-1] + place)}: {why}" for place, why in unreadable.items())
+            refuse(f"{source.reader.name(group, first + place)}: {why}" for place, why in unreadable.items())
         good = [place for place in range(size) if place not in unreadable]
         with explained(f"task.dataset={self.dataset}: its last {size} rows are no table to evaluate on, "):
-            return reader, groups, columns, Dataset.from_dict({n: [v[i] for i in good] for n, v in rows.items()})
+            return Dataset.from_dict({name: [values[i] for i in good] for name, values in rows.items()})
+
+    def _load_shards(self, shards: list[Shard]) -> Dataset:
+        files = [glob.escape(shard.url) for shard in shards]
+        # else the cache of datasets goes by path and time alone
+        content = Hasher.hash([(shard.version, shard.digest) for shard in shards])
+        with loading("dataset", self.dataset):
+            return load_dataset(LOADERS[Path(files[0]).suffix.lower()], content, data_files=files, split="train")
 
     @property
     def _cache(self) -> Path:
