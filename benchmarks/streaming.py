@@ -55,7 +55,7 @@ from src.tasks.text.streaming.order import Order
 from src.training.workers import load_in_workers
 
 ROUNDS, FILES, GROUP, WINDOW, LENGTH, BATCH = 5, 64, 1000, 10_000, 512, 8
-TOKENIZED, CACHED = 20_000, 100_000  # rows that are timed of a peer's first epoch, of a later one
+TOKENIZED, CACHED = 60_000, 100_000  # rows that are timed of a peer's first epoch, of a later one
 STEP, STEPS, LATE = 0.1, 500, 0.01  # seconds, steps, and the seconds after which a batch is late
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,

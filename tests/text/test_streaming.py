@@ -2,6 +2,7 @@
 once, and a run goes on exactly, at any number of processes."""
 
 import json
+import math
 import os
 import random
 import re
@@ -21,11 +22,11 @@ from src.config.errors import RunError
 from src.tasks.base import samples
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.packing import best_fit
-from src.tasks.text.streaming import blocks
-from src.tasks.text.streaming.blocks import Blocks
+from src.tasks.text.streaming import blocks, stream
+from src.tasks.text.streaming.blocks import Blocks, Source
 from src.tasks.text.streaming.order import Order
 from src.tasks.text.streaming.shards import GROUP_LINES, ShardReader, find_shards, index_shards
-from src.tasks.text.streaming.stream import Stream, packed
+from src.tasks.text.streaming.stream import Stream, count_sequences, packed
 from src.tasks.text.text_classification import TextClassification
 from tests.launching import Launch, Run, Started, slow, wait
 from tests.text import tiny
@@ -172,6 +173,25 @@ def test_a_window_that_does_not_fit_makes_sequences_a_little_longer_and_loses_no
     assert (
         max(lengths[chunks].sum() for chunks in found) <= 64 / 0.9 * 1.1
     )  # the tokens in 9/10, and what packing loses
+
+
+def test_few_windows_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond two standard deviations: one in 44. Tried without the variance of the sample's mean: one in 4."""
+    monkeypatch.setattr(stream, "SAMPLED", 100)
+    draw = np.random.default_rng(0)
+
+    def rows(number: int) -> list[list[dict[str, Any]]]:
+        return [[{"input_ids": range(length)}] for length in draw.integers(1, 65, number).tolist()]
+
+    source = Source(1.0, 1, reader=None, groups=np.array([10**6]), columns=[])  # type: ignore[arg-type]
+    sampled: Any = SimpleNamespace(read=lambda _, numbers: rows(len(numbers)))
+    windows, size, misfits = 100, 4 * stream.PLACES * 100, 0
+    for _ in range(windows):
+        (count,) = count_sequences(np.array([[size]]), [source], sampled, 64)
+        window = best_fit(draw.integers(1, 65, size), 64)
+        misfits += len(window) > count
+    expected = windows / 44
+    assert misfits <= expected + 5 * math.sqrt(expected)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])

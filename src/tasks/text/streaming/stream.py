@@ -17,7 +17,7 @@ from src.tasks.text.streaming.order import Order
 
 Window = list[list[Chunk]]
 """The chunks of each sequence; none where it is all padding."""
-PLACES, SAMPLED = 4, 512
+PLACES, SAMPLED = 4, 2048
 """Places in each source, evenly spread, and rows at each, that tell how long rows are."""
 WIDENING = 1.02
 """Factor by which sequences become longer until a window's chunks fit into them."""
@@ -88,12 +88,13 @@ class Stream:
 def count_sequences(shares: np.ndarray, sources: list[Source], blocks: Blocks, capacity: int | None) -> np.ndarray:
     """Return how many sequences each window makes; shape (windows,), int64.
 
-    If `capacity` is None, one for each row. Else as many as are likely to hold the tokens of its rows: the mean in a
-    sample, and twice the standard deviation of a window's sum. `shares` are those of the Order.
+    If `capacity` is None, one for each row. Else as many as hold the tokens of its rows, except in one window of
+    about fifty: the mean in a sample, and twice the standard deviation of what a window differs from that by. `shares`
+    are those of the Order.
     """
     if capacity is None:
         return shares.sum(axis=1)
-    means, variances, lengths = [], [], []
+    means, variances, sampled, lengths = [], [], [], []
     for source in sources:
         starts = np.linspace(0, source.groups.sum(), PLACES, endpoint=False).astype(int)
         rows = np.unique(np.minimum(starts[:, None] + np.arange(SAMPLED), source.groups.sum() - 1))
@@ -101,12 +102,15 @@ def count_sequences(shares: np.ndarray, sources: list[Source], blocks: Blocks, c
         sums = [sum(row) for row in by_row]
         means.append(np.mean(sums))
         variances.append(np.var(sums))
+        sampled.append(len(sums))
         lengths += [length for row in by_row for length in row]
     if not any(lengths):
         raise UserError("no row of a sample of the data to train on can be used: is it the column that you mean?")
     # what best-fit packing leaves empty; its last sequence is half full on average
     efficiency = min(1.0, sum(lengths) / ((len(best_fit(np.array(lengths), capacity)) - 0.5) * capacity))
-    tokens = shares @ np.array(means) + 2 * np.sqrt(shares @ np.array(variances))
+    # that of a window's sum, and that of the sample's mean, which all of its rows share
+    variance = shares @ np.array(variances) + shares**2 @ (np.array(variances) / sampled)
+    tokens = shares @ np.array(means) + 2 * np.sqrt(variance)
     return np.maximum(1, np.ceil(tokens / (efficiency * capacity))).astype(np.int64)
 
 
@@ -120,7 +124,8 @@ def packed(lengths: list[int], capacity: int, count: int) -> list[list[int]]:
 
 
 def in_thread(read: Callable[[], Window]) -> Future[Window]:
-    """Begin to read in a thread. It is no daemon: stopped in the midst of a read, Arrow crashes the interpreter."""
+    """Begin to read in a thread. It is no daemon: stopped in the midst of a read, Arrow crashes the interpreter. Nor is
+    it a ThreadPoolExecutor's: these are waited for before `main_thread` counts as ended, which is what stops a read."""
     future: Future[Window] = Future()
 
     def run() -> None:
