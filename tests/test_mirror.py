@@ -123,6 +123,8 @@ def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Who
     assert not list(folder.glob("machine*/run/checkpoints/step_*/manifest.json"))  # only the mirror has it whole
     assert mirrored(folder / "mirror") == [8, 12]
     shutil.copytree(folder, fewer)
+    copy = fewer / "mirror" / "mnist" / "step_00000012.bak"
+    shutil.copytree(copy.with_suffix(""), copy)
     turned, fetched = on_machines(launch, folder, turned=1)
     assert_same_run(turned.succeeded(), expected)
     assert fetched == ["step_00000012 "] * 2
@@ -130,6 +132,7 @@ def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Who
     alone, fetched = on_machines(launch, fewer, machines=1)
     assert alone.succeeded().losses == pytest.approx(expected.losses, rel=1e-5)
     assert fetched == ["step_00000012 "]
+    assert copy.exists(), "a user's own copy is no checkpoint"
 
 
 def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(

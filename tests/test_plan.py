@@ -265,6 +265,7 @@ MEASURED = Measured(
         "host_seconds": 0.5, "bytes": 8e9, "product flops bfloat16": 1e12, "attention flops bfloat16": 2e12,
         "sent within": 40e9, "collectives within": 100, "sent between": 8e9, "collectives between": 10,
     },
+    notes=[],
 )  # fmt: skip
 
 
@@ -299,12 +300,18 @@ def test_an_unknown_gpu(name: str, says: str) -> None:
 
 def test_mistakes_in_a_gpu_of_the_user(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("mine: {name: Mine, capability: '9.0', memory_gib: -1, price: 3}")
+    file.write_text("mine: {name: Mine, capability: '9.0', memory_gib: -1, price: 3, tflops: {bf16: 1}}")
     with pytest.raises(UserError) as error:
         find_gpu(str(file))
     lines = str(error.value).splitlines()
     assert f"{file}: mine.memory_gib: must be greater than 0" in lines
     assert f"{file}: mine.price: Extra inputs are not permitted" in lines
+    assert f"{file}: mine.tflops: fp32 is missing" in lines
+    for content in (b"", b"- a", b"hello", b"\xff\xfe\x80"):
+        file.write_bytes(content)
+        with pytest.raises(UserError) as error:
+            find_gpu(str(file))
+        assert str(error.value).startswith(f"--gpu {file}: ")
 
 
 def test_a_model_that_reads_its_weights_while_it_is_built() -> None:

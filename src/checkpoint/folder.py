@@ -3,14 +3,13 @@
 import contextlib
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ruamel.yaml.error import YAMLError
 
-from src.checkpoint.format import step_of
+from src.checkpoint.format import is_checkpoint, step_of
 from src.config.config import Config
 from src.config.settings import read_yaml
 
@@ -43,7 +42,7 @@ def read_lines(file: Path, end: float = math.inf) -> Iterator[dict[str, Any]]:  
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the checkpoints in a folder, whole or damaged, the newest first."""
-    found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
+    found = [path for path in checkpoints.glob("step_*") if is_checkpoint(path.name) and path.is_dir()]
     return sorted(found, key=step_of, reverse=True)
 
 

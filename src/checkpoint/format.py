@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,11 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
 """Prefix of the names of folders that are being written or deleted; a crash leaves them behind."""
+
+
+def is_checkpoint(name: str) -> bool:
+    """Return whether a folder of this name is a checkpoint, not a copy of one by the name of step_00000500.bak."""
+    return re.fullmatch(r"step_\d{8,}", name) is not None
 
 
 def step_of(checkpoint: Path) -> int:

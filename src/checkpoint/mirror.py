@@ -29,6 +29,7 @@ from src.checkpoint.format import (
     MANIFEST,
     STATE,
     file_facts,
+    is_checkpoint,
     publish,
     read_state,
     remove_incomplete,
@@ -215,9 +216,9 @@ class Mirror:
                 state.progress.evaluations,  # room: best
             )
             kept = whole.keys() - paths
-            for path in self._fs.glob(f"{self._root}/step_[0-9]*"):
+            for path in self._fs.glob(f"{self._root}/step_*"):
                 checkpoint = self._own / Path(path).name
-                if checkpoint in kept:
+                if checkpoint in kept or not is_checkpoint(checkpoint.name):
                     continue
                 if checkpoint in whole:  # first, or a part of it would count
                     self._fs.rm_file(f"{path}/{MANIFEST}")
@@ -232,8 +233,10 @@ class Mirror:
         """Return the facts about the files of each complete checkpoint in the mirror, the newest first."""
         self._fs.invalidate_cache()
         found = {}
-        for path in self._fs.glob(f"{self._root}/step_[0-9]*/{MANIFEST}"):
+        for path in self._fs.glob(f"{self._root}/step_*/{MANIFEST}"):
+            checkpoint = self._own / Path(path).parent.name
             files = parse(self._fs.cat_file(path)).get("files", {})
-            if files and all(Path(name).name == name for name in files):  # nor is a path that leads elsewhere
-                found[self._own / Path(path).parent.name] = files
+            leads_here = all(Path(name).name == name for name in files)
+            if is_checkpoint(checkpoint.name) and files and leads_here:
+                found[checkpoint] = files
         return {checkpoint: found[checkpoint] for checkpoint in sorted(found, key=step_of, reverse=True)}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError, field_validator
 from ruamel.yaml.error import YAMLError
 
 from src.config.errors import UserError, explained
@@ -28,6 +28,13 @@ class Gpu(BaseModel, extra="forbid"):
     gpus_per_machine: PositiveInt = 8
     price_usd_hour: float | None = None
 
+    @field_validator("tflops")
+    @classmethod
+    def _require_fp32(cls, tflops: dict[str, float]) -> dict[str, float]:
+        if "fp32" not in tflops:
+            raise ValueError("fp32 is missing")
+        return tflops
+
     @property
     def capacity(self) -> int:
         """Return the bytes of memory that torch can have."""
@@ -41,8 +48,10 @@ def find_gpu(name: str) -> Gpu:
         UserError: there is none, or its entry has mistakes, one per line.
     """
     file = Path(name) if name.endswith((".yaml", ".yml")) else TABLE
-    with explained(f"--gpu {name}: cannot be read, ", (OSError, YAMLError)):
+    with explained(f"--gpu {name}: cannot be read, ", (OSError, UnicodeDecodeError, YAMLError)):
         table = read_yaml(file.read_text())
+    if not isinstance(table, dict) or not table:
+        raise UserError(f"--gpu {name}: must be NAME: {{memory_gib: 80, …}}, as in src/tools/plan/gpus.yaml")
     key = name if file == TABLE else next(iter(table))
     if key not in table:
         raise UserError(f"--gpu {name}: no such GPU{nearest(name, list(table))} ({', '.join(table)}, or a FILE.yaml)")

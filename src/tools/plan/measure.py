@@ -8,7 +8,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -84,9 +84,9 @@ class Measured:
     parts: dict[str, int]
     """The step's bytes by what they hold: parameters, gradients, optimizer, and the rest: activations."""
     host_bytes: int
-    work: dict[str, float] = field(default_factory=dict)
+    work: dict[str, float]
     """Of a step: what Work counts, `kernels`, `waits` for the device, and `host_seconds` on this machine."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
 
 def environment_for(gpu: Gpu) -> dict[str, str]:
