@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,18 @@ Evaluate = Callable[[Run, StopSignal], Evaluation | None]
 Restore = Callable[[Run], None]
 
 
+@dataclass
 class Subject:
     """The run before its first step, and the reference: on each process an unwrapped copy of its model with optimizers
     of its own."""
 
-    def __init__(self, run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Restore) -> None:
-        self.run, self.train_step, self.evaluate, self.restore = run, train_step, evaluate, restore
+    run: Run
+    train_step: TrainStep
+    evaluate: Evaluate
+    restore: Restore
+
+    def __post_init__(self) -> None:
+        run = self.run
         self.rng_checksum = checksum(torch.get_rng_state())
         """Checksum of the generator as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))

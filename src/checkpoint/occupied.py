@@ -118,20 +118,6 @@ def _write_errors(folder: Path) -> Iterator[str]:
             yield f"output_dir={folder}: cannot write {where}, {error.strerror}; choose another --output_dir"
 
 
-def require_free(
-    config: Config,
-    mirrored: list[Path] | None = None,  # room: mirror
-) -> None:
-    """Raise a UserError if the run must not write into its folder: whoever held the lock may have changed what is
-    there."""
-    errors = folder_errors(
-        config,
-        mirrored,  # room: mirror
-    )
-    if lines := list(errors):
-        raise UserError("\n".join(lines))
-
-
 def claim(folder: Path) -> None:
     """Lock an output folder and, if they are on another disk, its checkpoints: two runs must not share those either."""
     lock(folder)

@@ -9,12 +9,12 @@ from src.checkpoint import format
 from src.checkpoint.folder import list_checkpoints, parent_checkpoint, saved_settings
 from src.checkpoint.integrity import first_valid, passed_over, require_none_damaged, set_aside
 from src.checkpoint.mirror import Mirror
-from src.checkpoint.occupied import claim, require_free
+from src.checkpoint.occupied import claim, folder_errors
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
 from src.checkpoint.same_run import note_changes, note_versions, require_same_data, require_whole_record
 from src.checkpoint.tensors import load_tensors, require_same_frozen
 from src.config.config import Config
-from src.config.errors import UserError
+from src.config.errors import UserError, refuse
 from src.config.settings import Change, flatten, marked
 from src.distributed.accelerator import Launch, library_versions
 from src.training.progress import Progress
@@ -57,9 +57,12 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
         claim(config.folder)  # room: safeguards
         if point.mirror:  # room: mirror
             point.mirror.bring_record()
-        require_free(  # room: safeguards
-            config,
-            point.mirror.at_start if point.mirror else [],  # room: mirror
+        refuse(  # room: safeguards
+            # whoever held the lock may have changed what is there
+            folder_errors(
+                config,
+                point.mirror.at_start if point.mirror else [],  # room: mirror
+            )
         )
         config.folder.mkdir(parents=True, exist_ok=True)
         format.remove_incomplete(own)

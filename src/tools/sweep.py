@@ -13,7 +13,6 @@ import shlex
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,14 +44,14 @@ class Parameter(BaseModel, extra="forbid", strict=True):
     max: int | float | None = None
     distribution: Literal["uniform", "log_uniform_values"] = "uniform"
 
-    def choices(self) -> list[str] | None:
-        """Return the values to choose from, as written on the command line; None if it is a range of floats."""
+    def choices(self) -> list[str]:
+        """Return the values to choose from, as written on the command line; none if it is a range of floats."""
         if self.min is None or self.max is None:
             values = self.values or [self.value]
         elif isinstance(self.min, int) and isinstance(self.max, int):
             values = list(range(self.min, self.max + 1))
         else:
-            return None
+            return []
         return [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
 
 
@@ -82,12 +81,12 @@ class Sweep(BaseModel, extra="forbid"):
     @property
     def size(self) -> int:
         """Return the number of combinations of all settings; 0 if one of them is a range of floats."""
-        return math.prod(len(parameter.choices() or ()) for parameter in self.parameters.values())
+        return math.prod(len(parameter.choices()) for parameter in self.parameters.values())
 
     def sampler(self, seed: int = 0) -> BaseSampler:
         """Return what chooses the settings of a trial. A grid ignores the seed."""
         if self.method == "grid":
-            return GridSampler({name: parameter.choices() or [] for name, parameter in self.parameters.items()}, seed=0)
+            return GridSampler({name: parameter.choices() for name, parameter in self.parameters.items()}, seed=0)
         return RandomSampler(seed=seed) if self.method == "random" else TPESampler(seed=seed)
 
     def draw(self, trial: Trial) -> dict[str, str]:
@@ -217,8 +216,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"method: {sweep.method} has no end: add --trials=8")
     study = open_study(sweep, folder)
     SIGNALS.catch()
-    run = partial(objective, sweep=sweep, folder=folder, others=others)
-    study.optimize(run, n_trials=max(0, wanted - len(finished(study))))
+    left = max(0, wanted - len(finished(study)))
+    study.optimize(lambda trial: objective(trial, sweep, folder, others), n_trials=left)
     table = study.trials_dataframe(("value", "user_attrs", "params", "state"))
     print(table.sort_values("value", ascending=sweep.metric.goal == "minimize").to_string(index=False))
     if not finished(study):

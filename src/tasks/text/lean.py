@@ -49,9 +49,7 @@ def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> 
 
 
 def _set(model: nn.Module, name: str, values: Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    is_trained = model.get_parameter(name).requires_grad
-    setattr(model.get_submodule(path), last, nn.Parameter(values, is_trained))
+    model.load_state_dict({name: values}, strict=False, assign=True)
 
 
 def start_heads(model: nn.Module) -> None:

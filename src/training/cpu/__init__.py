@@ -4,7 +4,7 @@ from torch import nn
 
 from src.training.cpu import mkl
 from src.training.cpu.dropout import Dropout
-from src.training.cpu.malloc import keep_freed_memory, return_freed_memory
+from src.training.cpu.malloc import GIVE_BACK, KEEP, mallopt
 
 
 def tune_for_cpu(model: nn.Module, precision: str, is_sharded: bool = False) -> list[str]:
@@ -20,10 +20,8 @@ def tune_for_cpu(model: nn.Module, precision: str, is_sharded: bool = False) -> 
     done = []
     # Keeping freed memory spares a step of the MNIST CNN 6,000 page faults, a quarter to a third of its time
     # (docs/figures.md). Under FSDP, what was gathered would pile up.
-    if is_sharded and return_freed_memory():
-        done.append("freed memory is given back")
-    elif not is_sharded and keep_freed_memory():
-        done.append("freed memory is kept")
+    if mallopt(GIVE_BACK if is_sharded else KEEP):
+        done.append(f"freed memory is {'given back' if is_sharded else 'kept'}")
     _change_class(model, nn.Dropout, Dropout)
     # a step of a Llama of 10.8M takes 0.53 s in place of 0.87 (Zen 5)
     if precision == "fp32" and mkl.is_slow() and _change_class(model, nn.Linear, mkl.Linear):
