@@ -11,12 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from src.config.errors import RunError, UserError
 from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.streaming import settings
 from src.tasks.text.streaming.shards import ShardReader, find_shards, index_shards
 from src.tasks.text.text_classification import TextClassification
 from src.training.workers import load_in_workers
@@ -72,11 +74,7 @@ def epoch(task: Any, train: Any, batch: int = 4) -> Iterator[list[Any]]:
 def texts(task: Any, train: Any) -> list[str]:
     """What an epoch shows the model, in its order, without what stands for rows that were left out."""
     chunks = (chunk for samples in epoch(task, train) for sample in samples for chunk in sample)
-    return [
-        task._tokenizer.decode(chunk["input_ids"], skip_special_tokens=True)
-        for chunk in chunks
-        if not chunk["is_skipped"]
-    ]
+    return [task._tokenizer.decode(chunk["input_ids"], skip_special_tokens=True) for chunk in chunks if chunk["length"]]
 
 
 def skipped(task: Any, train: Any) -> int:
@@ -122,7 +120,7 @@ BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "a row to evaluate on": (
         {"a.jsonl": [*ROWS, {"text": 3}, ROWS[0]]}, {},
-        "task.dataset=a.jsonl: its last 6 rows are no table to evaluate on, *'int'*",
+        f"a.jsonl, row 61: text is int, not text; {HINT}",
     ),
     "a line to evaluate on": ({"a.jsonl": [*ROWS, b"{"]}, {}, "a.jsonl, row 61: is no JSON object, *"),
     "nothing but bad rows": (
@@ -231,7 +229,7 @@ def decoded(task: Any, evaluation: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_rows_to_evaluate_on_are_those_of_the_file_as_it_is(kind: str) -> None:
-    """Also if its size and time are as they were. Tried without its content in the key of the cache: the old rows."""
+    """Also if its size and time are as they were. Tried with a cache that goes by these: the old rows."""
     dataset = write({f"a/train.{kind}": ROWS, f"a/validation.{kind}": ROWS[:5]})
     task = lm(dataset)
     assert decoded(task, built(task)[1]) == ROWS[:5]
@@ -241,6 +239,67 @@ def test_rows_to_evaluate_on_are_those_of_the_file_as_it_is(kind: str) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     task = lm(dataset)
     assert decoded(task, built(task)[1]) == [*ROWS[:3], {"text": "LINE 3"}, ROWS[4]]
+
+
+def test_shards_to_evaluate_on_are_of_any_kind_and_their_rows_are_named_or_left_out() -> None:
+    """As those to train on. Tried with datasets' reader: no file, row or cause is named."""
+    good = {"a/train.jsonl": ROWS, "a/dev-0.parquet": ROWS[:3], "a/dev-1.jsonl": ROWS[3:5]}
+    task = lm(write(good))
+    assert decoded(task, built(task)[1]) == ROWS[:5]
+    # another column of another type in each, a value of another type, a line that is none
+    more = [{"text": "a", "id": 1}, {"id": "x", "text": "b"}, {"text": 3}, b"{"]
+    write({"a/dev-2.jsonl": more})
+    said = says(UserError, lm("a").build_datasets)
+    assert said == f"a/dev-2.jsonl, row 3: text is int, not text; {HINT}"
+    task = lm("a", skip_bad_rows=True)
+    evaluation = built(task)[1]
+    assert decoded(task, evaluation) == [*ROWS[:5], {"text": "a"}, {"text": "b"}]
+    assert task.describe("eval", evaluation)["skipped_rows"] == 2
+    shutil.rmtree("a")
+    write({"a/train.jsonl": ROWS, "a/dev.jsonl": [{"text": None}]})
+    said = says(UserError, lm("a", skip_bad_rows=True).build_datasets)
+    assert said == "task.dataset=a: none of its rows to evaluate on can be used"
+
+
+def test_rows_to_evaluate_on_that_are_left_out_count_over_all_sources() -> None:
+    """Tried without the sum: those of the last source."""
+    write({"a/train.jsonl": ROWS, "a/dev.jsonl": [*ROWS[:3], b"{", {"text": 1}]})
+    write({"b/train.jsonl": ROWS, "b/dev.jsonl": ROWS[:3]})
+    task = lm(sources=[{"dataset": "a"}, {"dataset": "b"}], skip_bad_rows=True)
+    assert task.describe("eval", built(task)[1])["skipped_rows"] == 2
+
+
+def test_names_of_labels_in_parquet_are_those_of_the_labels(models: Path) -> None:
+    """Also where the last rows are evaluated on. Tried without the features: 0 and 1."""
+    rows = datasets.Dataset.from_list([{"text": row["text"], "label": i % 2} for i, row in enumerate(REVIEWS)])
+    rows.cast_column("label", datasets.ClassLabel(names=["even", "odd"])).to_parquet("a.parquet")
+    task = classifier("a.parquet", models)
+    built(task)
+    assert task._labels == ["even", "odd"]
+
+
+class OnTheHub:
+    """What `load_dataset_builder` finds by the names of files."""
+
+    def __init__(self, files: dict[str, list[str]]) -> None:
+        named = {
+            datasets.NamedSplit(split): [str(Path(name).resolve()) for name in names] for split, names in files.items()
+        }
+        self.config = SimpleNamespace(data_files=named)
+
+
+def test_a_dataset_on_the_hub_lacks_a_split_or_has_a_file_that_cannot_be_streamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tried without: a TypeError, as splits are no text, and a KeyError."""
+    write({"a/train.jsonl": ROWS, "a/more.json": b"{}"})
+    files = {"train": ["a/train.jsonl"]}
+    monkeypatch.setattr(settings, "load_dataset_builder", lambda *_: OnTheHub(files))
+    assert says(UserError, lm("org/a", train_split="all").build_datasets) == "task.train_split=all: org/a has train"
+    assert len(built(lm("org/a"))[0]) > 0
+    files["validation"] = ["a/more.json"]
+    said = says(UserError, lm("org/a").build_datasets)
+    assert said == "a/more.json: cannot be streamed, only .parquet and .jsonl files"
 
 
 # --------------------------------------------------------------------------------------------- known while training
@@ -270,24 +329,24 @@ def test_a_shard_that_is_gone_is_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(tmp_path: Path) -> None:
-    rows: list[Any] = [{"text": str(i)} for i in range(16_000)]
-    rows[2500] = {"text": 3}
+    rows: list[Any] = [{"text": str(i)} for i in range(20_000)]
+    rows[1500] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
     train, _ = built(task)
-    assert says(UserError, lambda: [*epoch(task, train)]) == f"a.jsonl, row 2501: text is int, not text; {HINT}"
+    assert says(UserError, lambda: [*epoch(task, train)]) == f"a.jsonl, row 1501: text is int, not text; {HINT}"
 
 
 def test_a_bad_row_is_one_line_in_a_loading_process_too(tmp_path: Path) -> None:  # room: workers
     """Tried without: a traceback of the process that loads."""
-    rows: list[Any] = [{"text": str(i)} for i in range(16_000)]
-    rows[2500] = {"text": 3}
+    rows: list[Any] = [{"text": str(i)} for i in range(20_000)]
+    rows[1500] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
     train, _ = built(task)
     config: Any = SimpleNamespace(seed=0, num_workers=2, task=task)
     stream = task.augmented(train, [0, 0, 1])
     batches = [[i] for i in range(len(stream))]
     said = says(UserError, lambda: deque(load_in_workers(config, stream, batches, 0, 0), maxlen=0))
-    assert said == f"a.jsonl, row 2501: text is int, not text; {HINT}"
+    assert said == f"a.jsonl, row 1501: text is int, not text; {HINT}"
 
 
 class Failing:  # room: workers
@@ -370,6 +429,6 @@ def test_labels_that_no_row_to_evaluate_on_has_are_named_or_left_out(models: Pat
     assert sum(task.count_targets(task.collate(samples)) for samples in epoch(task, train)) == 60 - len(evaluation)
     model = task.build_model().eval()
     for samples in epoch(task, train, 8):
-        good = [sample for sample in samples if not sample[0]["is_skipped"]]
+        good = [sample for sample in samples if sample[0]["length"]]
         loss, alone = (task.loss(model, task.collate(part)).item() for part in (samples, good))
         assert loss == pytest.approx(alone, rel=1e-5)

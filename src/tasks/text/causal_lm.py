@@ -25,7 +25,7 @@ from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.new_tokens import add_rows, add_tokens
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
-from src.tasks.text.source import ColumnKind, complaint
+from src.tasks.text.source import ColumnKind
 from src.tasks.text.streaming.blocks import Mixture
 from src.tasks.text.streaming.sources import by_source
 from src.tasks.text.trial import failure, require_decoder
@@ -158,8 +158,7 @@ class CausalLM(Decoder):
         if not self.packing and "text" in self._columns:
             raise UserError("task.packing=false: streamed text makes any number of sequences, so pack it, packing=true")
         capacity = self.sequence_length if self.packing else None
-        columns: dict[str, Any] = {name: partial(complaint, kind=kind) for name, kind in kinds.items()}
-        return self.stream(mixture, columns, self._chunker.chunks_by_row, {"input_ids": [], "labels": []}, capacity)
+        return self.stream(mixture, kinds, self._chunker, capacity)
 
     def fingerprint(self, dataset: Sequences) -> str:
         return dataset.fingerprint()
@@ -217,7 +216,7 @@ class CausalLM(Decoder):
         sums = values.new_zeros(len(inputs["input_ids"]), 3).index_add(0, rows, values)
         return nats.sum(), {
             **dict(zip(SUMS, sums.unbind(1), strict=True)),
-            **self.sums_by_source(batch, values[:, :2], rows, len(sums)),  # room: streaming
+            **self.sums_by_source(batch, nats, rows, len(sums)),  # room: streaming
         }
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError
 from src.tasks.text.chats import Spans, normalize_chat, normalize_tools, render_chat
-from src.tasks.text.source import cached_map
+from src.tasks.text.source import cached_map, complaint
 
 SLICE, TOGETHER = 2**16, 16
 """Characters in a slice of text, and how many slices' worth is tokenized at once: a tokenizer's Python objects take 260
@@ -61,6 +61,9 @@ class Chunker:
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
     train_on_prompts: bool
+    filler: ClassVar[dict[str, Any]] = {"input_ids": [], "labels": [], "length": 0}  # room: streaming
+    """What stands for a row without a chunk."""
+    complaint = staticmethod(complaint)  # room: streaming
 
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table with the columns of CHUNK_FEATURES; the second time, even in another process, from the cache.

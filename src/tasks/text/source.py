@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -98,9 +98,7 @@ class TextSource(Settings):
 
     def _validate_rows(self, rows: Dataset, part: Literal["train", "eval"], columns: dict[str, ColumnKind]) -> Dataset:
         dataset, where = f"task.dataset={self.dataset}", PART_NAMES[part]
-        if missing := " nor ".join(name for name in columns if name not in rows.column_names):
-            names = ", ".join(rows.column_names)
-            raise UserError(f"{dataset}: no column {missing} in {where}; its columns are {names}")
+        self.require_columns(columns, rows.column_names, f" in {where}")
         bad: dict[int, str] = {}
         for name, kind in columns.items():
             # the JSON reader lets other encodings pass
@@ -114,6 +112,13 @@ class TextSource(Settings):
             raise UserError(f"{dataset}: {says}; fix them, or leave them out with --task.bad_rows=skip")
         self._skipped_rows[part] = len(bad)
         return rows.select([row for row in range(len(rows)) if row not in bad]) if bad else rows
+
+    def require_columns(self, needed: Iterable[str], names: list[str], where: str = "") -> None:
+        """Raise a UserError if a column that is needed is not among these names."""
+        if missing := " nor ".join(name for name in needed if name not in names):
+            raise UserError(
+                f"task.dataset={self.dataset}: no column {missing}{where}; its columns are {', '.join(names)}"
+            )
 
     def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
         """Return `rows` split in two: one part to train on, one to evaluate on. Raise a UserError if there are too few

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +23,7 @@ from src.tasks.text.labels import label_names, length_grouped, names_of_numbers,
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
 from src.tasks.text.pretrained import check_fit, save, save_merged
-from src.tasks.text.source import ColumnKind, complaint, table_checksum
+from src.tasks.text.source import ColumnKind, table_checksum
 from src.tasks.text.streaming.blocks import Mixture
 from src.tasks.text.streaming.labelling import Labelling
 from src.tasks.text.streaming.stream import Stream
@@ -65,7 +65,7 @@ class TextClassification(FineTuning):
         columns: dict[str, ColumnKind] = {**dict.fromkeys(texts, "text"), self.label_column: "label"}
         train, evaluation = self.usable_parts(*self.load_rows(), columns)
         if isinstance(train, Mixture):  # room: streaming
-            return self._stream(train, evaluation, texts)
+            return self._stream(train, evaluation, columns)
         train_ids, eval_ids = self._label_ids(*(label_names(rows, self.label_column) for rows in (train, evaluation)))
         tokenizer, length = self._tokenizer, self.sequence_length
         train = tokenize_texts(train.select_columns(texts), train_ids, tokenizer, length, "training data")
@@ -77,17 +77,16 @@ class TextClassification(FineTuning):
         self._texts = texts.select(by_length)
         return evaluation.select(by_length)  # batches of similar lengths need less padding
 
-    def _stream(self, mixture: Mixture, parts: list[Dataset], texts: list[str]) -> Any:  # room: streaming
+    def _stream(self, mixture: Mixture, parts: list[Dataset], columns: dict[str, ColumnKind]) -> Any:  # room: streaming
         """Return the streamed training set, whose labels are those of the rows to evaluate on, and the set of those."""
         names = [name for rows in parts for name in label_names(rows, self.label_column)]
         _, ids = self._label_ids(names, names)
+        texts = [name for name in columns if name != self.label_column]
         evaluation = self._evaluation_set(concatenate_datasets([rows.select_columns(texts) for rows in parts]), ids)
         sources = np.repeat(range(len(parts)), [len(rows) for rows in parts])[evaluation["row"][:]]
         numbers = names_of_numbers(parts[0].features[self.label_column])
-        labelling = Labelling(texts, self.label_column, self._labels, numbers, self._tokenizer, self.sequence_length)
-        columns: dict[str, Any] = {name: partial(complaint, kind="text") for name in texts}
-        columns[self.label_column] = labelling.complaint
-        stream = self.stream(mixture, columns, labelling.chunks_by_row, labelling.filler, None)
+        labelling = Labelling(self.label_column, self._labels, numbers, self._tokenizer, self.sequence_length)
+        stream = self.stream(mixture, columns, labelling, None)
         return stream, evaluation.add_column("source", sources)
 
     def _label_ids(self, train: list[str], evaluation: list[str]) -> tuple[list[int], list[int]]:
@@ -187,8 +186,7 @@ class TextClassification(FineTuning):
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         if self._source_names:  # room: streaming
             losses = cross_entropy(logits, labels, reduction="none")
-            values = torch.stack([losses, torch.ones_like(losses)], 1)
-            outputs |= self.sums_by_source(batch, values, torch.arange(len(labels), device=labels.device), len(labels))
+            outputs |= self.sums_by_source(batch, losses, torch.arange(len(labels), device=labels.device), len(labels))
         return cross_entropy(logits, labels, reduction="sum"), outputs
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:

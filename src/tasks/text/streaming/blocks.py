@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import main_thread
 from typing import Any
@@ -16,6 +17,8 @@ from pyarrow import feather
 
 from src.config.errors import RunError, UserError, naming
 from src.tasks.text.packing import Chunk
+from src.tasks.text.source import ColumnKind
+from src.tasks.text.streaming.labelling import Maker
 from src.tasks.text.streaming.shards import Rows, ShardReader
 
 BLOCK = 1024
@@ -33,6 +36,13 @@ class TableReader:
 
     def __init__(self, table: Dataset, dataset: str) -> None:
         self._table, self._dataset, self.fingerprint = table, dataset, table._fingerprint
+        self.columns = table.column_names
+        self.sizes = np.array([min(BLOCK, len(table) - first) for first in range(0, len(table), BLOCK)])
+
+    @cached_property
+    def row_bytes(self) -> np.ndarray:
+        """Return the mean bytes of a row of each group, in all columns; shape (groups,), float64."""
+        return np.array([rows.nbytes / len(rows) for rows in self._table.with_format("arrow").iter(BLOCK)])
 
     def read(self, number: int, first: int, last: int, columns: tuple[str, ...]) -> tuple[Rows, dict[int, str]]:
         """Return rows of a group, all of which are readable."""
@@ -48,17 +58,12 @@ class TableReader:
         return f"{self._dataset}, row {number * BLOCK + row + 1}"
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """One of the datasets that are mixed."""
-
-    weight: float
-    passes: int
-    """How often an epoch has each row."""
-    reader: ShardReader | TableReader
-    groups: np.ndarray
-    """Rows of each group that the reader has; shape (groups,), int64."""
-    columns: list[str]
+Source = ShardReader | TableReader
+"""One of the datasets that are mixed."""
+Part = tuple[int, int, int]
+"""Rows of a source: the group, the first one in it, and that after the last one."""
+Complaint = Callable[[Any, ColumnKind], str | None]
+"""What says why a value cannot be used."""
 
 
 class Mixture(list[Source]):
@@ -69,29 +74,46 @@ class Mixture(list[Source]):
         return [name for name in self[0].columns if all(name in source.columns for source in self)]
 
 
+def usable_rows(
+    source: Source, part: Part, columns: dict[str, ColumnKind], complaint: Complaint, skips_bad_rows: bool
+) -> tuple[Rows, list[int]]:
+    """Return the rows of a part that can be used, and their places in it. Raise a UserError that names the first other
+    one, if it may not be skipped."""
+    group, first, last = part
+    rows, bad = source.read(group, first, last, tuple(columns))
+    for name, kind in columns.items():
+        for place, value in enumerate(rows[name]):
+            if says := complaint(value, kind):
+                bad.setdefault(place, f"{name} {says}")
+    if bad and not skips_bad_rows:
+        place = min(bad)
+        where = source.name(group, first + place)
+        raise UserError(f"{where}: {bad[place]}; mend it, or leave out such rows with --task.skip_bad_rows=true")
+    good = [place for place in range(last - first) if place not in bad]
+    return {name: [values[i] for i in good] for name, values in rows.items()}, good
+
+
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Makes the blocks, and keeps them in the folder. Those that were used least lately make room for new ones."""
 
-    columns: dict[str, Callable[[Any], str | None]]
-    """Columns that a row needs, and what says why a value of one cannot be used."""
-    chunks_by_row: Callable[[Rows], list[list[Chunk]]]
-    """Returns the chunks of each row."""
-    filler: Chunk
-    """What stands for a row without a chunk. It does not contribute to the loss."""
+    columns: dict[str, ColumnKind]
+    """Columns that a row needs."""
+    maker: Maker
+    """What makes the chunks of each row."""
     skips_bad_rows: bool
     key: str
-    """Changes with all of these."""
+    """Changes with all of these, and with the code that makes chunks."""
     folder: Path
     limit: int
     """Bytes that the folder may hold."""
 
     def read(self, source: Source, rows: np.ndarray) -> Iterator[list[Chunk]]:
-        """Yield the chunks of these rows, one or more for each; `is_skipped` is 1 in those of a row that cannot be
-        used. Raise a UserError that names it, if it may not be skipped."""
-        ends = np.cumsum(source.groups)
+        """Yield the chunks of these rows, one or more for each; that of a row which cannot be used has a `length` of 0.
+        Raise a UserError that names the row, if it may not be skipped."""
+        ends = np.cumsum(source.sizes)
         of_row = np.searchsorted(ends, rows, side="right")
-        places = rows - (ends - source.groups)[of_row]
+        places = rows - (ends - source.sizes)[of_row]
         keys = [*zip(of_row.tolist(), (places // BLOCK).tolist(), strict=True)]
         needed = sorted({*keys})
         # each process begins at another one, so that they do not wait for one another
@@ -108,8 +130,8 @@ class Blocks:
     def _open(self, source: Source, group: int, number: int) -> list[list[Chunk]]:
         """Return the chunks of each row of a block."""
         first = number * BLOCK
-        last = min(first + BLOCK, int(source.groups[group]))
-        key = f"{source.reader.version(group)} {first} {last} {self.key}"
+        last = min(first + BLOCK, int(source.sizes[group]))
+        key = f"{source.version(group)} {first} {last} {self.key}"
         name = hashlib.sha256(key.encode()).hexdigest()
         file = self.folder / f"{name}.arrow"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,10 +145,8 @@ class Blocks:
                 with naming(file):
                     feather.write_feather(table, unfinished)
                 self._publish(unfinished, file)
-        columns = [table[name].to_numpy() for name in table.column_names]
         by_row: list[list[Chunk]] = [[] for _ in range(last - first)]
-        for values in zip(*columns, strict=True):
-            chunk = dict(zip(table.column_names, values, strict=True))
+        for chunk in table.to_pandas().to_dict("records"):
             by_row[chunk.pop("row")].append(chunk)
         return by_row
 
@@ -150,19 +170,9 @@ class Blocks:
 
     def _make(self, source: Source, group: int, first: int, last: int) -> Iterator[Chunk]:
         """Yield the chunks of a block, each with the `row` that it is from."""
-        rows, bad = source.reader.read(group, first, last, tuple(self.columns))
-        for name, complaint in self.columns.items():
-            for place, value in enumerate(rows[name]):
-                if says := complaint(value):
-                    bad.setdefault(place, f"{name} {says}")
-        if bad and not self.skips_bad_rows:
-            place = min(bad)
-            where = source.reader.name(group, first + place)
-            raise UserError(f"{where}: {bad[place]}; mend it, or leave out such rows with --task.skip_bad_rows=true")
-        good = [place for place in range(last - first) if place not in bad]
-        made = self.chunks_by_row({name: [values[i] for i in good] for name, values in rows.items()}) if good else []
+        rows, good = usable_rows(source, (group, first, last), self.columns, self.maker.complaint, self.skips_bad_rows)
+        made = self.maker.chunks_by_row(rows) if good else []
         chunks = dict(zip(good, made, strict=True))
         for place in range(last - first):
-            for chunk in chunks.get(place) or [self.filler | {"is_skipped": 1}]:
-                values = {name: chunk[name] for name in self.filler}
-                yield {"row": place, "is_skipped": chunk.get("is_skipped", 0), **values}
+            for chunk in chunks.get(place) or [self.maker.filler]:
+                yield {"row": place, **{name: chunk[name] for name in self.maker.filler}}

@@ -1,7 +1,8 @@
 """The order of a mixture's rows: a pure function of seed and epoch, whoever reads them.
 
 The groups of each source are shuffled, then the rows within windows. A window takes from each source its share, until
-the source is used up; the others then share what is left.
+the source is used up; the others then share what is left. Shares are in rows of mean size: where rows are long, they
+are fewer, so that all windows of all epochs make about as many tokens.
 """
 
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ class Order:
 
     groups: list[np.ndarray]
     """For each source, the rows of each of its groups; int64."""
+    masses: list[np.ndarray]
+    """What each of these groups counts for, in rows of mean size; their sum is that of the rows; float64."""
     weights: list[float]
     passes: list[int]
     """How often an epoch has each row of a source."""
     window: int
-    """Rows in a window; an epoch's last one may be smaller."""
+    """Rows of mean size in a window; an epoch's last one may be smaller."""
 
     @cached_property
     def totals(self) -> np.ndarray:
@@ -29,7 +32,7 @@ class Order:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Return the rows of each source in each window of an epoch; shape (windows, sources), int64."""
+        """Return the share of each source in each window of an epoch; shape (windows, sources), int64."""
         taken, left, owed = [], self.totals.copy(), np.zeros(len(self.totals))
         while left.any():
             size = min(self.window, int(left.sum()))
@@ -43,39 +46,40 @@ class Order:
             owed, left = owed - rows, left - rows
         return np.array(taken)
 
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        """Return the rows of each source up to the end of each window of an epoch."""
-        return np.cumsum(self.shares, axis=0)
-
     def rows(self, seed: int, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of a window, shuffled: each one's source, and its number there; of shape (rows,), int64."""
         share = self.shares[window]
-        firsts = epoch * self.totals + self._ends[window] - share
+        firsts = epoch * self.totals + self.shares[:window].sum(axis=0)
         numbers = [
             self._numbers(seed, source, first, first + size)
             for source, (first, size) in enumerate(zip(firsts.tolist(), share.tolist(), strict=True))
         ]
-        shuffled = np.random.default_rng([seed, 1, epoch, window]).permutation(share.sum())
-        return np.repeat(np.arange(len(share)), share)[shuffled], np.concatenate(numbers)[shuffled]
+        sizes = [len(part) for part in numbers]
+        shuffled = np.random.default_rng([seed, 1, epoch, window]).permutation(sum(sizes))
+        return np.repeat(np.arange(len(sizes)), sizes)[shuffled], np.concatenate(numbers)[shuffled]
 
     def _numbers(self, seed: int, source: int, first: int, last: int) -> np.ndarray:
-        """Return the rows that a source yields from its `first` one up to `last`, counted over all passes."""
+        """Return the rows of a source from place `first` up to `last`, counted in rows of mean size over all passes."""
         size = int(self.groups[source].sum())
         parts = [np.empty(0, np.int64)]
         while first < last:
             number, place = divmod(first, size)
-            places = np.arange(place, min(size, place + last - first))
-            ends, shifts = self._shuffled(seed, source, number)
-            parts.append(places + shifts[np.searchsorted(ends, places, side="right")])
-            first += len(places)
+            end = min(size, place + last - first)
+            ends, shifts, masses = self._shuffled(seed, source, number)
+            # the same number for the end of one window and the beginning of the next: no row is lost or doubled
+            start, stop = np.rint(np.interp([place, end], masses, np.append(0, ends))).astype(int)
+            rows = np.arange(start, stop)
+            parts.append(rows + shifts[np.searchsorted(ends, rows, side="right")])
+            first += end - place
         return np.concatenate(parts)
 
     @lru_cache(maxsize=8)  # noqa: B019  # a run has one Order
-    def _shuffled(self, seed: int, source: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the groups of a source end in its pass of this number, in their order there, and what to add to
-        a place in each to get the number of the row."""
+    def _shuffled(self, seed: int, source: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where the groups of a source end in its pass of this number, in their order there; what to add to a
+        row's place there to get its number; and from 0 on the masses up to these ends."""
         groups = self.groups[source]
         order = np.random.default_rng([seed, 0, source, number]).permutation(len(groups))
         ends = np.cumsum(groups[order])
-        return ends, np.cumsum(groups)[order] - ends
+        masses = np.cumsum(self.masses[source][order])
+        masses[-1] = ends[-1]  # whatever rounding has made of it
+        return ends, np.cumsum(groups)[order] - ends, np.append(0, masses)

@@ -1,37 +1,40 @@
 """How rows are streamed and mixed: what the settings make of the data."""
 
-import glob
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Dataset, load_dataset, load_dataset_builder
+from datasets import Dataset, load_dataset_builder
 from datasets.fingerprint import Hasher
 from pydantic import PositiveFloat, PositiveInt
 
 from src.config.errors import UserError, explained, refuse
 from src.config.settings import ResumeSafe
-from src.tasks.text.files import LOADERS, by_split
+from src.config.terminal import bar
+from src.tasks.text.files import by_split
 from src.tasks.text.hub import loading
-from src.tasks.text.packing import Chunk
-from src.tasks.text.source import CODE, ColumnKind, TextSource
-from src.tasks.text.streaming.blocks import BLOCK, Blocks, Mixture, Source, TableReader
+from src.tasks.text.source import CODE, ColumnKind, TextSource, complaint
+from src.tasks.text.streaming.blocks import Blocks, Mixture, Part, Source, TableReader, usable_rows
+from src.tasks.text.streaming.labelling import Maker
 from src.tasks.text.streaming.order import Order
-from src.tasks.text.streaming.shards import Rows, Shard, ShardReader, find_shards, index_shards
+from src.tasks.text.streaming.shards import SUFFIXES, Rows, Shard, ShardReader, find_shards, index_shards
 from src.tasks.text.streaming.sources import BySource, MixtureSource
 from src.tasks.text.streaming.stream import Stream, count_sequences
 
 HELD_OUT = 1000
 """Rows at the end of streamed data that are evaluated on at most, if no file is named for that."""
+Parts = tuple[ShardReader, list[Part]]
+"""Rows to evaluate on, not read yet."""
 
 
 class Streaming(BySource):
     """Settings of streamed data and of mixtures, and what they make of the data."""
 
     shuffle_window: PositiveInt = 10_000
-    """Streamed or mixed rows that are shuffled and packed together. Groups of rows are shuffled before."""
+    """Streamed or mixed rows that are shuffled and packed together, on average: windows are alike in bytes. Groups of
+    rows are shuffled before."""
     cache_gb: ResumeSafe[PositiveFloat] = 20.0
     """Gigabytes that tokenized rows may take on the disk, for the next epoch and other processes."""
     skip_bad_rows: bool = False
@@ -62,52 +65,48 @@ class Streaming(BySource):
             return super().load_rows()
         datasets.disable_progress_bars()  # they would stay when they are done
         self._source_names = unique_names([source.dataset for source in self.sources])
-        mixed = self.sources or [MixtureSource()]
-        opened = [
-            part.open_shards(source) if self.streaming else part.open_table(source)
-            for part, source in zip(self._parts(), mixed, strict=True)
-        ]
-        return Mixture(source for source, _ in opened), [rows for _, rows in opened]
+        opened = [part.open_shards() if self.streaming else part.open_table() for part in self._parts()]
+        return Mixture(source for source, _ in opened), [evaluation for _, evaluation in opened]
 
-    def open_table(self, mixed: MixtureSource) -> tuple[Source, Dataset]:
+    def open_table(self) -> tuple[Source, Dataset]:
         """Return the rows to train on, those of a map-style table, and the rows to evaluate on."""
         train, evaluation = TextSource.load_rows(self)
         if evaluation is None:
             train, evaluation = TextSource.split(self, train)
-        groups = [min(BLOCK, len(train) - first) for first in range(0, len(train), BLOCK)]
-        reader = TableReader(train, self.dataset)
-        return Source(mixed.weight, mixed.max_epochs, reader, np.array(groups), train.column_names), evaluation
+        return TableReader(train, self.dataset), evaluation
 
-    def open_shards(self, mixed: MixtureSource) -> tuple[Source, Dataset]:
-        """Return what `open_table` does, the rows to train on being streamed."""
+    def open_shards(self) -> tuple[Source, Parts]:
+        """Return the rows to train on, which are streamed, and where the rows to evaluate on are."""
         splits = self._find_splits()
         shards, *evaluation = [self._index(splits[split]) for split in self.used_splits([*splits])]
-        columns = shards[0].columns
-        lacking = [(shard.url, [name for name in columns if name not in shard.columns]) for shard in shards]
-        refuse(f"{url}: no column {' nor '.join(names)}, as other shards have" for url, names in lacking if names)
-        reader = ShardReader(shards)
-        groups = np.array([rows for _, rows, *_ in reader.groups])
-        source = Source(mixed.weight, mixed.max_epochs, reader, groups, columns)
-        return source, self._load_shards(evaluation[0]) if evaluation else self._hold_out(source)
+        source = ShardReader(shards)
+        refuse(
+            f"{shard.url}: no column {missing}, as other shards have"
+            for shard in shards
+            if (missing := " nor ".join(name for name in source.columns if name not in shard.columns))
+        )
+        if evaluation:
+            reader = ShardReader(evaluation[0])
+            return source, (reader, [(group, 0, rows) for group, rows in enumerate(reader.sizes.tolist())])
+        # the end of the last group
+        size = min(HELD_OUT, self.held_out(int(source.sizes.sum())), int(source.sizes[-1]))
+        source.sizes[-1] -= size
+        first = int(source.sizes[-1])
+        return source, (source, [(len(source.sizes) - 1, first, first + size)])
 
-    def _hold_out(self, source: Source) -> Dataset:
-        """Take the rows to evaluate on from the end of the last group, and return them."""
-        size = min(HELD_OUT, self.held_out(int(source.groups.sum())), int(source.groups[-1]))
-        source.groups[-1] -= size
-        group, first = len(source.groups) - 1, int(source.groups[-1])
-        rows, unreadable = source.reader.read(group, first, first + size, tuple(source.columns))
-        if not self.skip_bad_rows:
-            refuse(f"{source.reader.name(group, first + place)}: {why}" for place, why in unreadable.items())
-        good = [place for place in range(size) if place not in unreadable]
-        with explained(f"task.dataset={self.dataset}: its last {size} rows are no table to evaluate on, "):
-            return Dataset.from_dict({name: [values[i] for i in good] for name, values in rows.items()})
-
-    def _load_shards(self, shards: list[Shard]) -> Dataset:
-        files = [glob.escape(shard.url) for shard in shards]
-        # else the cache of datasets goes by path and time alone
-        content = Hasher.hash([(shard.version, shard.digest) for shard in shards])
-        with loading("dataset", self.dataset):
-            return load_dataset(LOADERS[Path(files[0]).suffix.lower()], content, data_files=files, split="train")
+    def read_parts(self, evaluation: Parts, columns: dict[str, ColumnKind]) -> Dataset:
+        """Return the rows to evaluate on that can be used, as a table. Raise a UserError if there are none."""
+        source, parts = evaluation
+        self.require_columns(columns, source.columns)
+        found: Rows = {name: [] for name in columns}
+        for part in bar("groups of rows to evaluate on read", iterable=parts):
+            rows, _ = usable_rows(source, part, columns, complaint, self.skip_bad_rows)
+            for name, values in rows.items():
+                found[name] += values
+        if not all(found.values()):
+            raise UserError(f"task.dataset={self.dataset}: none of its rows to evaluate on can be used")
+        with explained(f"task.dataset={self.dataset}: its rows to evaluate on are no table, "):
+            return Dataset.from_dict(found, source.features(tuple(columns)))
 
     @property
     def _cache(self) -> Path:
@@ -129,38 +128,49 @@ class Streaming(BySource):
             files = load_dataset_builder(self.dataset, self.dataset_config).config.data_files or {}
         folders = {name.rpartition("/")[0] for names in files.values() for name in names}
         found = {url: version for folder in folders for url, version in find_shards(folder).items()}
-        return {split: {name: found[name] for name in names} for split, names in files.items()}
+        refuse(
+            f"{name}: cannot be streamed, only {' and '.join(SUFFIXES)} files"
+            for names in files.values()
+            for name in names
+            if name not in found
+        )
+        return {str(split): {name: found[name] for name in names} for split, names in files.items()}
 
     def usable_parts(self, train: Any, evaluation: Any, columns: dict[str, ColumnKind]) -> tuple[Any, Any]:
         if not self.is_streamed:
             return super().usable_parts(train, evaluation, columns)
-        for part, source in zip(self._parts(), train, strict=True):
-            if missing := " nor ".join(name for name in columns if name not in source.columns):
-                names = ", ".join(source.columns)
-                raise UserError(f"task.dataset={part.dataset}: no column {missing}; its columns are {names}")
-        usable = []
-        for part, rows in zip(self._parts(), evaluation, strict=True):
-            options = {"bad_rows": "skip"} if self.skip_bad_rows else {}
-            usable.append(part.model_copy(update=options)._validate_rows(rows, "eval", columns))
+        options = {"bad_rows": "skip"} if self.skip_bad_rows else {}
+        usable, num_rows = [], 0
+        for part, source, rows in zip(self._parts(), train, evaluation, strict=True):
+            part.require_columns(columns, source.columns)
+            if isinstance(rows, Dataset):
+                num_rows += len(rows)
+                usable.append(part.model_copy(update=options)._validate_rows(rows, "eval", columns))
+            else:
+                num_rows += sum(last - first for _, first, last in rows[1])
+                usable.append(part.read_parts(rows, columns))
+        self._skipped_rows["eval"] = num_rows - sum(map(len, usable))
         return train, usable
 
-    def stream(
-        self,
-        sources: Mixture,
-        columns: dict[str, Callable[[Any], str | None]],
-        chunks_by_row: Callable[[Rows], list[list[Chunk]]],
-        filler: Chunk,
-        capacity: int | None,
-    ) -> Stream:
+    def stream(self, sources: Mixture, columns: dict[str, ColumnKind], maker: Maker, capacity: int | None) -> Stream:
         """Return the training set: sequences of up to `capacity` tokens, or of one chunk each if that is None. The
         other arguments are those of Blocks."""
-        key = Hasher.hash([chunks_by_row, columns, CODE, self.skip_bad_rows])
+        key = Hasher.hash([columns, maker, self.skip_bad_rows, CODE])
         limit = int(self.cache_gb * 1e9)
-        blocks = Blocks(columns, chunks_by_row, filler, self.skip_bad_rows, key, self._cache / "blocks", limit)
-        weights, passes = [source.weight for source in sources], [source.passes for source in sources]
-        order = Order([source.groups for source in sources], weights, passes, self.shuffle_window)
-        counts = count_sequences(order.shares, sources, blocks, capacity)
-        return Stream(order, sources, blocks, capacity, counts)
+        blocks = Blocks(columns, maker, self.skip_bad_rows, key, self._cache / "blocks", limit)
+        mixed = self.sources or [MixtureSource()]
+        weights, passes = [source.weight for source in mixed], [source.max_epochs for source in mixed]
+        groups = [source.sizes for source in sources]
+        # where each row is a sequence, windows are cut by rows
+        masses = [masses_of(source) for source in sources] if capacity else groups
+        order = Order(groups, masses, weights, passes, self.shuffle_window)
+        return Stream(order, sources, blocks, capacity, count_sequences(order, sources, blocks, capacity))
+
+
+def masses_of(source: Source) -> np.ndarray:
+    """Return what each group of a source counts for by its bytes, in rows of mean size; float64."""
+    sizes = source.sizes * source.row_bytes
+    return sizes * (source.sizes.sum() / sizes.sum())
 
 
 def unique_names(names: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 import numpy as np
 import pyarrow as pa
+from datasets import Features
 from pyarrow import parquet
 
 from src.config.errors import RunError, UserError, cause, refuse
@@ -52,8 +53,8 @@ class Shard(NamedTuple):
     """SHA-256 of parquet's footer, which says where each part of the file is and within which bounds its values are; of
     all bytes of a .jsonl file."""
     columns: list[str]
-    groups: list[tuple[int, int, int]]
-    """Rows of each group, and the row group's number; of a .jsonl file, its first byte and that after it."""
+    groups: list[tuple[int, int, int, int]]
+    """Rows of each group, its bytes, and the row group's number; of a .jsonl file, its first byte and that after it."""
 
 
 class ShardReader:
@@ -61,6 +62,11 @@ class ShardReader:
 
     def __init__(self, shards: list[Shard]) -> None:
         self.groups = [(shard, *group) for shard in shards for group in shard.groups]
+        self.sizes = np.array([rows for _, rows, *_ in self.groups])
+        """Rows of each group; shape (groups,), int64."""
+        self.row_bytes = np.array([size / rows for _, rows, size, *_ in self.groups])
+        """Mean bytes of its rows, in all columns; shape (groups,), float64."""
+        self.columns = shards[0].columns
         names = [[Path(shard.url).name, shard.digest] for shard in shards]
         self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()
         """Changes with the content of any shard and with their order, not with the folder that they are in."""
@@ -72,16 +78,25 @@ class ShardReader:
             UserError: the shard is another one than that which was indexed.
             RunError: it could not be read, in several tries.
         """
-        shard, _, start, end = self.groups[number]
+        shard, _, _, start, end = self.groups[number]
         if shard.url.lower().endswith(".parquet"):
-            return _row_group(shard.url, shard.version, start, columns)[first:last].to_pydict(), {}
+            table = patiently(shard.url, lambda: _row_group(shard.url, shard.version, start, columns))
+            return table[first:last].to_pydict(), {}
         lines = patiently(shard.url, lambda: _read_bytes(shard, start, end))
         rows, unreadable = parse(lines.removesuffix(b"\n").split(b"\n")[first:last])
         return {name: [row.get(name) for row in rows] for name in columns}, unreadable
 
+    def features(self, columns: tuple[str, ...]) -> Features | None:
+        """Return the types of these columns, with the names of labels, where parquet has them."""
+        shard, _, _, number, _ = self.groups[0]
+        if not shard.url.lower().endswith(".parquet"):
+            return None
+        table = patiently(shard.url, lambda: _row_group(shard.url, shard.version, number, columns))
+        return Features.from_arrow_schema(table.schema)
+
     def version(self, number: int) -> str:
         """Return what changes with a group's content, also where the footer of its file stays as it was."""
-        shard, _, start, _ = self.groups[number]
+        shard, _, _, start, _ = self.groups[number]
         return f"{shard.url} {shard.version} {start}"
 
     def name(self, number: int, row: int) -> str:
@@ -138,16 +153,17 @@ def _index(url: str, version: str) -> Shard | str:
         return str(error)
 
 
-def _index_parquet(url: str) -> tuple[str, list[str], list[tuple[int, int, int]]]:
+def _index_parquet(url: str) -> tuple[str, list[str], list[tuple[int, int, int, int]]]:
     with fsspec.open(url, "rb") as file:
         opened = parquet.ParquetFile(file)
-        sizes = [opened.metadata.row_group(i).num_rows for i in range(opened.num_row_groups)]
+        found = [opened.metadata.row_group(i) for i in range(opened.num_row_groups)]
+        groups = [(group.num_rows, group.total_byte_size, i, 0) for i, group in enumerate(found) if group.num_rows]
         file.seek(-opened.metadata.serialized_size, os.SEEK_END)
         digest = hashlib.sha256(file.read()).hexdigest()
-    return digest, opened.schema_arrow.names, [(rows, i, 0) for i, rows in enumerate(sizes) if rows]
+    return digest, opened.schema_arrow.names, groups
 
 
-def _index_lines(url: str) -> tuple[str, list[str], list[tuple[int, int, int]]]:
+def _index_lines(url: str) -> tuple[str, list[str], list[tuple[int, int, int, int]]]:
     digest, groups = hashlib.sha256(), []
     start, rows, position = 0, 0, 0
     with fsspec.open(url, "rb") as file:
@@ -159,23 +175,20 @@ def _index_lines(url: str) -> tuple[str, list[str], list[tuple[int, int, int]]]:
             ends = position + 1 + np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n"))
             position += len(piece)
             for end in ends[GROUP_LINES - 1 - rows :: GROUP_LINES].tolist():  # where a group is full
-                groups.append((GROUP_LINES, start, end))
+                groups.append((GROUP_LINES, end - start, start, end))
                 start = end
             rows = (rows + len(ends)) % GROUP_LINES
             has_end = piece.endswith(b"\n")
     if position > start:
-        groups.append((rows + (not has_end), start, position))
+        groups.append((rows + (not has_end), position - start, start, position))
     return digest.hexdigest(), [*columns], groups
 
 
 @lru_cache(maxsize=2)  # a large row group is tokenized block by block
 def _row_group(url: str, version: str, number: int, columns: tuple[str, ...]) -> pa.Table:
-    def read() -> pa.Table:
-        _require_unchanged(url, version)
-        with fsspec.open(url, "rb") as file:
-            return parquet.ParquetFile(file, pre_buffer=True).read_row_group(number, [*columns])
-
-    return patiently(url, read)
+    _require_unchanged(url, version)
+    with fsspec.open(url, "rb") as file:
+        return parquet.ParquetFile(file, pre_buffer=True).read_row_group(number, [*columns])
 
 
 def _read_bytes(shard: Shard, start: int, end: int) -> bytes:

@@ -53,7 +53,7 @@ class BySource(TextSource):
         source of a mixture and how many rows cannot be used, and the source of each target."""
         if not self.is_streamed:
             return {}
-        skipped = sum(chunk.get("is_skipped", 0) for chunk in chunks)
+        skipped = sum(not chunk["length"] for chunk in chunks)
         if not self._source_names:
             return {"counted": [skipped]}
         tokens = [0] * len(self._source_names)
@@ -63,16 +63,16 @@ class BySource(TextSource):
         sources = np.repeat([chunk["source"] for chunk in chunks], targets)
         return {"counted": [*tokens, skipped], "sources": torch.from_numpy(sources)}
 
-    def sums_by_source(self, batch: Batch, values: Tensor, rows: Tensor, num_rows: int) -> Tensors:
+    def sums_by_source(self, batch: Batch, losses: Tensor, rows: Tensor, num_rows: int) -> Tensors:
         """Return for each source of a mixture the loss and the number of targets in each example; shape (examples, 2).
 
         Args:
             batch: what `collate` returned.
-            values: the loss of each target, and 1; shape (targets, 2).
+            losses: the loss of each target; shape (targets,).
             rows: the example that each target is in; shape (targets,).
             num_rows: the number of examples.
         """
-        sums = {}
+        values, sums = torch.stack([losses, torch.ones_like(losses)], 1), {}
         for number, name in enumerate(self._source_names):
             own = (batch["sources"] == number).unsqueeze(1) * values
             sums[f"loss_{name}"] = values.new_zeros(num_rows, 2).index_add(0, rows, own)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from threading import Thread
 
 import numpy as np
+from datasets.fingerprint import Hasher
 
 from src.config.errors import UserError
 from src.tasks.text.packing import Chunk, best_fit
@@ -17,7 +19,7 @@ from src.tasks.text.streaming.order import Order
 
 Window = list[list[Chunk]]
 """The chunks of each sequence; none where it is all padding."""
-PLACES, SAMPLED = 4, 2048
+PLACES, SAMPLED = 8, 1024
 """Places in each source, evenly spread, and rows at each, that tell how long rows are."""
 WIDENING = 1.02
 """Factor by which sequences become longer until a window's chunks fit into them."""
@@ -58,14 +60,16 @@ class Stream:
 
     def fingerprint(self) -> str:
         """Return what changes with the rows, their order, or the sequences that they make."""
-        parts = [*(source.reader.fingerprint for source in self.sources), self.blocks.key, self.capacity]
-        arrays = [*self.order.groups, self.order.shares, self.counts]
+        of = self.blocks
+        made = Hasher.hash([of.columns, of.maker, of.skips_bad_rows])
+        parts = [*(source.fingerprint for source in self.sources), made, self.capacity]
+        arrays = [*self.order.groups, *self.order.masses, self.order.shares, self.counts]
         return hashlib.sha256(str(parts).encode() + b"".join(array.tobytes() for array in arrays)).hexdigest()
 
     def _window(self, number: int) -> Window:
         """Return a window, and begin to read the one after it."""
-        near = [number, number + 1] if number + 1 < len(self.counts) else [number]
-        for other in self._read.keys() - {*near}:
+        near = range(number, min(number + 2, len(self.counts)))
+        for other in self._read.keys() - near:
             del self._read[other]
         for window in near:
             if window not in self._read:
@@ -85,33 +89,45 @@ class Stream:
         return [[chunks[i] for i in sequences[place]] for place in shuffled]
 
 
-def count_sequences(shares: np.ndarray, sources: list[Source], blocks: Blocks, capacity: int | None) -> np.ndarray:
+def count_sequences(order: Order, sources: list[Source], blocks: Blocks, capacity: int | None) -> np.ndarray:
     """Return how many sequences each window makes; shape (windows,), int64.
 
-    If `capacity` is None, one for each row. Else as many as hold the tokens of its rows, except in one window of
-    about fifty: the mean in a sample, and twice the standard deviation of what a window differs from that by. `shares`
-    are those of the Order.
+    If `capacity` is None, one for each row. Else as many as are likely to hold the tokens of its rows: what a sample
+    lets one expect, and twice the standard deviation of the error of that.
     """
     if capacity is None:
-        return shares.sum(axis=1)
-    means, variances, sampled, lengths = [], [], [], []
-    for source in sources:
-        starts = np.linspace(0, source.groups.sum(), PLACES, endpoint=False).astype(int)
-        rows = np.unique(np.minimum(starts[:, None] + np.arange(SAMPLED), source.groups.sum() - 1))
-        by_row = [[len(chunk["input_ids"]) for chunk in chunks] for chunks in blocks.read(source, rows)]
-        sums = [sum(row) for row in by_row]
-        means.append(np.mean(sums))
-        variances.append(np.var(sums))
-        sampled.append(len(sums))
-        lengths += [length for row in by_row for length in row]
+        return order.shares.sum(axis=1)
+    tokens, variance = np.zeros((2, len(order.shares)))
+    lengths: list[int] = []
+    for source, masses, share in zip(sources, order.masses, order.shares.T, strict=True):
+        size = int(source.sizes.sum())
+        starts = np.linspace(0, size, PLACES, endpoint=False).astype(int)
+        sample = np.unique(np.minimum(starts[:, None] + np.arange(SAMPLED), size - 1))
+        # one after another: rows may be long, and their blocks are kept until all of a place are read
+        places = np.array_split(sample, min(PLACES, len(sample)))
+        by_row = []
+        for chunks in chain.from_iterable(blocks.read(source, rows) for rows in places):
+            in_row = [len(chunk["input_ids"]) for chunk in chunks]
+            lengths += in_row
+            by_row.append(sum(in_row))
+        found = np.array(by_row)
+        groups = np.searchsorted(np.cumsum(source.sizes), sample, side="right")
+        expected = masses[groups] / source.sizes[groups]
+        # tokens of a row of mean size, in all and at each place
+        mean = found.sum() / expected.sum()
+        by_place = zip(np.array_split(found, len(places)), np.array_split(expected, len(places)), strict=True)
+        of_place = np.var([part.sum() / mass.sum() for part, mass in by_place], ddof=min(1, len(places) - 1))
+        of_row = np.var(found - mean * expected)
+        # groups differ as places do, less what is due to a place's few rows
+        of_group = max(0.0, of_place - of_row * len(places) / len(sample)) * size / len(source.sizes)
+        tokens += mean * share
+        variance += share * (of_row + of_group) * np.maximum(0.0, 1 - share / size)  # all rows are always the same
+        variance += share**2 * of_place / len(places) * (1 - len(sample) / size)  # that of the mean itself
     if not any(lengths):
         raise UserError("no row of a sample of the data to train on can be used: is it the column that you mean?")
     # what best-fit packing leaves empty; its last sequence is half full on average
     efficiency = min(1.0, sum(lengths) / ((len(best_fit(np.array(lengths), capacity)) - 0.5) * capacity))
-    # that of a window's sum, and that of the sample's mean, which all of its rows share
-    variance = shares @ np.array(variances) + shares**2 @ (np.array(variances) / sampled)
-    tokens = shares @ np.array(means) + 2 * np.sqrt(variance)
-    return np.maximum(1, np.ceil(tokens / (efficiency * capacity))).astype(np.int64)
+    return np.maximum(1, np.ceil((tokens + 2 * np.sqrt(variance)) / (efficiency * capacity))).astype(np.int64)
 
 
 def packed(lengths: list[int], capacity: int, count: int) -> list[list[int]]:
