@@ -6,6 +6,7 @@ import os
 import random
 import re
 from collections import Counter
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -48,7 +49,7 @@ def training_steps(run, first, last=None):
                 place = (number * size + i) * run.world_size + run.rank
                 found[place] = hashlib.sha256(content).hexdigest()
         with (run.config.folder / f"sequences-{run.rank}.jsonl").open("a") as file:
-            file.write(json.dumps([step, found]) + "\\n")
+            file.write("\\n" + json.dumps([step, found]) + "\\n")
         yield micro_batches
 batches.training_steps = training_steps
 """
@@ -388,9 +389,12 @@ def how(processes: int) -> tuple[str, dict[str, Any]]:
 def sequences(folder: Path) -> dict[int, dict[int, str]]:
     """The hashes that the processes of a run wrote down, by step and place; the later ones, where it was resumed."""
     found: dict[int, dict[int, str]] = {}
-    lines = [json.loads(line) for file in sorted(folder.glob("sequences-*")) for line in file.read_text().splitlines()]
-    for step, places in lines:
-        found.setdefault(step, {}).update({int(place): content for place, content in places.items()})
+    for file in sorted(folder.glob("sequences-*")):
+        for line in file.read_text().splitlines():
+            # not of a line that is being written, or that a kill cut short: its step comes again
+            with suppress(ValueError):
+                step, places = json.loads(line)
+                found.setdefault(step, {}).update({int(place): content for place, content in places.items()})
     return found
 
 
