@@ -132,6 +132,14 @@ BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"a/x.parquet": ROWS, "a/y.parquet": [{"txt": "a"}]}, {},
         "a/y.parquet: no column text, as other shards have",
     ),
+    "a shard to evaluate on without it": (
+        {"a/train.jsonl": ROWS, "a/dev-0.parquet": ROWS, "a/dev-1.parquet": [{"txt": "a"}]}, {},
+        "a/dev-1.parquet: no column text, as other shards have",
+    ),
+    "no shard to evaluate on with it": (
+        {"a/train.jsonl": ROWS, "a/dev.parquet": [{"txt": "a"}]}, {},
+        "task.dataset=a: no column text in the data to evaluate on; its columns are txt",
+    ),
     "no shard with it": (
         {"a.parquet": [{"txt": "a"}] * 60}, {"text_column": "text"},
         "task.dataset=a.parquet: no column text; its columns are txt",

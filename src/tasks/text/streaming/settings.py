@@ -15,11 +15,11 @@ from src.config.settings import ResumeSafe
 from src.config.terminal import bar
 from src.tasks.text.files import by_split
 from src.tasks.text.hub import loading
-from src.tasks.text.source import CODE, ColumnKind, TextSource, complaint
+from src.tasks.text.source import CODE, PART_NAMES, ColumnKind, TextSource, complaint
 from src.tasks.text.streaming.blocks import Blocks, Mixture, Part, Source, TableReader, usable_rows
 from src.tasks.text.streaming.labelling import Maker
 from src.tasks.text.streaming.order import Order
-from src.tasks.text.streaming.shards import SUFFIXES, Rows, Shard, ShardReader, find_shards, index_shards
+from src.tasks.text.streaming.shards import SUFFIXES, Rows, ShardReader, find_shards, index_shards
 from src.tasks.text.streaming.sources import BySource, MixtureSource
 from src.tasks.text.streaming.stream import Stream, count_sequences
 
@@ -78,15 +78,9 @@ class Streaming(BySource):
     def open_shards(self) -> tuple[Source, Parts]:
         """Return the rows to train on, which are streamed, and where the rows to evaluate on are."""
         splits = self._find_splits()
-        shards, *evaluation = [self._index(splits[split]) for split in self.used_splits([*splits])]
-        source = ShardReader(shards)
-        refuse(
-            f"{shard.url}: no column {missing}, as other shards have"
-            for shard in shards
-            if (missing := " nor ".join(name for name in source.columns if name not in shard.columns))
-        )
+        source, *evaluation = [self._open(splits[split]) for split in self.used_splits([*splits])]
         if evaluation:
-            reader = ShardReader(evaluation[0])
+            (reader,) = evaluation
             return source, (reader, [(group, 0, rows) for group, rows in enumerate(reader.sizes.tolist())])
         # the end of the last group
         size = min(HELD_OUT, self.held_out(int(source.sizes.sum())), int(source.sizes[-1]))
@@ -97,7 +91,7 @@ class Streaming(BySource):
     def read_parts(self, evaluation: Parts, columns: dict[str, ColumnKind]) -> Dataset:
         """Return the rows to evaluate on that can be used, as a table. Raise a UserError if there are none."""
         source, parts = evaluation
-        self.require_columns(columns, source.columns)
+        self.require_columns(columns, source.columns, f" in {PART_NAMES['eval']}")
         found: Rows = {name: [] for name in columns}
         for part in bar("groups of rows to evaluate on read", iterable=parts):
             rows, _ = usable_rows(source, part, columns, complaint, self.skip_bad_rows)
@@ -112,12 +106,18 @@ class Streaming(BySource):
     def _cache(self) -> Path:
         return Path(datasets.config.HF_DATASETS_CACHE) / "streaming"
 
-    def _index(self, files: dict[str, str]) -> list[Shard]:
-        """Return the index of those files that have a row. Raise a UserError if there are none."""
+    def _open(self, files: dict[str, str]) -> ShardReader:
+        """Return what reads those files that have a row. Raise a UserError if there are none, or if one lacks a column
+        of the first."""
         shards = [shard for shard in index_shards(files, self._cache) if shard.groups]
         if not shards:
             raise UserError(f"task.dataset={self.dataset}: no row in its {len(files)} files")
-        return shards
+        refuse(
+            f"{shard.url}: no column {missing}, as other shards have"
+            for shard in shards
+            if (missing := " nor ".join(name for name in shards[0].columns if name not in shard.columns))
+        )
+        return ShardReader(shards)
 
     def _find_splits(self) -> dict[str, dict[str, str]]:
         """Return the shards of each split, each with its version."""
