@@ -22,6 +22,7 @@ from src.config.errors import UserError
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker
 from src.tasks.text.pretrained import fsdp_blocks, load_exported, save
+from src.tasks.text.values import as_text
 
 
 class PolicyAndReference(nn.Module):
@@ -73,7 +74,7 @@ class Dpo(Decoder):
         """Leave it to `build_model`: the reference is a copy of the policy's weights."""
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
-        parts = self.usable_parts(*self.load_rows(), {"prompt": "text", "chosen": "text", "rejected": "text"})
+        parts = self.usable_parts(*self.open_rows(), dict.fromkeys(("prompt", "chosen", "rejected"), as_text))
         length = self.sequence_length
         formats = [{"prompt": "prompt", "completion": answer} for answer in ("chosen", "rejected")]
         chunkers = [Chunker(columns, self._tokenizer, length, train_on_prompts=False) for columns in formats]

@@ -1,6 +1,7 @@
 """Pictures in folders, train/<class>/… and val/<class>/…, and any torchvision model with one output, of a Linear."""
 
 import math
+import os
 from copy import copy
 from hashlib import sha256
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 from huggingface_hub import load_state_dict_from_file
+from PIL import Image, ImageOps
 from pydantic import PositiveInt, PrivateAttr
 from torch import Tensor, default_generator, distributed, nn, random
 from torch.distributed import fsdp
@@ -22,12 +24,35 @@ from src.tasks.base import Table, Task
 from src.tasks.tables import label_columns, label_tables
 
 
+def picture(file: str) -> Image.Image:
+    """Return what a viewer shows: turned as EXIF says, 16 bits as 8, on white where it is transparent. Raise a
+    UserError that names the file if it cannot be read, or its numbers have no known range."""
+    with explained(f"{file}: cannot be read, ", (OSError, ValueError, SyntaxError, Image.DecompressionBombError)):
+        with Image.open(file) as opened:
+            kind, image = opened.format, ImageOps.exif_transpose(opened)
+        if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
+            image = Image.fromarray(
+                (np.asarray(image) / 257).round().astype(np.uint8)
+            )  # convert() would cut off at 255
+        if image.mode in ("I", "F"):
+            raise ValueError(f"its mode {image.mode} does not say which number is white: save it with 8 or 16 bits")
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def shown(file: str) -> str:
+    """Return the name of a file as text: bytes of it that are not UTF-8 as \\xNN."""
+    return os.fsencode(file).decode(errors="backslashreplace")
+
+
 class Pictures(datasets.ImageFolder):
     seed: list[int] = []  # of the run and the epoch, where something is drawn
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return a picture, shape (3, size, size), fp32, and its label. What it draws depends on seed and index."""
-        with random.fork_rng(devices=[]), explained(f"{self.samples[index][0]}: cannot be read, ", OSError):
+        with random.fork_rng(devices=[]):
             default_generator.manual_seed(int(np.random.default_rng([*self.seed, index]).integers(2**63)))
             pixels = v2.functional.pil_to_tensor(super().__getitem__(index)[0]) / 255
         return v2.functional.normalize(pixels, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), self.targets[index]
@@ -55,13 +80,16 @@ class ImageClassification(Task):
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
         with explained("task.data_dir (`python -m examples.make_data` makes data/digits_png): ", OSError):
-            train, val = (Pictures(Path(self.data_dir, p), square, is_valid_file=self._shown) for p in ("train", "val"))
-        self._classes = self._classes or train.classes
-        if odd := {*self._classes}.symmetric_difference(val.classes):
+            train, val = (
+                Pictures(Path(self.data_dir, part), square, loader=picture, is_valid_file=self._is_visible)
+                for part in ("train", "val")
+            )
+        self._classes = self._classes or [*map(shown, train.classes)]
+        if odd := {*self._classes}.symmetric_difference(map(shown, val.classes)):
             raise UserError(f"task.data_dir={self.data_dir}: val and the data to train on do not both have {min(odd)}")
         return train, val
 
-    def _shown(self, file: str) -> bool:  # macOS's ._1.png is hidden, and no picture
+    def _is_visible(self, file: str) -> bool:  # macOS's ._1.png is hidden, and no picture
         return datasets.folder.is_image_file(file) and "/." not in str(Path(file).relative_to(self.data_dir))
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
@@ -118,7 +146,7 @@ class ImageClassification(Task):
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:  # room: tables
-        return label_tables(outputs, self._classes, lambda index: {"file": dataset.samples[index][0]})
+        return label_tables(outputs, self._classes, lambda index: {"file": shown(dataset.samples[index][0])})
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:  # room: tables
-        return {"file": [file for file, _ in dataset.samples], **label_columns(outputs, self._classes)}
+        return {"file": [shown(file) for file, _ in dataset.samples], **label_columns(outputs, self._classes)}

@@ -1,5 +1,6 @@
 """Predict a number from the other columns of a csv: a residual MLP on standardized numbers and one-hot categories."""
 
+from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any, ClassVar, Literal
 
@@ -42,6 +43,10 @@ class TabularRegression(Task):
     _known: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
     """Of the rows trained on, by column: the mean and std of numbers, the values of categories."""
 
+    def validation_errors(self) -> Iterator[str]:
+        if self.target in self.categories:
+            yield f"task.categories names {self.target}, which is task.target: a number to predict; leave it out"
+
     def build_datasets(self) -> tuple[TensorDataset, TensorDataset]:
         train = self._read(self.csv)
         is_kept = np.random.default_rng(self.split_seed).permutation(len(train)) < len(train) // 5
@@ -56,7 +61,8 @@ class TabularRegression(Task):
     def _read(self, path: str) -> pd.DataFrame:
         """Return the columns in use, numbers and text. Raise a UserError with a line for each mistake."""
         with explained(f"{path}: not a csv (`python -m examples.make_data` makes one), ", (OSError, ValueError)):
-            table = pd.read_csv(path, dtype=str)
+            # only an empty cell is missing: NA is Namibia
+            table = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
         numbers = [*self._known.get("mean", [name for name in table if name not in self.categories])]
         wanted = dict.fromkeys([*numbers, self.target, *self.categories])
         mistakes = [f"has no column {name}" for name in wanted if name not in table]

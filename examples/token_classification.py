@@ -4,10 +4,11 @@ What is not here is as in text_classification. Tags are IOB2: B- begins a name, 
 count whole names, as in CoNLL-2003 (Tjong Kim Sang and De Meulder, https://arxiv.org/abs/cs/0306050).
 """
 
+import json
 import re
 from typing import Any, ClassVar, Literal
 
-from datasets import Dataset, List
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
@@ -15,6 +16,7 @@ from transformers import AutoModelForTokenClassification, DataCollatorForTokenCl
 from src.config.errors import UserError
 from src.tasks.text.source import PART_NAMES
 from src.tasks.text.text_classification import TextClassification
+from src.tasks.text.values import as_json
 
 MOST_MISTAKES = 24
 """Rows of the table of mistakes."""
@@ -36,7 +38,8 @@ class TokenClassification(TextClassification):
     pipeline_tag: ClassVar[str] = "token-classification"
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
-        train, evaluation = map(self._sentences, self.usable_parts(*self.load_rows(), {}))
+        columns = dict.fromkeys((self.text_column, self.label_column), as_list)
+        train, evaluation = map(self._sentences, self.usable_parts(*self.open_rows(), columns))
         kinds = sorted({tag[2:] for _, tags in train for tag in tags if re.match("[BI]-", tag)})
         self._labels = self._labels or ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")]
         mistakes: list[str] = []
@@ -52,12 +55,8 @@ class TokenClassification(TextClassification):
         return self._tokenize(train), self._tokenize(evaluation)
 
     def _sentences(self, rows: Dataset) -> list[tuple[list[str], list[str]]]:
-        columns, there = (self.text_column, self.label_column), ", ".join(rows.column_names)
-        if absent := " nor ".join(name for name in columns if not isinstance(rows.features.get(name), List)):
-            raise UserError(f"task.dataset={self.dataset}: no column {absent} that has lists; its columns are {there}")
-        names = dict(enumerate(getattr(rows.features[self.label_column].feature, "names", [])))
-        both = zip(*(rows[name] for name in columns), strict=True)
-        return [(words or [], [str(names.get(tag, tag)) for tag in tags or []]) for words, tags in both]  # -1 has none
+        both = zip(rows[self.text_column], rows[self.label_column], strict=True)
+        return [(json.loads(words), [*map(str, json.loads(tags))]) for words, tags in both]
 
     def _tokenize(self, sentences: list[tuple[list[str], list[str]]]) -> Dataset:
         rows, options = [], {"is_split_into_words": True, "truncation": True, "max_length": self.sequence_length}
@@ -65,8 +64,11 @@ class TokenClassification(TextClassification):
             encoded = self._tokenizer([f" {word}" for word in words], **options)  # byte-level ones look for the space
             ids = {word: self._labels.index(tag) for word, tag in enumerate(tags)}
             labels = [ids.pop(word, -100) for word in encoded.word_ids()]  # -100 after the first piece: no target
-            row = {"input_ids": encoded["input_ids"], "label": labels, "length": len(labels), "words": words}
-            rows.append(row | {"truncated": bool(ids)})  # tags are left over
+            seen = [
+                word for word in range(len(words)) if word not in ids
+            ]  # others have no token: zero-width, or cut off
+            row = {"input_ids": encoded["input_ids"], "label": labels, "length": len(labels)}
+            rows.append(row | {"words": words, "tags": tags, "seen": seen, "truncated": bool(encoded[0].overflowing)})
         return Dataset.from_list(rows)
 
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
@@ -97,23 +99,34 @@ class TokenClassification(TextClassification):
         return cross_entropy(logits, labels, reduction="sum"), outputs
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        found, expected = self._names(outputs["predictions"]), self._names(outputs["references"])
+        found, expected = (self._names(self._tags(outputs[name])) for name in ("predictions", "references"))
         sizes = len(found), len(expected), (len(found) + len(expected)) / 2
         return {name: len(found & expected) / max(n, 1) for name, n in zip(self.metric_names, sizes, strict=True)}
 
-    def _names(self, labels: Tensor) -> set[tuple[int, int, int, str]]:
+    def _names(self, sentences: list[list[str]]) -> set[tuple[int, int, int, str]]:
         """Return sentence, first and last word, and kind of each name. An I- that nothing begins begins one."""
         found = set()
-        for sentence, tags in enumerate(map(" ".join, self._tags(labels))):
+        for sentence, tags in enumerate(map(" ".join, sentences)):
             for name in re.finditer(r"[BI]-(\S+)(?: I-\1(?!\S))*", tags):
                 found.add((sentence, tags.count(" ", 0, name.start()), tags.count(" ", 0, name.end()), name[1]))
         return found
 
     def _tags(self, labels: Tensor) -> list[list[str]]:
+        """Return the tags of the words that the model sees."""
         return [[self._labels[i] for i in row[row >= 0].tolist()] for row in labels]
 
+    def _predicted(self, outputs: dict[str, Tensor], dataset: Any) -> list[list[str]]:
+        """Return a tag for each word: O for those that the model does not see."""
+        rows = []
+        for words, seen, tags in zip(
+            dataset["words"], dataset["seen"], self._tags(outputs["predictions"]), strict=True
+        ):
+            by_word = dict(zip(seen, tags, strict=True))
+            rows.append([by_word.get(word, "O") for word in range(len(words))])
+        return rows
+
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Any]:
-        found, expected = self._names(outputs["predictions"]), self._names(outputs["references"])
+        found, expected = self._names(self._predicted(outputs, dataset)), self._names(dataset["tags"][:])
         rows, sentences = [], dataset["words"][:]
         for i, first, last, kind in sorted(found ^ expected)[:MOST_MISTAKES]:
             name, mistake = sentences[i][first : last + 1], "is none" if (i, first, last, kind) in found else "missed"
@@ -121,4 +134,12 @@ class TokenClassification(TextClassification):
         return {"mistakes": rows} if rows else {}
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
-        return {"words": dataset["words"][:], **{name: self._tags(labels) for name, labels in outputs.items()}}
+        predictions = self._predicted(outputs, dataset)
+        return {"words": dataset["words"][:], "predictions": predictions, "references": dataset["tags"][:]}
+
+
+def as_list(value: Any) -> str:
+    """Return a list as JSON. Raise a ValueError if it is something else."""
+    if not isinstance(value, list):
+        raise ValueError(f"is {type(value).__name__}, not a list")
+    return as_json(value)

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from textwrap import shorten
 
 
 class UserError(ValueError):
@@ -25,6 +26,11 @@ def refuse(mistakes: Iterable[str]) -> None:
 def cause(error: BaseException) -> str:
     """Return what an error says, in one line; its type's name where it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names for a message, as many of them as fit into 200 characters."""
+    return shorten(", ".join(names), 200, placeholder=" …")
 
 
 @contextlib.contextmanager

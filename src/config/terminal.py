@@ -20,11 +20,15 @@ def bar(desc: str = "", **options: Any) -> Any:
     It is shown in a terminal that takes both streams, by a run's first process, until it is done.
     """
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    is_first = os.environ.get("RANK", "0") == "0"
     counts = "{percentage:3.0f}% {bar:10} {n_fmt}/{total_fmt}  eta {remaining}  {desc}"
     layout = counts if "total" in options else "{desc} …"
     options = {"bar_format": layout, "leave": False, "dynamic_ncols": True, **options}
-    return tqdm(desc=desc, disable=not (is_terminal and is_first), **options)
+    return tqdm(desc=desc, disable=not (is_terminal and is_first()), **options)
+
+
+def is_first() -> bool:
+    """Return whether this is a run's first process, or its only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def say(*lines: str, file: Any = None) -> None:

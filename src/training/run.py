@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from src.config.config import Config
-from src.config.errors import refuse
+from src.config.errors import UserError, refuse
 from src.distributed.accelerator import HALF_PRECISION, Launch, local_main_process_first
 from src.distributed.machines import require_same_data
-from src.tasks.base import Examples, Task
+from src.tasks.base import Examples, Task, samples
 from src.tasks.returned import require_right
 from src.training.cpu import tune_for_cpu
 from src.training.optim import Schedule
@@ -128,13 +128,16 @@ class Run:
 
 
 def build_data(task: Task, accelerator: Accelerator) -> tuple[Examples, Examples]:
-    """Return the training set and the evaluation set."""
+    """Return the training set and the evaluation set. Raise a UserError if the latter has no target."""
     # the first process downloads and tokenizes, and the others find it done; one on each machine, as caches are on
     # their disks
     with local_main_process_first(accelerator):
         datasets = task.build_datasets()
         require_right(task, "build_datasets", datasets)  # room: examine
     train_set, eval_set = datasets
+    each = (task.count_targets(task.collate(samples(eval_set, [index]))) for index in range(len(eval_set)))
+    if not any(each):  # usually known from the first one
+        raise UserError("the data to evaluate on have nothing to predict: Task.count_targets is 0 for all of them")
     return train_set, eval_set
 
 

@@ -17,7 +17,7 @@ from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
 from src.tasks.base import Tensors
 from src.tasks.text.attention import document_lengths
-from src.tasks.text.chats import CHATML, ends_of_turn
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
 from src.tasks.text.four_bit import keep_layout, loading_options
@@ -25,13 +25,11 @@ from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.new_tokens import add_rows, add_tokens
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
-from src.tasks.text.source import ColumnKind
 from src.tasks.text.streaming.blocks import Mixture
 from src.tasks.text.streaming.sources import by_source
 from src.tasks.text.trial import failure, require_decoder
+from src.tasks.text.values import Encoders, as_is, as_text
 
-KINDS: dict[str, ColumnKind] = {"messages": "chat", "tools": "tools"}
-"""Columns whose values are not text."""
 SUMS = ("nats", "targets", "correct")
 """Sums of an evaluation over a sequence: the loss, the number of targets, and of those that were the likeliest."""
 
@@ -119,18 +117,19 @@ class CausalLM(Decoder):
         return tokenizer
 
     def build_datasets(self) -> tuple[Sequences, Sequences]:
-        rows = self.load_rows()
+        rows = self.open_rows()
         asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
         self._columns = find_columns(asked, rows[0].column_names)
-        kinds = {column: KINDS.get(role, "text") for role, column in self._columns.items()}
-        train, evaluation = self.usable_parts(*rows, kinds)
+        encoders: Encoders = {"messages": ChatEncoder(str(self._tokenizer.chat_template)), "tools": as_tools}
+        columns: Encoders = {column: encoders.get(role, as_text) for role, column in self._columns.items()}
+        train, evaluation = self.usable_parts(*rows, columns)
         if "messages" in self._columns and not self._tokenizer.chat_template:
             tokens = ", with --task.new_tokens='[<|im_start|>, <|im_end|>]' if the model has no such tokens"
             hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
             raise UserError(f"the tokenizer has no chat template: {hint}")
         _ = self._config  # sequence_length is checked before the work begins
         if isinstance(train, Mixture):  # room: streaming
-            return self._stream(train, kinds), self._sequences(evaluation, "evaluation data")
+            return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
 
     @property
@@ -154,11 +153,13 @@ class CausalLM(Decoder):
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
         return pack(chunks, length) if self.packing else unpacked(chunks)
 
-    def _stream(self, mixture: Mixture, kinds: dict[str, ColumnKind]) -> Any:  # room: streaming
+    def _stream(self, mixture: Mixture, columns: Encoders) -> Any:  # room: streaming
         if not self.packing and "text" in self._columns:
             raise UserError("task.packing=false: streamed text makes any number of sequences, so pack it, packing=true")
         capacity = self.sequence_length if self.packing else None
-        return self.stream(mixture, kinds, self._chunker, capacity)
+        if not self.streaming:  # what is loaded has been encoded
+            columns = dict.fromkeys(columns, as_is)
+        return self.stream(mixture, columns, self._chunker, capacity)
 
     def fingerprint(self, dataset: Sequences) -> str:
         return dataset.fingerprint()

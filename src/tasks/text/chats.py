@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections import Counter
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from os.path import commonprefix
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from src.config.errors import UserError, explained
+from src.tasks.text.values import as_json
 
 Chat = list[dict[str, Any]]
 Tools = list[Any]
@@ -19,6 +22,8 @@ Spans = list[tuple[int, int]]
 """Parts of a text, each from one character up to another."""
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 """Roles of ShareGPT's format and others, as templates call them."""
+USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles that are known to all, in lower case."""
 ANSWER = {"role": "assistant", "content": "\ufdd0"}
 """An answer that no chat has, to see what the template writes before one: Unicode gives this character no meaning."""
 CHATML = """\
@@ -35,33 +40,68 @@ EMPTY_THOUGHT = re.compile(
 """<think></think> of Qwen3, SmolLM3 and GLM-4.5, or [THINK][/THINK] of Magistral, with nothing in between."""
 
 
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Returns messages as JSON, for a chat template. Raises a ValueError if one of them is something else, or has a
+    role that nobody knows: the model would learn nothing of it."""
+
+    template: str
+
+    def __call__(self, value: Any) -> str:
+        chat, known = normalize_chat(value), role_names(self.template)
+        counts = Counter(message["role"] for message in chat if message["role"] not in known)
+        if counts:
+            says = ", ".join(f"{count} of the role {role}" for role, count in counts.items())
+            raise ValueError(
+                f"has turns that nobody knows, {says}: neither {', '.join(USUAL_ROLES)} nor in the chat template"
+            )
+        return as_json([message | {"role": known[message["role"]]} for message in chat])
+
+
+@lru_cache
+def role_names(template: str) -> dict[str, str]:
+    """Return the roles that messages may have, in lower case, with each as the chat template writes it."""
+    named = {first or second for first, second in re.findall(r"'([^']+)'|\"([^\"]+)\"", template)}
+    return {role: role for role in USUAL_ROLES} | {
+        name.lower(): name.lower() if name.lower() in named else name for name in sorted(named)
+    }
+
+
+def as_tools(value: Any) -> str | None:
+    """Return a chat's tools as JSON; None if there are none. Raise a ValueError if it is anything else."""
+    tools = normalize_tools(value)
+    return as_json(tools) if tools else None
+
+
 def normalize_chat(chat: Any) -> Chat:
-    """Return messages in OpenAI's or ShareGPT's format as templates take them, content as text, without nulls. Raise a
-    ValueError that says what is wrong if one is anything else."""
+    """Return messages in OpenAI's or ShareGPT's format as templates take them: roles in lower case, content as text,
+    without nulls but for those in what tools are called with. Raise a ValueError that says what is wrong if one is
+    anything else."""
     if not isinstance(chat, list) or not chat:
         raise ValueError("is not a list of messages")
     return [_normalize_message(message, f"has a message {number}") for number, message in enumerate(chat, start=1)]
 
 
 def _normalize_message(message: Any, where: str) -> dict[str, Any]:
-    message = _without_nulls(message)
-    if isinstance(message, dict) and "from" in message:
+    message = _without_nulls(message) if isinstance(message, dict) else {}
+    if "from" in message:
         message = {"role": message["from"], "content": message.get("value")}
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not isinstance(message.get("role"), str):
         raise ValueError(f"{where} with neither role and content nor from and value")
-    role = message["role"]
+    role = message["role"].strip().lower()
     with explained(f"{where} with a tool call without a name, or arguments that are no JSON: ", Exception, ValueError):
         calls = [_normalize_call(call) for call in message.get("tool_calls", ())]
     content = message.get("content", "" if calls else None)
     parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise ValueError(f"{where} whose content is not text (its role is {role})")
-    message |= {"role": ROLES.get(role.lower(), role), "content": "".join(part["text"] for part in parts)}
+    message |= {"role": ROLES.get(role, role), "content": "".join(part["text"] for part in parts)}
     return message | {"tool_calls": calls} if calls else message
 
 
 def _normalize_call(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call with its arguments as a mapping: some data hold them as JSON, which templates would quote."""
+    call = _without_nulls(call)
     function = call.get("function", call)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
@@ -69,11 +109,9 @@ def _normalize_call(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return it without nulls: tables give all rows the keys that any row has; templates ask if a key is there."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of a message without nulls: templates ask if one is there."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def normalize_tools(tools: Any) -> Tools | None:
@@ -82,7 +120,7 @@ def normalize_tools(tools: Any) -> Tools | None:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     if tools and not isinstance(tools, list):
         raise ValueError("is not a list of tools")
-    return _without_nulls(tools) or None
+    return tools or None
 
 
 def render_chat(
@@ -101,12 +139,14 @@ def render_chat(
     if train_on_prompts:
         return text, None
     template = tokenizer.get_chat_template(tools=tools)
-    learnt = [i for i, message in enumerate(chat) if message["role"] == "assistant" and message.get("weight") != 0]
+    learnt = [
+        i for i, message in enumerate(chat) if message["role"].lower() == "assistant" and message.get("weight") != 0
+    ]
     if "endgeneration" in template and all(message.get("weight") != 0 for message in chat):
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
-        answers = any(chat[i]["content"].strip() for i in learnt)
-        if answers and not any(start < end for start, end in marked[0]):
+        has_text = any(chat[i]["content"].strip() for i in learnt)
+        if has_text and not any(start < end for start, end in marked[0]):
             raise UserError(f"the tokenizer's chat template has {{% generation %}} marks around nothing: {OTHER}")
         return text, marked[0]
     turns = ((chat[i], _turn(chat, i, text, render, str(tokenizer.eos_token or ""))) for i in learnt)
@@ -148,7 +188,7 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> tupl
     goes on: the rest of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
     """
     # templates refuse an empty chat; its beginning is what doesn't change with the answer
-    before = render(chat[:i], prompts_answer=True) if i else render([ANSWER, *chat[1:]])
+    before = render(chat[:i], prompts_answer=True) if i else render([ANSWER | {"role": chat[0]["role"]}, *chat[1:]])
     start = len(commonprefix([before, text]))  # noqa: RUF071  # of characters, not of parts of a path
     is_found = not i or start == len(before) or text.startswith(render(chat[:i]).removesuffix(eos))
     turn = render(chat[: i + 1])[start:]

@@ -4,6 +4,7 @@ A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the toke
 masked out of the loss. Raw text that is longer makes several chunks; prompts and chats are cut off.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,18 +17,20 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
-from src.config.errors import UserError
-from src.tasks.text.chats import Spans, normalize_chat, normalize_tools, render_chat
-from src.tasks.text.source import cached_map, complaint
+from src.config.errors import UserError, listed
+from src.tasks.text.chats import Spans, render_chat
+from src.tasks.text.source import cached_map
 
 SLICE, TOGETHER = 2**16, 16
 """Characters in a slice of text, and how many slices' worth is tokenized at once: a tokenizer's Python objects take 260
 times the memory of the text."""
 INTS, INT = List(Value("int32")), Value("int32")
+BOOL = Value("bool")
 CHUNK_FEATURES = Features(
-    {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": Value("bool")}
+    {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": BOOL, "had_ends": BOOL}
 )
-"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss."""
+"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss, `had_ends` says of a row's first
+chunk that the text itself began or ended with the special token for that."""
 
 
 Columns = dict[str, str]
@@ -47,9 +50,10 @@ def find_columns(asked: dict[str, str | None], names: list[str]) -> Columns:
     kinds = [usual for usual in USUAL if ({*chosen} == {*usual} if chosen else {*usual.values()} <= {*names})]
     if not kinds:
         hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
-        raise UserError(f"which of the dataset's columns {', '.join(names)} to train on? Set {hint}")
+        raise UserError(f"which of the dataset's columns {listed(names)} to train on? Set {hint}")
     found = chosen or kinds[0]
-    return found | {"tools": "tools"} if "messages" in found and "tools" in names else found
+    # rows without tools need not have the column
+    return found | {"tools": "tools"} if "messages" in found else found
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,6 @@ class Chunker:
     train_on_prompts: bool
     filler: ClassVar[dict[str, Any]] = {"input_ids": [], "labels": [], "length": 0}  # room: streaming
     """What stands for a row without a chunk."""
-    complaint = staticmethod(complaint)  # room: streaming
 
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table with the columns of CHUNK_FEATURES; the second time, even in another process, from the cache.
@@ -82,20 +85,27 @@ class Chunker:
         # a chat template writes its own special tokens
         prefix, suffix = ([], []) if "messages" in self.columns else _special_tokens(self.tokenizer)
         has_spans = any(spans is not None for _, spans in rows)
-        encoded = _encode([text for text, _ in rows], self.tokenizer, prefix, suffix, has_spans)
-        return [[*self._cut(spans, tokens, len(suffix))] for (_, spans), tokens in zip(rows, encoded, strict=True)]
+        encoded = _encode([text for text, _ in rows], self.tokenizer, has_spans)
+        chunks = []
+        for (text, spans), bare in zip(rows, encoded, strict=True):
+            tokens = _with_ends(bare, prefix, suffix, len(text))
+            had_ends = tokens.shape[1] < bare.shape[1] + len(prefix) + len(suffix)
+            chunks.append([*self._cut(spans, tokens, len(suffix), had_ends)])
+        return chunks
 
     def _render(self, values: dict[str, Any]) -> tuple[str, Spans | None]:
         """Return a row, its values by role, as one text, and which parts of that contribute to the loss (None: all)."""
         if "text" in values:
             return values["text"], None
         if "messages" in values:
-            chat, tools = normalize_chat(values["messages"]), normalize_tools(values.get("tools"))
-            return render_chat(chat, tools, self.tokenizer, self.train_on_prompts)
+            tools = json.loads(values.get("tools") or "null")
+            return render_chat(json.loads(values["messages"]), tools, self.tokenizer, self.train_on_prompts)
         text = values["prompt"] + values["completion"]
         return text, None if self.train_on_prompts else [(len(values["prompt"]), len(text))]
 
-    def _cut(self, spans: Spans | None, tokens: np.ndarray, num_suffix: int) -> Iterator[dict[str, Any]]:
+    def _cut(
+        self, spans: Spans | None, tokens: np.ndarray, num_suffix: int, had_ends: bool
+    ) -> Iterator[dict[str, Any]]:
         """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
         the last `num_suffix` always contribute to the loss."""
         ids = labels = tokens[0]
@@ -120,6 +130,7 @@ class Chunker:
                 "length": last - first,
                 "targets": np.count_nonzero(loss_mask[predicted]),
                 "truncated": last < size and not splits,
+                "had_ends": had_ends and not first,
             }
 
 
@@ -149,12 +160,10 @@ def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list
     return ids[:first], ids[last:] + ([eos] if eos is not None and eos not in ids[last:] else [])
 
 
-def _encode(
-    texts: list[str], tokenizer: PreTrainedTokenizerFast, prefix: list[int], suffix: list[int], has_offsets: bool
-) -> list[np.ndarray]:
-    """Return each text's tokens, between `prefix` and `suffix`; with `has_offsets`, which takes as long again, also the
-    characters where they start and end; each int32 of shape (1, tokens) or (3, tokens). Long texts are cut into slices
-    of about SLICE characters, at the end of a line if possible."""
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: bool) -> list[np.ndarray]:
+    """Return each text's tokens; with `has_offsets`, which takes as long again, also the characters where they start
+    and end; each int32 of shape (1, tokens) or (3, tokens). Long texts are cut into slices of about SLICE characters,
+    at the end of a line if possible."""
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
     sizes = np.cumsum([end - start for _, start, end in slices]) // (SLICE * TOGETHER)
@@ -164,13 +173,13 @@ def _encode(
         fast = tokenizer.backend_tokenizer
         fast.no_truncation()
         fast.no_padding()
-        tokens = [[*prefix] for _ in texts]
+        tokens: list[list[int]] = [[] for _ in texts]
         for group in groups:
             parts = [texts[i][start:end] for i, start, end in group]
             for (i, *_), encoding in zip(group, fast.encode_batch_fast(parts, add_special_tokens=False), strict=True):
                 tokens[i] += encoding.ids
-        return [np.array([ids + suffix], np.int32) for ids in tokens]
-    found = [[_without_text(prefix, 0)] for _ in texts]
+        return [np.array([ids], np.int32) for ids in tokens]
+    found = [[_without_text([], 0)] for _ in texts]
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
     for group in groups:
         parts = [texts[i][start:end] for i, start, end in group]
@@ -178,7 +187,16 @@ def _encode(
         for (i, start, _), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
             found[i].append(np.vstack([np.array(ids, np.int32), positions]))
-    return [np.hstack([*parts, _without_text(suffix, len(text))]) for parts, text in zip(found, texts, strict=True)]
+    return [np.hstack(parts) for parts in found]
+
+
+def _with_ends(tokens: np.ndarray, prefix: list[int], suffix: list[int], length: int) -> np.ndarray:
+    """Return the tokens of a text of so many characters, as `_encode` returns them, between `prefix` and `suffix`:
+    where a chat template wrote the text before, it has them, and a second one would be learnt."""
+    begin = [] if tokens[0, : len(prefix)].tolist() == prefix else prefix
+    end = [] if tokens[0, tokens.shape[1] - len(suffix) :].tolist() == suffix else suffix
+    rows = len(tokens)
+    return np.hstack([_without_text(begin, 0)[:rows], tokens, _without_text(end, length)[:rows]])
 
 
 def _without_text(ids: list[int], position: int) -> np.ndarray:

@@ -1,74 +1,115 @@
-"""Local files with rows of text: which split each belongs to, and how each kind is read."""
+"""Files with rows, here or wherever fsspec reads: which there are, their versions, and the split each belongs to."""
 
-import csv
-import glob
-import hashlib
+import os
 import re
-import warnings
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
-import numpy as np
-from datasets import Dataset, load_dataset
-from pandas.errors import ParserWarning
+import fsspec
+from datasets import load_dataset_builder
+from huggingface_hub import metadata_load
 
-from src.config.errors import UserError, cause
-from src.config.terminal import bar
+from src.config.errors import RunError, UserError, cause
 
-LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-TABLE = {"na_filter": False, "index_col": False, "encoding": "utf-8-sig"}
-"""pandas' options: "null" and "NA" are words, and no column is one of names."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    ".txt": {"sample_by": "document", "encoding": "utf-8-sig"},
-    ".csv": TABLE,
-    ".tsv": TABLE | {"sep": "\t", "quoting": csv.QUOTE_NONE},
-}
-"""In a .tsv, quotes are text too."""
+T = TypeVar("T")
+KINDS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
+TOGETHER = {".jsonl", ".parquet"}
+"""Kinds that a folder may mix: values in both have types."""
 EVALUATION = ("validation", "valid", "val", "dev", "eval", "test")
 """Names of an evaluation split; the first one present is used."""
 SPLITS = {"train": "train", "val": "validation", "dev": "validation", "eval": "test", "test": "test"}
 """Beginnings of words in the names of files, and the split that such a file belongs to."""
+SPLIT_WORD = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLITS)})")
+FOLDERS = ("train", "training", *EVALUATION)
+"""Names of folders that say the split of the files in them."""
+WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds to wait after each failure to read, before the next try."""
+LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError)
+"""Errors that another try would not mend; pyarrow's ArrowInvalid is a ValueError."""
+SIZE = "size"
+VERSIONS = (
+    "ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "Digest", "generation", "mtime", "LastModified",
+    "Last-Modified", "created",
+)  # fmt: skip
+"""What file systems call that which changes with a file's content. `created` of a local file is the time of its last
+change, which, unlike `mtime`, no copying tool sets back."""
 
 
 def path_error(path: Path) -> str | None:
-    """Return why a file or folder cannot be a dataset, found without reading it; None if it may be one."""
-    kinds = {file.suffix.lower() for files in files_by_split(path).values() for file in files}
-    if len(kinds) == 1 and kinds <= {*LOADERS}:
+    """Return why a local file or folder cannot be a dataset, found without reading rows; None if it may be one."""
+    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return "is a folder of Dataset.save_to_disk: write its rows by to_parquet or to_json, and name those"
+    kinds = {Path(file).suffix.lower() for file in list_files(str(path))}
+    if kinds and (len(kinds) == 1 or kinds <= TOGETHER):
         return None
-    return f"must be a file, or a folder with files, of one of the kinds {', '.join(LOADERS)}"
+    return f"must be a file, or a folder with files, of one of the kinds {', '.join(KINDS)}"
 
 
-def files_by_split(path: Path) -> dict[str, list[Path]]:
-    """Return the files whose names say their split; where none does, all are to train on. Hidden ones are none, such as
-    backups of editors and what macOS writes beside a file."""
-    if not path.is_dir():
-        return {"train": [path]}
-    return by_split(sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in LOADERS))
+def find_files(url: str) -> dict[str, str]:
+    """Return the files with rows in a folder and those below it, or the only one, each with its version. Raise a
+    UserError if there are none."""
+    files = patiently(f"task.dataset={url}", lambda: list_files(url))
+    if not files:
+        raise UserError(f"task.dataset={url}: no file there of one of the kinds {', '.join(KINDS)}")
+    return files
 
 
-def by_split(files: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return files, or URLs of such, by the split that their names say; where none does, all are to train on."""
+def list_files(url: str) -> dict[str, str]:
+    """Return what is there of KINDS, each with its version. Hidden files are none: whose names, or folders' below this
+    one, begin with a dot or an underscore, such as backups of editors and what is written beside a download."""
+    system, path = fsspec.core.url_to_fs(url)
+    system.invalidate_cache()
+    files = {}
+    for name, info in sorted(system.find(path, detail=True).items()):
+        inner = name.removeprefix(path).strip("/").split("/")
+        is_hidden = any(part.startswith((".", "_")) for part in inner)
+        if not is_hidden and name.lower().endswith(KINDS):
+            full_name = name if "file" in system.protocol else system.unstrip_protocol(name)
+            # a listing by HTTP says of a file that it is there, no more
+            facts = info if any(key in info for key in VERSIONS) else system.info(name)
+            files[full_name] = " ".join(str(facts[key]) for key in (SIZE, *VERSIONS) if key in facts)
+    return files
+
+
+def by_split(files: Iterable[str]) -> dict[str, list[str]]:
+    """Return the files of a folder by the split that their names say, or those of the folders in it; where none does,
+    all are to train on."""
     files = [*files]
-    splits: dict[str, list[Any]] = {}
+    splits: dict[str, list[str]] = {}
+    depth = len(PurePosixPath(os.path.commonpath([PurePosixPath(file).parent for file in files])).parts)
     for file in files:
-        if named := re.findall(rf"(?:^|[^a-z])({'|'.join(SPLITS)})", Path(file).stem.lower()):
+        *folders, _ = PurePosixPath(file).parts[depth:]
+        words = [*(folder for folder in folders if folder.lower() in FOLDERS), PurePosixPath(file).stem]
+        if named := SPLIT_WORD.findall(" ".join(words).lower()):
             splits.setdefault(SPLITS[named[-1]], []).append(file)  # train_test_split_test.csv
     return splits or {"train": files}
 
 
-def read_files(files: list[Path], column_names: list[str]) -> Dataset:
-    """Return the rows of files of one kind; `column_names` are the columns of a .csv or .tsv without a header. Raise a
-    UserError if a file cannot be read or has no row."""
-    suffix, names = files[0].suffix.lower(), [glob.escape(str(file)) for file in files]
-    options = OPTIONS.get(suffix, {}) | ({"column_names": column_names} if column_names else {})
-    try:
-        with bar(f"reading {files[0].name}"), warnings.catch_warnings():
-            warnings.simplefilter("error", ParserWarning)  # rows have more fields than the header: the rest is lost
-            content = hashlib.sha256()  # else the cache goes by path and time alone
-            for file in files:
-                content.update(np.memmap(file, mode="r").data)
-            return load_dataset(LOADERS[suffix], content.hexdigest(), data_files=names, split="train", **options)
-    except Exception as error:  # of many kinds: pandas', arrow's, those of datasets
-        reason = cause(error.__cause__ or error)[:200]
-        raise UserError(f"task.dataset={files[0] if len(files) == 1 else files[0].parent}: {reason}") from error
+def declared_splits(folder: Path, config: str | None) -> dict[str, list[str]] | None:
+    """Return the files of a folder by split, as its dataset card declares them: a folder as `hf download` leaves it may
+    have several configurations. None if there is no card, or it declares none."""
+    card = folder / "README.md"
+    if not card.is_file() or "configs" not in (metadata_load(card) or {}):
+        return None
+    files = load_dataset_builder(str(folder), config).config.data_files
+    return {str(split): [*names] for split, names in files.items()}
+
+
+def patiently(url: str, read: Callable[[], T]) -> T:
+    """Return what `read` does, tried again after longer and longer waits if it fails; raise a RunError at last. Raise a
+    UserError at once if it failed for good."""
+    for wait in (*WAITS, None):
+        try:
+            return read()
+        except UserError:
+            raise
+        except Exception as error:  # of aiohttp's, botocore's and many others' kinds
+            if isinstance(error, LASTING) or "Credential" in type(error).__name__:
+                raise UserError(f"{url}: cannot be read, {cause(error)[:200]}") from error
+            if wait is None:
+                says = f"cannot be read, tried {len(WAITS) + 1} times, {cause(error)[:200]}"
+                raise RunError(f"{url}: {says}") from error
+            time.sleep(wait)
+    raise AssertionError

@@ -5,31 +5,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset
+from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from src.tasks.text.source import cached_map
 
 MEGA_BATCH = 50
 """Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
-
-
-def label_names(rows: Dataset, column: str) -> list[str]:
-    """Return the labels of the rows as text, without white space around it; names if the dataset has names for its
-    numbers."""
-    names = names_of_numbers(rows.features[column])
-    return [label_name(label, names) for label in rows[column][:]]
-
-
-def names_of_numbers(feature: Any) -> dict[Any, str]:
-    """Return the dataset's names for numbers in a column with this feature; none if it has no such names."""
-    return dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
-
-
-def label_name(label: Any, names: dict[Any, str]) -> str:
-    """Return a label as text: the name that its number has, or itself."""
-    # a number without a name, such as -1 for unknown, stays a number
-    return names.get(label, str(label).strip())
 
 
 def sorted_labels(labels: list[str]) -> list[str]:

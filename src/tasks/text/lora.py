@@ -34,7 +34,8 @@ class Lora(Settings):
     def add_adapters(self, model: PreTrainedModel, revision: str | None, **options: Any) -> PeftModel:
         """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, except for a
         classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
-        `target_modules` names layers that it does not have, or that cannot be adapted."""
+        `target_modules` names layers that it does not have, that cannot be adapted, or that are tied and to be
+        merged."""
         assert self.r
         layers = [name for name, _ in model.named_modules()]
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
@@ -47,6 +48,12 @@ class Lora(Settings):
         with explained("task.lora.target_modules: ", ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
             adapted = get_peft_model(model, config, revision=revision)
+        adapters = {name for name, layer in adapted.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
+        pairs = model.all_tied_weights_keys.items()
+        tied = {name.removesuffix(".weight") for pair in pairs for name in pair}
+        if (self.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters)):
+            says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
+            raise UserError(f"task.lora.target_modules: {says} when they are merged; leave it out, or set merge=false")
         for layer in adapted.modules():
             if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
                 layer.to_empty(device="cpu", recurse=False)

@@ -42,8 +42,8 @@ class Sequences:
 
     def describe(self, sequence_length: int) -> dict[str, float]:
         """Return counts, and the share of `padding` if each sequence is padded to `sequence_length`."""
-        columns = self.chunks.select_columns(["length", "targets", "truncated"])[:]
-        tokens = int(columns["length"].sum())
+        columns = self.chunks.select_columns(["length", "targets", "truncated", "had_ends"])[:]
+        tokens, had_ends = int(columns["length"].sum()), int(columns["had_ends"].sum())
         return {
             "sequences": len(self),
             "tokens": tokens,
@@ -51,6 +51,7 @@ class Sequences:
             "padding": 1 - tokens / (len(self) * sequence_length),
             "truncated": int(columns["truncated"].sum()),
             "without_targets": int((columns["targets"] == 0).sum()),
+            **({"had_bos_or_eos": had_ends} if had_ends else {}),
         }
 
 

@@ -2,28 +2,32 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import datasets
-from datasets import Dataset, List, load_dataset
+import numpy as np
+from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset, load_dataset_builder
 from datasets.fingerprint import Hasher
 from pydantic import Field
 
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, listed, refuse
 from src.config.settings import Settings
-from src.config.terminal import bar
-from src.tasks.text.chats import normalize_chat, normalize_tools
-from src.tasks.text.files import EVALUATION, LOADERS, files_by_split, path_error, read_files
+from src.config.terminal import bar, is_first, say
+from src.tasks.text.files import EVALUATION, KINDS, by_split, declared_splits, find_files, path_error
 from src.tasks.text.hub import loading
+from src.tasks.text.index import index_files
+from src.tasks.text.readers import Part, ShardReader, Source, TableReader, parts_of, read_text
+from src.tasks.text.values import Encoders
 
-ColumnKind = Literal["text", "label", "chat", "tools"]
-"""What a column's values are: text; a name or a whole number; messages; the tools that these may call."""
 CODE = [file.read_text() for file in sorted(Path(__file__).parent.rglob("*.py"))]
 """The source of what makes the cached tables: when it changes, they are made again."""
 PART_NAMES = {"train": "the data to train on", "eval": "the data to evaluate on"}
+REASON = "why this row cannot be used"
+"""A column beside those of the data."""
+SKIP = "or leave out such rows with --task.bad_rows=skip"
 
 
 class TextSource(Settings):
@@ -46,35 +50,79 @@ class TextSource(Settings):
     """Which share: rows drawn at random, the same in each run, or the last ones. A single document is always cut near
     its end. all: not a share, but all that is trained on, as src.tools.evaluate has it for other data."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows whose text or label is missing or of another type: name them and stop, or leave them out."""
+    """What to do with rows that cannot be read, or whose text or label is missing or of another type: name them and
+    stop, or leave them out and count them."""
     _skipped_rows: dict[str, int] = {"train": 0, "eval": 0}
 
     def source_errors(self) -> Iterator[str]:
         """Yield what is wrong with the settings, a line each, found without loading anything."""
         path = Path(self.dataset)
         is_local = path.exists()
-        is_hub_name = path.suffix.lower() not in LOADERS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset)
+        is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset)
         if not self.dataset:
             yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
         elif is_local and (error := path_error(path)):
             yield f"task.dataset={path}: {error}"
         elif not is_local and not is_hub_name:
             yield f"task.dataset={path}: no such file or folder"
+        if self.eval_split == self.train_split and self.eval_from != "all":
+            says = "is what is trained on; without it, a part of that is kept to evaluate on"
+            yield f"task.eval_split={self.eval_split}: {says}"
 
-    def load_rows(self) -> tuple[Any, Any]:
-        """Return the rows to train on and, if the dataset has a split for it, the rows to evaluate on. Raise a
-        UserError that says in one line what cannot be loaded and what to do."""
+    def open_rows(self) -> tuple[Any, Any]:
+        """Return what reads the rows to train on and, if the dataset has a split for it, the rows to evaluate on. Raise
+        a UserError that says in one line what cannot be loaded and what to do."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
         datasets.disable_progress_bars()  # they would stay when they are done
-        path = Path(self.dataset)
-        if path.exists():
-            splits: Any = files_by_split(path)
-        else:
-            with loading("dataset", self.dataset):
-                splits = load_dataset(self.dataset, self.dataset_config)
-        parts = [splits[split] for split in self.used_splits([*splits])]
-        train, *evaluation = [read_files(files, self.column_names) for files in parts] if path.exists() else parts
+        self._skipped_rows.update(train=0, eval=0)
+        splits = self._find_splits()
+        train, *evaluation = [self._open(splits[split]) for split in self.used_splits([*splits])]
         return train, evaluation[0] if evaluation else None
+
+    def _find_splits(self) -> dict[str, Any]:
+        """Return the files of each split, each with its version; or a table, where `datasets` has to read them."""
+        if "://" not in self.dataset and not Path(self.dataset).exists():
+            return self._find_on_hub()
+        found = find_files(self.dataset)
+        if self.dataset.lower().endswith(KINDS):
+            return {"train": found}
+        with loading("dataset", self.dataset):
+            splits = declared_splits(Path(self.dataset), self.dataset_config) or by_split(found)
+        return {split: {name: found[name] for name in names} for split, names in splits.items()}
+
+    def _find_on_hub(self) -> dict[str, Any]:
+        with loading("dataset", self.dataset):
+            found: Any = load_dataset_builder(self.dataset, self.dataset_config).config.data_files or {}
+        files = {str(split): [*names] for split, names in found.items()}
+        # a .txt there has a document a line, and what is compressed would have to be unpacked
+        others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
+        if others or not files:
+            return self.tables_of_hub(others)
+        files = self.fetched(files)
+        folders = {name.rpartition("/")[0] for names in files.values() for name in names}
+        versions = {name: version for folder in folders for name, version in find_files(folder).items()}
+        return {split: {name: versions[name] for name in names} for split, names in files.items()}
+
+    def tables_of_hub(self, _others: list[str]) -> Any:
+        """Return the splits of a dataset on the Hub that has files of other kinds than are read here."""
+        with loading("dataset", self.dataset):
+            return load_dataset(self.dataset, self.dataset_config)
+
+    def fetched(self, files: dict[str, list[str]]) -> Any:
+        """Return the names that files on the Hub, by split, have once they are on this machine."""
+        with loading("dataset", self.dataset):
+            return DownloadManager().download(files)
+
+    def _open(self, found: Any) -> Source:
+        """Return what reads a table, or those files that have a row. Raise a UserError if none has."""
+        if isinstance(found, Dataset):
+            return TableReader(found, self.dataset)
+        shards = [shard for shard in index_files(found, self.column_names, cache_folder()) if shard.groups]
+        if not shards:
+            raise UserError(f"task.dataset={self.dataset}: no row in its {len(found)} files")
+        if is_first():
+            say(*(f"{shard.url}: {shard.note}" for shard in shards if shard.note), file=sys.stderr)
+        return ShardReader(shards)
 
     def used_splits(self, names: list[str]) -> list[str]:
         """Return the split to train on and, if there is one, the split to evaluate on. Raise a UserError if the dataset
@@ -83,42 +131,76 @@ class TextSource(Settings):
         used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
         for setting, split in used.items():
             if split and split not in names:
-                raise UserError(f"task.{setting}={split}: {self.dataset} has {', '.join(names)}")
+                raise UserError(f"task.{setting}={split}: {self.dataset} has {listed(names)}")
         return [split for split in used.values() if split]
 
-    def usable_parts(
-        self, train: Dataset, evaluation: Dataset | None, columns: dict[str, ColumnKind]
-    ) -> tuple[Dataset, Dataset]:
-        """Return the usable rows to train on and to evaluate on, splitting `train` if there is no evaluation split.
-        Raise a UserError if there are unusable rows and they may not be skipped, or too few rows are left."""
-        train = self._validate_rows(train, "train", columns)
+    def usable_parts(self, train: Any, evaluation: Any, columns: Encoders) -> tuple[Any, Any]:
+        """Return the usable rows to train on and to evaluate on, splitting the first if there is no evaluation split:
+        tables with these columns, all text. Raise a UserError if there are unusable rows and they may not be skipped,
+        or too few rows are left."""
+        rows = self.usable_rows(train, parts_of(train), columns, "train")
         if evaluation is None:
-            return self.split(train)
-        return train, self._validate_rows(evaluation, "eval", columns)
+            return self.split(rows)
+        return rows, self.usable_rows(evaluation, parts_of(evaluation), columns, "eval")
 
-    def _validate_rows(self, rows: Dataset, part: Literal["train", "eval"], columns: dict[str, ColumnKind]) -> Dataset:
-        dataset, where = f"task.dataset={self.dataset}", PART_NAMES[part]
-        self.require_columns(columns, rows.column_names, f" in {where}")
-        bad: dict[int, str] = {}
-        for name, kind in columns.items():
-            # the JSON reader lets other encodings pass
-            with explained(f"{dataset}: column {name} is not UTF-8, ", UnicodeDecodeError):
-                bad |= {row: f"{name} {why}" for row, why in _bad_rows(rows, name, kind)}
-        if bad and (self.bad_rows == "refuse" or len(bad) == len(rows)):
-            first = min(bad)
-            says = (
-                f"{len(bad)} of {len(rows)} rows in {where} cannot be used, the first is row {first + 1}: {bad[first]}"
-            )
-            raise UserError(f"{dataset}: {says}; fix them, or leave them out with --task.bad_rows=skip")
-        self._skipped_rows[part] = len(bad)
-        return rows.select([row for row in range(len(rows)) if row not in bad]) if bad else rows
+    def usable_rows(
+        self, source: Source, parts: list[Part], columns: Encoders, part: Literal["train", "eval"]
+    ) -> Dataset:
+        """Return the usable rows of some parts of a source as a table."""
+        where = PART_NAMES[part]
+        self.require_columns(columns, source, where)
+        table = self._read(source, parts, columns, f"reading {where}")
+        reasons = table.data.column(REASON)
+        bad = np.flatnonzero(reasons.is_valid().to_numpy())
+        table = table.remove_columns(REASON)
+        if not len(bad):
+            return table
+        if self.bad_rows == "refuse" or len(bad) == len(table):
+            ends = np.cumsum([last - first for _, first, last in parts])
+            number = int(np.searchsorted(ends, bad[0], side="right"))
+            group, _, last = parts[number]
+            name = source.name(group, last - int(ends[number] - bad[0]))
+            count = f"{len(bad):,} of {len(table):,} rows in {where} cannot be used"
+            raise UserError(f"{name}: {reasons[bad[0]]}; {count}: fix them, {SKIP}")
+        self._skipped_rows[part] += len(bad)
+        return table.select(np.setdiff1d(np.arange(len(table)), bad))
 
-    def require_columns(self, needed: Iterable[str], names: list[str], where: str = "") -> None:
-        """Raise a UserError if a column that is needed is not among these names."""
-        if missing := " nor ".join(name for name in needed if name not in names):
-            raise UserError(
-                f"task.dataset={self.dataset}: no column {missing}{where}; its columns are {', '.join(names)}"
+    def _read(self, source: Source, parts: list[Part], columns: Encoders, desc: str) -> Dataset:
+        """Return all rows of the parts as a table of text, with the column REASON: null where there is none. The second
+        time, even in another process, from the cache, as long as the content of the files is the same."""
+        key = Hasher.hash([source.content(parts), parts, columns, CODE])
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        features = Features({name: Value("string") for name in [*columns, REASON]})
+        sizes = [last - first for _, first, last in parts]
+        with bar(desc, total=sum(sizes)) as progress:
+
+            def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+                (number,) = batch["part"]
+                rows, bad = read_text(source, parts[number], columns)
+                progress.update(sizes[number])
+                return {**rows, REASON: [bad.get(place) for place in range(sizes[number])]}
+
+            return Dataset.from_dict({"part": range(len(parts))}).map(
+                read,
+                batched=True,
+                batch_size=1,
+                remove_columns=["part"],
+                features=features,
+                new_fingerprint=key,
+                cache_file_name=str(cache_folder() / f"{key}.arrow"),
             )
+
+    def require_columns(self, columns: Encoders, source: Source, where: str = "") -> None:
+        """Raise a UserError if a column is missing, in all files or in some."""
+        needed = [name for name, encode in columns.items() if not _takes_nothing(encode)]
+        if missing := " nor ".join(name for name in needed if name not in source.column_names):
+            says = f"task.dataset={self.dataset}: no column {missing}{where and f' in {where}'}"
+            says += f"; its columns are {listed(source.column_names)}"
+            if where == PART_NAMES["eval"]:
+                says += ". Are they kept back, as at Kaggle? Without that file, a part of the rows to train on is kept"
+            raise UserError(says)
+        lacking = [(shard.url, [name for name in needed if name not in shard.columns]) for shard in source.shards]
+        refuse(f"{url}: no column {' nor '.join(names)}, as other files have" for url, names in lacking if names)
 
     def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
         """Return `rows` split in two: one part to train on, one to evaluate on. Raise a UserError if there are too few
@@ -152,6 +234,20 @@ def cached_map(rows: Dataset, function: Callable[..., dict[str, list[Any]]], des
         return rows.map(counted, batched=True, remove_columns=names, new_fingerprint=key, **options)
 
 
+def cache_folder() -> Path:
+    """Return the folder that keeps indexes, rows and blocks of tokens."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "rows"
+
+
+def _takes_nothing(encode: Any) -> bool:
+    """Return whether a column with this encoder may be missing."""
+    try:
+        encode(None)
+    except ValueError:
+        return False
+    return True
+
+
 def table_checksum(table: Dataset, columns: list[str]) -> str:
     """Return a SHA-256 of the numbers in these columns, row by row: a number each, or a list."""
     digest = hashlib.sha256()
@@ -163,34 +259,3 @@ def table_checksum(table: Dataset, columns: list[str]) -> str:
                 values = values.flatten()
             digest.update(values.to_numpy().tobytes())
     return digest.hexdigest()
-
-
-def _bad_rows(rows: Dataset, column: str, kind: ColumnKind) -> Iterator[tuple[int, str]]:
-    """Yield the rows whose value is not of this kind, and what it is instead."""
-    batches = rows.select_columns(column).iter(1000)
-    for row, value in enumerate(chain.from_iterable(batch[column] for batch in batches)):
-        if says := complaint(value, kind):
-            yield row, says
-
-
-def complaint(value: Any, kind: ColumnKind) -> str | None:
-    """Return what a value is instead of being of this kind; None: it is."""
-    check = {"text": _check_text, "label": _check_label, "chat": normalize_chat, "tools": normalize_tools}[kind]
-    try:
-        check(value)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _check_text(value: Any) -> None:
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise ValueError("is empty")
-    if not isinstance(value, str):
-        raise ValueError(f"is {type(value).__name__}, not text")
-
-
-def _check_label(value: Any) -> None:
-    is_number = isinstance(value, int | float) and value == value  # bool is one; pandas marks what is missing with NaN
-    if not is_number:
-        _check_text(value)

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
 
-from src.config.errors import UserError
+from src.config.errors import UserError, listed
 from src.tasks import load_metric
 from src.tasks.base import Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
-from src.tasks.text.labels import label_names, length_grouped, names_of_numbers, sorted_labels, tokenize_texts
+from src.tasks.text.labels import length_grouped, sorted_labels, tokenize_texts
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
 from src.tasks.text.pretrained import check_fit, save, save_merged
-from src.tasks.text.source import ColumnKind, table_checksum
+from src.tasks.text.source import table_checksum
 from src.tasks.text.streaming.blocks import Mixture
-from src.tasks.text.streaming.labelling import Labelling
+from src.tasks.text.streaming.labelling import KnownLabel, Labelling
 from src.tasks.text.streaming.stream import Stream
+from src.tasks.text.values import Encoders, as_label, as_text
 
 SHOWN = 20
 """Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
@@ -62,11 +63,11 @@ class TextClassification(FineTuning):
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
-        columns: dict[str, ColumnKind] = {**dict.fromkeys(texts, "text"), self.label_column: "label"}
-        train, evaluation = self.usable_parts(*self.load_rows(), columns)
+        columns: Encoders = {**dict.fromkeys(texts, as_text), self.label_column: as_label}
+        train, evaluation = self.usable_parts(*self.open_rows(), columns)
         if isinstance(train, Mixture):  # room: streaming
             return self._stream(train, evaluation, columns)
-        train_ids, eval_ids = self._label_ids(*(label_names(rows, self.label_column) for rows in (train, evaluation)))
+        train_ids, eval_ids = self._label_ids(*(rows[self.label_column][:] for rows in (train, evaluation)))
         tokenizer, length = self._tokenizer, self.sequence_length
         train = tokenize_texts(train.select_columns(texts), train_ids, tokenizer, length, "training data")
         return train, self._evaluation_set(evaluation.select_columns(texts), eval_ids)
@@ -77,17 +78,15 @@ class TextClassification(FineTuning):
         self._texts = texts.select(by_length)
         return evaluation.select(by_length)  # batches of similar lengths need less padding
 
-    def _stream(self, mixture: Mixture, parts: list[Dataset], columns: dict[str, ColumnKind]) -> Any:  # room: streaming
+    def _stream(self, mixture: Mixture, parts: list[Dataset], columns: Encoders) -> Any:  # room: streaming
         """Return the streamed training set, whose labels are those of the rows to evaluate on, and the set of those."""
-        names = [name for rows in parts for name in label_names(rows, self.label_column)]
-        _, ids = self._label_ids(names, names)
-        texts = [name for name in columns if name != self.label_column]
-        evaluation = self._evaluation_set(concatenate_datasets([rows.select_columns(texts) for rows in parts]), ids)
-        sources = np.repeat(range(len(parts)), [len(rows) for rows in parts])[evaluation["row"][:]]
-        numbers = names_of_numbers(parts[0].features[self.label_column])
-        labelling = Labelling(self.label_column, self._labels, numbers, self._tokenizer, self.sequence_length)
-        stream = self.stream(mixture, columns, labelling, None)
-        return stream, evaluation.add_column("source", sources)
+        rows = concatenate_datasets(parts)
+        _, ids = self._label_ids(rows[self.label_column][:], rows[self.label_column][:])
+        evaluation = self._evaluation_set(rows.remove_columns(self.label_column), ids)
+        sources = np.repeat(range(len(parts)), [len(part) for part in parts])[evaluation["row"][:]]
+        labelling = Labelling(self.label_column, self._labels, self._tokenizer, self.sequence_length)
+        columns = {**columns, self.label_column: KnownLabel(tuple(self._labels))}
+        return self.stream(mixture, columns, labelling, None), evaluation.add_column("source", sources)
 
     def _label_ids(self, train: list[str], evaluation: list[str]) -> tuple[list[int], list[int]]:
         """Return the labels of both parts as positions among those that the model was trained on, or else among the
@@ -99,8 +98,8 @@ class TextClassification(FineTuning):
         where = f"task.label_column={self.label_column}"
         if len(names) < 2:
             raise UserError(f"{where}: all rows to train on have the same label, {names[0]}")
-        if unseen := ", ".join(sorted({*train, *evaluation} - set(names))):
-            says = f"is in the data to evaluate on, but not in the data to train on ({', '.join(names)})"
+        if unseen := listed(sorted({*train, *evaluation} - set(names))):
+            says = f"is in the data to evaluate on, but not in the data to train on ({listed(names)})"
             raise UserError(f"{where}: {unseen} {says}")
         self._labels, ids = names, {name: i for i, name in enumerate(names)}
         return [ids[label] for label in train], [ids[label] for label in evaluation]

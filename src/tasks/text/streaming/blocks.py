@@ -2,27 +2,23 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from threading import main_thread
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset
 from filelock import FileLock
 from pyarrow import feather
 
 from src.config.errors import RunError, UserError, naming
 from src.tasks.text.packing import Chunk
-from src.tasks.text.source import ColumnKind
+from src.tasks.text.readers import BLOCK, Source, read_text
+from src.tasks.text.source import SKIP
 from src.tasks.text.streaming.labelling import Maker
-from src.tasks.text.streaming.shards import Rows, ShardReader
+from src.tasks.text.values import Encoders
 
-BLOCK = 1024
-"""Rows that are tokenized and kept together."""
 ROOM = 0.9
 """Share of the limit that stays when blocks make room for others."""
 LOCKS = 256
@@ -31,74 +27,20 @@ POLL = 0.005
 """Seconds from one look at a lock to the next."""
 
 
-class TableReader:
-    """The rows of a map-style table, in groups of BLOCK."""
-
-    def __init__(self, table: Dataset, dataset: str) -> None:
-        self._table, self._dataset, self.fingerprint = table, dataset, table._fingerprint
-        self.columns = table.column_names
-        self.sizes = np.array([min(BLOCK, len(table) - first) for first in range(0, len(table), BLOCK)])
-
-    @cached_property
-    def row_bytes(self) -> np.ndarray:
-        """Return the mean bytes of a row of each group, in all columns; shape (groups,), float64."""
-        return np.array([rows.nbytes / len(rows) for rows in self._table.with_format("arrow").iter(BLOCK)])
-
-    def read(self, number: int, first: int, last: int, columns: tuple[str, ...]) -> tuple[Rows, dict[int, str]]:
-        """Return rows of a group, all of which are readable."""
-        before = number * BLOCK
-        return self._table.select_columns([*columns])[before + first : before + last], {}
-
-    def version(self, number: int) -> str:
-        """Return what changes with a group's content."""
-        return f"{self.fingerprint} {number}"
-
-    def name(self, number: int, row: int) -> str:
-        """Return the name of a group's row for messages."""
-        return f"{self._dataset}, row {number * BLOCK + row + 1}"
-
-
-Source = ShardReader | TableReader
-"""One of the datasets that are mixed."""
-Part = tuple[int, int, int]
-"""Rows of a source: the group, the first one in it, and that after the last one."""
-Complaint = Callable[[Any, ColumnKind], str | None]
-"""What says why a value cannot be used."""
-
-
 class Mixture(list[Source]):
     """The rows to train on."""
 
     @property
     def column_names(self) -> list[str]:
-        return [name for name in self[0].columns if all(name in source.columns for source in self)]
-
-
-def usable_rows(
-    source: Source, part: Part, columns: dict[str, ColumnKind], complaint: Complaint, skips_bad_rows: bool
-) -> tuple[Rows, list[int]]:
-    """Return the rows of a part that can be used, and their places in it. Raise a UserError that names the first other
-    one, if it may not be skipped."""
-    group, first, last = part
-    rows, bad = source.read(group, first, last, tuple(columns))
-    for name, kind in columns.items():
-        for place, value in enumerate(rows[name]):
-            if says := complaint(value, kind):
-                bad.setdefault(place, f"{name} {says}")
-    if bad and not skips_bad_rows:
-        place = min(bad)
-        where = source.name(group, first + place)
-        raise UserError(f"{where}: {bad[place]}; mend it, or leave out such rows with --task.skip_bad_rows=true")
-    good = [place for place in range(last - first) if place not in bad]
-    return {name: [values[i] for i in good] for name, values in rows.items()}, good
+        return [name for name in self[0].column_names if all(name in source.column_names for source in self)]
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Makes the blocks, and keeps them in the folder. Those that were used least lately make room for new ones."""
 
-    columns: dict[str, ColumnKind]
-    """Columns that a row needs."""
+    columns: Encoders
+    """Columns that a row needs, and what makes text of their values."""
     maker: Maker
     """What makes the chunks of each row."""
     skips_bad_rows: bool
@@ -170,8 +112,13 @@ class Blocks:
 
     def _make(self, source: Source, group: int, first: int, last: int) -> Iterator[Chunk]:
         """Yield the chunks of a block, each with the `row` that it is from."""
-        rows, good = usable_rows(source, (group, first, last), self.columns, self.maker.complaint, self.skips_bad_rows)
-        made = self.maker.chunks_by_row(rows) if good else []
+        rows, bad = read_text(source, (group, first, last), self.columns)
+        if bad and not self.skips_bad_rows:
+            place = min(bad)
+            raise UserError(f"{source.name(group, first + place)}: {bad[place]}; fix it, {SKIP}")
+        good = [place for place in range(last - first) if place not in bad]
+        usable = {name: [values[place] for place in good] for name, values in rows.items()}
+        made = self.maker.chunks_by_row(usable) if good else []
         chunks = dict(zip(good, made, strict=True))
         for place in range(last - first):
             for chunk in chunks.get(place) or [self.maker.filler]:

@@ -5,11 +5,24 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from src.config.errors import listed
 from src.tasks.text.documents import Chunker
-from src.tasks.text.labels import encode_texts, label_name
+from src.tasks.text.labels import encode_texts
 from src.tasks.text.packing import Chunk
-from src.tasks.text.source import ColumnKind, complaint
-from src.tasks.text.streaming.shards import Rows
+from src.tasks.text.values import Rows, as_label
+
+
+@dataclass(frozen=True)
+class KnownLabel:
+    """Returns a label as text. Raises a ValueError if it is none of these."""
+
+    labels: tuple[str, ...]
+
+    def __call__(self, value: Any) -> str:
+        label = as_label(value)
+        if label not in self.labels:
+            raise ValueError(f"{label} is not among the evaluation data's ({listed(self.labels)})")
+        return label
 
 
 @dataclass(frozen=True)
@@ -20,8 +33,6 @@ class Labelling:
     """Column of labels."""
     labels: list[str]
     """All labels that the model knows."""
-    names: dict[Any, str]
-    """Names of labels that are numbers in the data."""
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
 
@@ -30,19 +41,11 @@ class Labelling:
         """Return what stands for a row that was skipped: its label is ignored by the loss."""
         return {name: [1] for name in self.tokenizer.model_input_names} | {"label": -100, "length": 0}
 
-    def complaint(self, value: Any, kind: ColumnKind) -> str | None:
-        """Return why a value cannot be used; None: it can."""
-        says = complaint(value, kind)
-        if says or kind != "label":
-            return says
-        name = label_name(value, self.names)
-        return None if name in self.labels else f"{name} is not among the evaluation data's ({', '.join(self.labels)})"
-
     def chunks_by_row(self, rows: Rows) -> list[list[Chunk]]:
         """Return the chunk of each row."""
         texts = {name: values for name, values in rows.items() if name != self.label}
         encoded = encode_texts(texts, self.tokenizer, self.sequence_length)
-        encoded["label"] = [self.labels.index(label_name(label, self.names)) for label in rows[self.label]]
+        encoded["label"] = [self.labels.index(label) for label in rows[self.label]]
         return [[dict(zip(encoded, values, strict=True))] for values in zip(*encoded.values(), strict=True)]
 
 

@@ -4,29 +4,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-from datasets import Dataset, load_dataset_builder
 from datasets.fingerprint import Hasher
 from pydantic import PositiveFloat, PositiveInt
 
-from src.config.errors import UserError, explained, refuse
+from src.config.errors import refuse
 from src.config.settings import ResumeSafe
-from src.config.terminal import bar
-from src.tasks.text.files import by_split
-from src.tasks.text.hub import loading
-from src.tasks.text.source import CODE, PART_NAMES, ColumnKind, TextSource, complaint
-from src.tasks.text.streaming.blocks import Blocks, Mixture, Part, Source, TableReader, usable_rows
+from src.tasks.text.files import KINDS
+from src.tasks.text.readers import Part, Source, TableReader, parts_of
+from src.tasks.text.source import CODE, TextSource, cache_folder
+from src.tasks.text.streaming.blocks import Blocks, Mixture
 from src.tasks.text.streaming.labelling import Maker
 from src.tasks.text.streaming.order import Order
-from src.tasks.text.streaming.shards import SUFFIXES, Rows, ShardReader, find_shards, index_shards
 from src.tasks.text.streaming.sources import BySource, MixtureSource
 from src.tasks.text.streaming.stream import Stream, count_sequences
+from src.tasks.text.values import Encoders
 
 HELD_OUT = 1000
 """Rows at the end of streamed data that are evaluated on at most, if no file is named for that."""
-Parts = tuple[ShardReader, list[Part]]
-"""Rows to evaluate on, not read yet."""
 
 
 class Streaming(BySource):
@@ -37,8 +32,6 @@ class Streaming(BySource):
     rows are shuffled before."""
     cache_gb: ResumeSafe[PositiveFloat] = 20.0
     """Gigabytes that tokenized rows may take on the disk, for the next epoch and other processes."""
-    skip_bad_rows: bool = False
-    """Leave out streamed rows that cannot be used, and count them in train/skipped_rows."""
 
     def source_errors(self) -> Iterator[str]:
         if self.sources and self.dataset and self.is_streamed:
@@ -60,104 +53,50 @@ class Streaming(BySource):
             for source in self.sources
         ]
 
-    def load_rows(self) -> tuple[Any, Any]:
+    def open_rows(self) -> tuple[Any, Any]:
         if not self.is_streamed:
-            return super().load_rows()
-        datasets.disable_progress_bars()  # they would stay when they are done
+            return super().open_rows()
         self._source_names = unique_names([source.dataset for source in self.sources])
-        opened = [part.open_shards() if self.streaming else part.open_table() for part in self._parts()]
+        opened = [TextSource.open_rows(part) for part in self._parts()]
         return Mixture(source for source, _ in opened), [evaluation for _, evaluation in opened]
 
-    def open_table(self) -> tuple[Source, Dataset]:
-        """Return the rows to train on, those of a map-style table, and the rows to evaluate on."""
-        train, evaluation = TextSource.load_rows(self)
-        if evaluation is None:
-            train, evaluation = TextSource.split(self, train)
-        return TableReader(train, self.dataset), evaluation
+    def fetched(self, files: dict[str, list[str]]) -> Any:
+        return files if self.streaming else super().fetched(files)
 
-    def open_shards(self) -> tuple[Source, Parts]:
-        """Return the rows to train on, which are streamed, and where the rows to evaluate on are."""
-        splits = self._find_splits()
-        source, *evaluation = [self._open(splits[split]) for split in self.used_splits([*splits])]
-        if evaluation:
-            (reader,) = evaluation
-            return source, (reader, [(group, 0, rows) for group, rows in enumerate(reader.sizes.tolist())])
-        # the end of the last group
+    def tables_of_hub(self, others: list[str]) -> Any:
+        if self.streaming:
+            refuse(f"{name}: cannot be streamed, only {', '.join(KINDS[1:])} files" for name in others)
+        return super().tables_of_hub(others)
+
+    def usable_parts(self, train: Any, evaluation: Any, columns: Encoders) -> tuple[Any, Any]:
+        if not self.is_streamed:
+            return super().usable_parts(train, evaluation, columns)
+        usable = []
+        for place, (part, source, rows) in enumerate(zip(self._parts(), train, evaluation, strict=True)):
+            if self.streaming:
+                part.require_columns(columns, source)
+                held_out, parts = (source, part.hold_out(source)) if rows is None else (rows, parts_of(rows))
+                usable.append(part.usable_rows(held_out, parts, columns, "eval"))
+            else:
+                loaded, evaluated = TextSource.usable_parts(part, source, rows, columns)
+                train[place] = TableReader(loaded, part.dataset)
+                usable.append(evaluated)
+        return train, usable
+
+    def hold_out(self, source: Source) -> list[Part]:
+        """Take the end of the last group from the rows to train on; return it."""
         size = min(HELD_OUT, self.held_out(int(source.sizes.sum())), int(source.sizes[-1]))
         source.sizes[-1] -= size
         first = int(source.sizes[-1])
-        return source, (source, [(len(source.sizes) - 1, first, first + size)])
+        return [(len(source.sizes) - 1, first, first + size)]
 
-    def read_parts(self, evaluation: Parts, columns: dict[str, ColumnKind]) -> Dataset:
-        """Return the rows to evaluate on that can be used, as a table. Raise a UserError if there are none."""
-        source, parts = evaluation
-        self.require_columns(columns, source.columns, f" in {PART_NAMES['eval']}")
-        found: Rows = {name: [] for name in columns}
-        for part in bar("groups of rows to evaluate on read", iterable=parts):
-            rows, _ = usable_rows(source, part, columns, complaint, self.skip_bad_rows)
-            for name, values in rows.items():
-                found[name] += values
-        if not all(found.values()):
-            raise UserError(f"task.dataset={self.dataset}: none of its rows to evaluate on can be used")
-        with explained(f"task.dataset={self.dataset}: its rows to evaluate on are no table, "):
-            return Dataset.from_dict(found, source.features(tuple(columns)))
-
-    @property
-    def _cache(self) -> Path:
-        return Path(datasets.config.HF_DATASETS_CACHE) / "streaming"
-
-    def _open(self, files: dict[str, str]) -> ShardReader:
-        """Return what reads those files that have a row. Raise a UserError if there are none, or if one lacks a column
-        of the first."""
-        shards = [shard for shard in index_shards(files, self._cache) if shard.groups]
-        if not shards:
-            raise UserError(f"task.dataset={self.dataset}: no row in its {len(files)} files")
-        refuse(
-            f"{shard.url}: no column {missing}, as other shards have"
-            for shard in shards
-            if (missing := " nor ".join(name for name in shards[0].columns if name not in shard.columns))
-        )
-        return ShardReader(shards)
-
-    def _find_splits(self) -> dict[str, dict[str, str]]:
-        """Return the shards of each split, each with its version."""
-        if "://" in self.dataset or Path(self.dataset).exists():
-            found = find_shards(self.dataset)
-            return {split: {url: found[url] for url in urls} for split, urls in by_split(found).items()}
-        with loading("dataset", self.dataset):
-            files = load_dataset_builder(self.dataset, self.dataset_config).config.data_files or {}
-        folders = {name.rpartition("/")[0] for names in files.values() for name in names}
-        found = {url: version for folder in folders for url, version in find_shards(folder).items()}
-        refuse(
-            f"{name}: cannot be streamed, only {' and '.join(SUFFIXES)} files"
-            for names in files.values()
-            for name in names
-            if name not in found
-        )
-        return {str(split): {name: found[name] for name in names} for split, names in files.items()}
-
-    def usable_parts(self, train: Any, evaluation: Any, columns: dict[str, ColumnKind]) -> tuple[Any, Any]:
-        if not self.is_streamed:
-            return super().usable_parts(train, evaluation, columns)
-        options = {"bad_rows": "skip"} if self.skip_bad_rows else {}
-        usable, num_rows = [], 0
-        for part, source, rows in zip(self._parts(), train, evaluation, strict=True):
-            part.require_columns(columns, source.columns)
-            if isinstance(rows, Dataset):
-                num_rows += len(rows)
-                usable.append(part.model_copy(update=options)._validate_rows(rows, "eval", columns))
-            else:
-                num_rows += sum(last - first for _, first, last in rows[1])
-                usable.append(part.read_parts(rows, columns))
-        self._skipped_rows["eval"] = num_rows - sum(map(len, usable))
-        return train, usable
-
-    def stream(self, sources: Mixture, columns: dict[str, ColumnKind], maker: Maker, capacity: int | None) -> Stream:
+    def stream(self, sources: Mixture, columns: Encoders, maker: Maker, capacity: int | None) -> Stream:
         """Return the training set: sequences of up to `capacity` tokens, or of one chunk each if that is None. The
         other arguments are those of Blocks."""
-        key = Hasher.hash([columns, maker, self.skip_bad_rows, CODE])
+        skips = self.bad_rows == "skip"
+        key = Hasher.hash([columns, maker, skips, CODE])
         limit = int(self.cache_gb * 1e9)
-        blocks = Blocks(columns, maker, self.skip_bad_rows, key, self._cache / "blocks", limit)
+        blocks = Blocks(columns, maker, skips, key, cache_folder() / "blocks", limit)
         mixed = self.sources or [MixtureSource()]
         weights, passes = [source.weight for source in mixed], [source.max_epochs for source in mixed]
         groups = [source.sizes for source in sources]

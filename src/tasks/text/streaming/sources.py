@@ -28,7 +28,7 @@ class BySource(TextSource):
     """Settings of a mixture, and what is counted for each source."""
 
     streaming: bool = False
-    """Read .parquet and .jsonl files while training, in place of loading them before: task.dataset is a file, a folder,
+    """Read files while training, in place of loading them before: task.dataset is a file, a folder,
     a dataset on the Hub or a URL such as s3://bucket/folder. Evaluation data are loaded."""
     sources: list[MixtureSource] = []
     """Datasets to mix, in place of task.dataset: [{dataset: A, weight: 3}, {dataset: B, weight: 1, max_epochs: 2}].

@@ -14,7 +14,8 @@ from datasets.fingerprint import Hasher
 
 from src.config.errors import UserError
 from src.tasks.text.packing import Chunk, best_fit
-from src.tasks.text.streaming.blocks import Blocks, Source
+from src.tasks.text.readers import Source
+from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order
 
 Window = list[list[Chunk]]
@@ -61,7 +62,7 @@ class Stream:
     def fingerprint(self) -> str:
         """Return what changes with the rows, their order, or the sequences that they make."""
         of = self.blocks
-        made = Hasher.hash([of.columns, of.maker, of.skips_bad_rows])
+        made = Hasher.hash([[*of.columns], of.maker, of.skips_bad_rows])
         parts = [*(source.fingerprint for source in self.sources), made, self.capacity]
         arrays = [*self.order.groups, *self.order.masses, self.order.shares, self.counts]
         return hashlib.sha256(str(parts).encode() + b"".join(array.tobytes() for array in arrays)).hexdigest()
