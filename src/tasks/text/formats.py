@@ -8,10 +8,14 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
 
 from src.config.errors import cause
 
@@ -20,12 +24,14 @@ GROUP_ROWS = 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE = 2**20
 """Bytes that are read of a file at once, while it is indexed."""
-TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-"""Options of Python's csv module: in a .tsv, quotes are text too."""
+TABLES: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
+"""Options of Python's csv module for each kind of table: in a .tsv, quotes are text too."""
 END = "end"
 """A line that is put after those of a table: a quote that is still open swallows it."""
 UTF8 = ("utf-8", "surrogateescape")
 """Bytes that are no UTF-8 are kept, so that the row with them can be named."""
+DECODE = json.JSONDecoder().raw_decode
+"""Returns the value that a text begins with, and where that ends."""
 SPACE = re.compile(r"[ \t\r\n]*")
 NO_ROWS = 'no rows but one object: write a list of objects, or one a line (pandas: orient="records", lines=True)'
 csv.field_size_limit(2**31 - 1)
@@ -44,6 +50,48 @@ class Group(NamedTuple):
     """First line; of kinds that are not made of lines, first row."""
 
 
+@dataclass
+class Grouping:
+    """Makes groups of lines."""
+
+    position: int
+    """Byte after the lines so far."""
+    groups: list[Group] = field(default_factory=list)
+    lines: int = 0
+    rows: int = 0
+    """Those of the group that is not full yet."""
+    start: int = 0
+    first: int = 1
+
+    def add(self, size: int, lines: int = 1, rows: int = 1) -> None:
+        """Add lines of so many bytes, with at most as many rows as the group lacks."""
+        self.start = self.start if self.rows else self.position
+        self.first = self.first if self.rows else self.lines + 1
+        self.position += size
+        self.lines += lines
+        self.rows += rows
+        if self.rows == GROUP_ROWS:
+            self.close()
+
+    def close(self) -> list[Group]:
+        """Begin a new group; return those so far."""
+        if self.rows:
+            size = self.position - self.start
+            self.groups.append(Group(self.rows, size, self.start, self.position, self.first))
+            self.rows = 0
+        return self.groups
+
+
+def merge(groups: list[Group], number: int) -> list[Group]:
+    """Return so many adjacent groups of a text file as one each; the row groups of parquet, which have no last byte, as
+    they are."""
+    together = [groups[i : i + number] for i in range(0, len(groups), number if groups[0].end else 1)]
+    return [
+        part[0]._replace(rows=sum(g.rows for g in part), size=sum(g.size for g in part), end=part[-1].end)
+        for part in together
+    ]
+
+
 class Index(NamedTuple):
     """What one pass over a file finds."""
 
@@ -56,11 +104,19 @@ class Index(NamedTuple):
 class Parsed(NamedTuple):
     """The rows of a group."""
 
-    rows: list[dict[str, Any]]
+    rows: list[Any]
+    """Each a mapping, or the cells of a table's row."""
     lines: list[int]
     """Where each begins, counted from the group's first line."""
     unreadable: dict[int, str]
-    """Why a row is none, by place. It is in `rows` too, perhaps without columns."""
+    """Why a row is none, by place. It is in `rows` too, perhaps without values."""
+
+    def column(self, name: str, names: Sequence[str]) -> list[Any]:
+        """Return the values of a column; None where a row has none. `names` are the columns of a table."""
+        if not isinstance(self.rows[0], list):
+            return [row.get(name) for row in self.rows]
+        place = names.index(name) if name in names else len(names)
+        return [row[place] if place < len(row) else None for row in self.rows]
 
 
 def index_lines(file: io.BufferedReader, start: int, _names: list[str]) -> Index:
@@ -72,30 +128,27 @@ def index_lines(file: io.BufferedReader, start: int, _names: list[str]) -> Index
 def _lines(file: io.BufferedReader, start: int) -> tuple[dict[str, Any], list[Group]]:
     """Return the last value of each column in the first group, and the groups."""
     values: dict[str, Any] = {}
-    groups: list[Group] = []
-    rows, first, position = 0, 1, start
-    for number, line in enumerate(file, start=1):
-        position += len(line)
-        if line.strip(b" \t\r\n"):
-            rows += 1
-            if not groups:
-                values |= parse_lines(line).rows[0]
-        if rows == GROUP_ROWS:
-            groups.append(Group(rows, position - start, start, position, first))
-            rows, first, start = 0, number + 1, position
-    if rows:
-        groups.append(Group(rows, position - start, start, position, first))
-    return values, groups
+    grouping = Grouping(start)
+    for line in file:
+        is_row = bool(line.strip(b" \t\r\n"))
+        if is_row and not grouping.groups:
+            values |= parse_lines(line).rows[0]
+        grouping.add(len(line), rows=is_row)
+    return values, grouping.close()
 
 
 def parse_lines(data: bytes, _columns: Sequence[str] = ()) -> Parsed:
     """Return the rows of a .jsonl file's group."""
     parsed = Parsed([], [], {})
     for number, line in enumerate(data.decode(*UTF8).split("\n")):
-        if line.strip(" \t\r\n"):
+        text = line.strip(" \t\r\n")
+        if text:
             parsed.lines.append(number)
             try:
-                _add(parsed, json.loads(line))
+                value, end = DECODE(text)  # half the time of json.loads
+                if end < len(text):
+                    raise json.JSONDecodeError("Extra data", text, end)
+                _add(parsed, value)
             except (ValueError, RecursionError) as error:
                 _add(parsed, {}, cause(error))
     return parsed
@@ -121,14 +174,13 @@ def index_json(file: io.BufferedReader, start: int, _names: list[str]) -> Index:
     text = file.read().decode(*UTF8)
     values = json.loads(text)
     columns = {name: None for row in values[:GROUP_ROWS] if isinstance(row, dict) for name in row}
-    decode = json.JSONDecoder().raw_decode
     groups = []
     place = text.index("[") + 1
     position = start + len(text[:place].encode(*UTF8))
     for first in range(0, len(values), GROUP_ROWS):
         rows, begin = min(GROUP_ROWS, len(values) - first), place
         for _ in range(rows):
-            _, end = decode(text, _after_space(text, place))
+            _, end = DECODE(text, _after_space(text, place))
             place = _after_space(text, end) + 1  # after the comma
         size = len(text[begin:end].encode(*UTF8))
         groups.append(Group(rows, size, position, position + size, first + 1))
@@ -158,53 +210,91 @@ def parse_json(data: bytes, columns: Sequence[str]) -> Parsed:
 def index_table(file: io.BufferedReader, start: int, names: list[str], **dialect: Any) -> Index:
     """Index a .csv or .tsv file, whose header are `names` or, where there are none, its first line that is not blank.
     Raise a ValueError if the header names a column twice."""
-    position = start
-
-    def lines() -> Iterator[str]:
-        nonlocal position
-        for line in io.TextIOWrapper(file, *UTF8, newline=""):
-            position += len(line) if line.isascii() else len(line.encode(*UTF8))
-            yield line
-
-    reader = csv.reader(lines(), **dialect)
-    columns = names or next(filter(None, reader), [])
+    columns, grouping = names, Grouping(start)
+    height, longest = 1, 0
+    for batch in iter(partial(file.readlines, PIECE), []):
+        if columns and _is_a_row_a_line(batch, columns, dialect):
+            while batch:
+                part, batch = batch[: GROUP_ROWS - grouping.rows], batch[GROUP_ROWS - grouping.rows :]
+                grouping.add(sum(map(len, part)), len(part), len(part))
+            continue
+        lines = _lines_of_table(batch)
+        more = chain(lines, _lines_of_table(file))
+        for line in lines:
+            record = [line]
+            cells = next(csv.reader(_decoded(record, more), **dialect))
+            if len(record) > height:
+                height, longest = len(record), grouping.lines + 1
+            grouping.add(sum(map(len, record)), len(record), bool(cells and columns))
+            columns = columns or cells
+    groups = grouping.close()
     if twice := [name for name in columns if name and columns.count(name) > 1]:
         raise ValueError(f"two columns are called {twice[0]}")
-    groups: list[Group] = []
-    start, rows, last = position, 0, reader.line_num
-    first, longest = last + 1, (1, 0)
-    for cells in reader:
-        longest = max(longest, (reader.line_num - last, last + 1))
-        last = reader.line_num
-        rows += bool(cells)  # else the line is blank
-        if rows == GROUP_ROWS:
-            groups.append(Group(rows, position - start, start, position, first))
-            start, rows, first = position, 0, last + 1
-    if rows:
-        groups.append(Group(rows, position - start, start, position, first))
-    height, line = longest
-    note = f"{last:,} lines are {sum(g.rows for g in groups):,} rows, as cells in quotes go over several: "
-    note += f"the longest row has lines {line:,} to {line + height - 1:,}"
+    note = f"{grouping.lines:,} lines are {sum(g.rows for g in groups):,} rows, as cells in quotes go over several: "
+    note += f"the longest row has lines {longest:,} to {longest + height - 1:,}"
     return Index(columns, groups, note if height > 1 else "")
+
+
+def _is_a_row_a_line(batch: list[bytes], columns: list[str], dialect: dict[str, Any]) -> bool:
+    """Return whether each of the lines is a row, told by Arrow: the csv module takes 10 times as long."""
+    data = b"".join(batch)
+    if b"\r" in data.replace(b"\r\n", b"\n"):  # of old Macs: more lines than the batch has
+        return False
+    table = read_table(data, columns, columns[:1], **dialect)
+    return table is not None and len(table) == len(batch)
+
+
+def _lines_of_table(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield lines with their ends, of which old Macs have others."""
+    for line in lines:
+        yield from line.splitlines(keepends=True)
+
+
+def _decoded(record: list[bytes], more: Iterator[bytes]) -> Iterator[str]:
+    """Yield the text of the only line of a record, and of further ones as they are asked for, which are added to it."""
+    yield record[0].decode(*UTF8)
+    for line in more:
+        record.append(line)
+        yield line.decode(*UTF8)
 
 
 def parse_table(data: bytes, columns: Sequence[str], **dialect: Any) -> Parsed:
     """Return the rows of a .csv or .tsv file's group. A row may have fewer cells than there are columns."""
+    lines = [*io.StringIO(data.decode(*UTF8), newline=""), END]
+    reader, begin = csv.reader(lines, **dialect), 0
     parsed = Parsed([], [], {})
-    text = io.StringIO(data.decode(*UTF8), newline="")
-    reader, line = csv.reader(chain(text, [END]), **dialect), 0
     for cells in reader:
-        if cells:
-            parsed.lines.append(line)
-            if len(cells) > len(columns):
-                parsed.unreadable[len(parsed.rows)] = f"has {len(cells)} cells for {len(columns)} columns"
-            parsed.rows.append(dict(zip(columns, cells, strict=False)))
-        line = reader.line_num
-    if parsed.lines[-1] == reader.line_num - 1:
+        if cells:  # else the line is blank
+            parsed.rows.append(cells)
+            parsed.lines.append(begin)
+        begin = reader.line_num
+    if parsed.lines[-1] == len(lines) - 1:
         del parsed.rows[-1], parsed.lines[-1]
     else:
         parsed.unreadable[len(parsed.rows) - 1] = "has a quote that is never closed"
+    for place, cells in enumerate(parsed.rows):
+        if len(cells) > len(columns):
+            parsed.unreadable.setdefault(place, f"has {len(cells)} cells for {len(columns)} columns")
     return parsed
+
+
+def read_table(
+    data: bytes, columns: list[str], wanted: list[str], delimiter: str = ",", quoting: int = csv.QUOTE_MINIMAL
+) -> pa.Table | None:
+    """Return the wanted columns of a .csv or .tsv file's group, as `parse_table` does in 10 times the time; None if it
+    is for that to say what is wrong with the rows."""
+    if data.startswith(BYTE_ORDER_MARK):  # here a part of a cell, which Arrow would leave out
+        return None
+    quote = '"' if quoting == csv.QUOTE_MINIMAL else False
+    try:
+        return read_csv(
+            pa.BufferReader(data),
+            ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=columns),
+            ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=True),
+            ConvertOptions(include_columns=wanted, column_types=dict.fromkeys(wanted, pa.string())),
+        )
+    except pa.ArrowInvalid:
+        return None
 
 
 def index_text(file: io.BufferedReader, start: int, _names: list[str]) -> Index:
@@ -223,7 +313,7 @@ TEXT_FORMATS: dict[str, tuple[Callable[..., Index], Callable[[bytes, Sequence[st
     ".jsonl": (index_lines, parse_lines),
     ".json": (index_json, parse_json),
     ".csv": (index_table, parse_table),
-    ".tsv": (partial(index_table, **TSV), partial(parse_table, **TSV)),
+    ".tsv": (partial(index_table, **TABLES[".tsv"]), partial(parse_table, **TABLES[".tsv"])),
 }
 """How each kind is indexed and its groups are read."""
 HAVE_LINES = (".jsonl", ".csv", ".tsv")

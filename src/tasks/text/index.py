@@ -57,7 +57,8 @@ def index_files(files: dict[str, str], column_names: list[str], cache: Path) -> 
         unfinished = file.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(done))
         unfinished.replace(file)
-    return [Shard(*fields) for fields in json.loads(file.read_text())]
+    shards = (Shard(*fields) for fields in json.loads(file.read_text()))
+    return [shard._replace(groups=[Group(*group) for group in shard.groups]) for shard in shards]
 
 
 def _index(url: str, version: str, column_names: list[str]) -> Shard | str:

