@@ -188,7 +188,7 @@ def resume(_: Path, large: Path, caches: Path) -> Measured:
 
         def reach(share: float, epoch: int, clears: bool = name == "cold") -> float:
             if clears:
-                shutil.rmtree(caches / "streaming" / "blocks")
+                shutil.rmtree(caches / "rows" / "blocks")
             stream, place = task.augmented(train, [0, epoch, 1]), int(len(train) * share)
             if not clears:  # in a stream of its own, so that the blocks are cached, and no window is kept
                 replace(stream).__getitems__([place])
@@ -263,7 +263,7 @@ def peers(_: Path, large: Path, caches: Path) -> Measured:
     def ours(rows: int, epoch: int, clears: bool) -> float:
         """Count rows by windows: they are all in its sequences."""
         if clears:
-            shutil.rmtree(caches / "streaming" / "blocks")
+            shutil.rmtree(caches / "rows" / "blocks")
         counts = train.counts[: rows // WINDOW]  # nothing is read ahead after them
         stream, size = replace(task.augmented(train, [0, epoch, 1]), counts=counts), int(counts.sum())
         return rows / cpu_seconds(lambda: [stream.__getitems__([place]) for place in range(size)])
@@ -286,7 +286,7 @@ def peers(_: Path, large: Path, caches: Path) -> Measured:
 
 def workers(_: Path, large: Path, caches: Path) -> Measured:
     with suppress(FileNotFoundError):
-        shutil.rmtree(caches / "streaming" / "blocks")
+        shutil.rmtree(caches / "rows" / "blocks")
     task = new_task(large)
     train, _ = task.build_datasets()
     config: Any = SimpleNamespace(task=task, num_workers=2, seed=0)

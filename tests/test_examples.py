@@ -151,7 +151,7 @@ def test_bad_data_is_one_line(
     ]
     (tmp_path / "val").symlink_to(tmp_path / "train")
     broken = launch("ddp", *pictures, f"--task.data_dir={tmp_path}", "--global_batch_size=2", processes=2)
-    assert broken.messages[0].startswith(f"train.py: {tmp_path}/train/cat/1.png: cannot be read, ")
+    assert broken.messages[0].startswith(f"train.py: {tmp_path}/val/cat/1.png: cannot be read, ")
     file = tmp_path / "bad.csv"
     file.write_text("a,b,y\n1,x,2\n2,,3\n3,,\n")
     mixed = launch("cpu", *table, f"--task.csv={file}")

@@ -29,8 +29,9 @@ def cause(error: BaseException) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names for a message, as many of them as fit into 200 characters."""
-    return shorten(", ".join(names), 200, placeholder=" …")
+    """Return names for a message, as many of them as fit into 200 characters; what is no Unicode in them as \\xNN."""
+    text = ", ".join(names).encode(errors="backslashreplace").decode()
+    return shorten(text, 200, placeholder=" …")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ def test_export_of_a_transformer(
 ) -> None:
     """The same files as the run's, the same weights to the last bit; a classifier's labels are known without data."""
     run = trained(kind, yaml)
-    monkeypatch.delattr(TextSource, "load_rows")
+    monkeypatch.delattr(TextSource, "open_rows")
     copy = shutil.copytree(run.folder / "checkpoints" / "step_00000012", tmp_path / "elsewhere")
     assert not main(["export", str(copy), f"--output={tmp_path}/model"])
     there = {path.name for path in (run.folder / "model").iterdir()}

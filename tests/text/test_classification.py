@@ -8,8 +8,9 @@ from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PreTrainedConfig
 
 from src.tasks.text.byte_tokenizer import byte_tokenizer
-from src.tasks.text.labels import label_names, length_grouped, sorted_labels
+from src.tasks.text.labels import length_grouped, sorted_labels
 from src.tasks.text.text_classification import TextClassification
+from src.tasks.text.values import as_label
 
 
 def classifier(folder: Path, train: str, dev: str, **settings: Any) -> TextClassification:
@@ -19,12 +20,15 @@ def classifier(folder: Path, train: str, dev: str, **settings: Any) -> TextClass
     return TextClassification(dataset=str(folder), **settings)
 
 
-def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them() -> None:
+def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them(tmp_path: Path) -> None:
     assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
     assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
-    features = Features({"label": ClassLabel(names=["neg", "pos", ""]), "text": Value("string")})
-    rows = Dataset.from_dict({"label": [1, 0, -1, 2], "text": ["a", "b", "c", "d"]}, features=features)
-    assert label_names(rows, "label") == ["pos", "neg", "-1", ""]
+    features = Features({"label": ClassLabel(names=["neg", "pos", "9"]), "text": Value("string")})
+    table = Dataset.from_dict({"label": [1, 0, -1, 2], "text": ["a", "b", "c", "d"]}, features=features)
+    table.to_parquet(tmp_path / "a.parquet")
+    task = TextClassification(dataset=f"{tmp_path}/a.parquet", eval_from="all")
+    rows, _ = task.usable_parts(*task.open_rows(), {"label": as_label})
+    assert rows["label"][:] == ["pos", "neg", "-1", "9"]
 
 
 def test_a_head_that_knows_the_labels_keeps_their_order(models: Path, tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.chats import ends_of_turn
+from src.tasks.text.chats import ChatEncoder, as_tools, ends_of_turn
 from src.tasks.text.documents import Chunker, Columns
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.pretrained import save
+from src.tasks.text.values import as_text
 from tests.text import tiny
 
 END = "<|endoftext|>"
@@ -39,7 +40,11 @@ def chunks(
     tokenizer.chat_template = template or tokenizer.chat_template
     if post_processor is not None:
         tokenizer.backend_tokenizer.post_processor = post_processor
-    return Chunker(row_format, tokenizer, length, train_on_prompts).make_chunks(Dataset.from_dict(columns), "test")
+    encoders = {"messages": ChatEncoder(str(tokenizer.chat_template)), "tools": as_tools}
+    rows = {
+        column: [encoders.get(role, as_text)(value) for value in columns[column]] for role, column in row_format.items()
+    }
+    return Chunker(row_format, tokenizer, length, train_on_prompts).make_chunks(Dataset.from_dict(rows), "test")
 
 
 def learnt(table: Dataset) -> str:
@@ -247,6 +252,11 @@ FILES = {
 }
 
 
+def loaded(task: CausalLM, *columns: str) -> tuple[Dataset, Dataset]:
+    """The rows to train and to evaluate on, with these columns of text."""
+    return task.usable_parts(*task.open_rows(), dict.fromkeys(columns, as_text))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current one, with FILES."""
@@ -282,13 +292,12 @@ def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.
 @pytest.mark.usefixtures("folder")
 def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
     task = CausalLM(dataset="rows.jsonl", eval_fraction=0.25)
-    rows, _ = task.load_rows()
-    parts, again = ([part["text"][:] for part in task.split(rows)] for _ in range(2))
+    parts, again = ([part["text"][:] for part in loaded(task, "text")] for _ in range(2))
     assert parts == again
     assert [len(part) for part in parts] == [15, 5]
-    assert sorted(parts[0] + parts[1]) == sorted(rows["text"])
+    assert sorted(parts[0] + parts[1]) == sorted(f"row {i}" for i in range(20))
     task.eval_from = "last"
-    assert task.split(rows)[1]["text"][:] == [f"row {i}" for i in range(15, 20)]
+    assert loaded(task, "text")[1]["text"][:] == [f"row {i}" for i in range(15, 20)]
 
 
 @pytest.mark.usefixtures("folder")
@@ -308,9 +317,10 @@ def test_a_single_text_is_cut_near_its_end() -> None:
 )  # fmt: skip
 def test_each_kind_of_file_is_read_as_it_stands(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
-    rows, evaluation = CausalLM(dataset=str(tmp_path / name)).load_rows()
+    task = CausalLM(dataset=str(tmp_path / name), eval_from="all")
+    rows, evaluation = loaded(task, "text")
     assert rows["text"][:] == ["a, b", "null"]
-    assert evaluation is None
+    assert evaluation is rows
 
 
 def test_names_of_files_say_their_split(tmp_path: Path) -> None:
@@ -318,8 +328,8 @@ def test_names_of_files_say_their_split(tmp_path: Path) -> None:
     for name in ("my-train-0", "training", "my_dev", "testData", "train_test_split_test", ".train_backup"):
         Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "data" / f"{name}.parquet")
     for asked, found in ((None, ["my_dev"]), ("test", ["testData", "train_test_split_test"])):
-        parts = CausalLM(dataset=f"{tmp_path}/data", eval_split=asked).load_rows()
-        assert [part["text"][:] for part in parts if part] == [["my-train-0", "training"], found]
+        parts = loaded(CausalLM(dataset=f"{tmp_path}/data", eval_split=asked), "text")
+        assert [part["text"][:] for part in parts] == [["my-train-0", "training"], found]
 
 
 def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:
@@ -328,7 +338,7 @@ def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for name, content in files.items():
         (tmp_path / "data" / name).write_text(content)
-    rows, evaluation = CausalLM(dataset=str(tmp_path / "data"), column_names=["words", "label"]).load_rows()
-    assert rows[:] == {"words": ["it's \"fine", "NA"], "label": [1, 0]}
-    assert evaluation is not None
-    assert evaluation[:] == {"words": ["b"], "label": [1]}
+    task = CausalLM(dataset=str(tmp_path / "data"), column_names=["words", "label"])
+    rows, evaluation = loaded(task, "words", "label")
+    assert rows[:] == {"words": ["it's \"fine", "NA"], "label": ["1", "0"]}
+    assert evaluation[:] == {"words": ["b"], "label": ["1"]}

@@ -21,12 +21,16 @@ from pyarrow import parquet
 from src.config.errors import RunError
 from src.tasks.base import samples
 from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.files import find_files
+from src.tasks.text.formats import GROUP_ROWS
+from src.tasks.text.index import index_files
 from src.tasks.text.packing import best_fit
+from src.tasks.text.readers import ShardReader
+from src.tasks.text.source import cache_folder
 from src.tasks.text.streaming import blocks, stream
 from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order
 from src.tasks.text.streaming.settings import masses_of
-from src.tasks.text.streaming.shards import GROUP_LINES, ShardReader, find_shards, index_shards
 from src.tasks.text.streaming.stream import Stream, count_sequences, packed
 from src.tasks.text.text_classification import TextClassification
 from tests.launching import Launch, Run, Started, slow, wait
@@ -118,7 +122,7 @@ def test_an_epoch_has_each_row_of_a_million_in_ragged_files_exactly_once(tmp_pat
     for number, size in enumerate([0, *sizes.tolist(), 0, 0, 0]):
         rows = pa.table({"text": pa.array(["a"] * size, pa.string())})
         parquet.write_table(rows, tmp_path / f"{number}.parquet", row_group_size=1000 + 37 * number)
-    index = index_shards(find_shards(str(tmp_path)), tmp_path / "cache")
+    index = index_files(find_files(str(tmp_path)), [], tmp_path / "cache")
     groups = [group[0] for shard in index for group in shard.groups]
     assert len(index) == 64
     of = order([groups], 10_000, [1.0], [1])
@@ -223,7 +227,7 @@ def test_each_row_is_in_an_epoch_exactly_once(kind: str, shards: Path, tmp_path:
     if kind == "jsonl":
         folder = tmp_path / "lines"
         folder.mkdir()
-        bounds = [0, 7, GROUP_LINES + 7, 2 * GROUP_LINES + 6, 2 * GROUP_LINES + 6, ROWS]
+        bounds = [0, 7, GROUP_ROWS + 7, 2 * GROUP_ROWS + 6, 2 * GROUP_ROWS + 6, ROWS]
         for number, (first, last) in enumerate(pairwise(bounds)):
             lines = [json.dumps({"text": f"<{row}> the of"}) for row in range(first, last)]
             (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n" * (number % 2 and first < last))
@@ -263,11 +267,12 @@ def test_a_streamed_classifier_sees_each_row_with_its_label(models: Path, tmp_pa
     for name, split in (("train.tsv", "train"), ("dev.tsv", "validation")):
         rows = [line.split("\t") for line in (tmp_path / "reviews" / name).read_text().splitlines()]
         table = pa.table({"text": [text for text, _ in rows], "label": [label for _, label in rows]})
-        parquet.write_table(table, tmp_path / f"{split}.parquet", row_group_size=7)
+        (tmp_path / "shards").mkdir(exist_ok=True)
+        parquet.write_table(table, tmp_path / "shards" / f"{split}.parquet", row_group_size=7)
     found = []
     for streaming in (True, False):
         of = TextClassification(
-            model=str(models / "bert"), dataset=str(tmp_path), streaming=streaming, shuffle_window=50
+            model=str(models / "bert"), dataset=f"{tmp_path}/shards", streaming=streaming, shuffle_window=50
         )
         train, evaluation = of.build_datasets()
         batch = of.collate(samples(train, [*range(len(train))]))
@@ -337,19 +342,19 @@ def test_the_cache_is_bounded_and_what_it_lost_is_made_again(shards: Path) -> No
     """To the size of about three blocks."""
     roomy = task(shards)
     expected = rows_of(epoch(roomy), roomy)
-    sizes = [file.stat().st_size for file in (roomy._cache / "blocks").glob("*.arrow")]
-    for file in (roomy._cache / "blocks").glob("*.arrow"):
+    sizes = [file.stat().st_size for file in (cache_folder() / "blocks").glob("*.arrow")]
+    for file in (cache_folder() / "blocks").glob("*.arrow"):
         file.unlink()
     bounded = task(shards, cache_gb=3 * max(sizes) / 1e9)
     stream = epoch(bounded)
     assert rows_of(stream, bounded) == expected
-    kept = [file.stat().st_size for file in (roomy._cache / "blocks").glob("*.arrow")]
+    kept = [file.stat().st_size for file in (cache_folder() / "blocks").glob("*.arrow")]
     assert 0 < sum(kept) <= 3 * max(sizes) < sum(sizes)
 
 
 def test_processes_of_a_machine_tokenize_no_block_twice(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads stand in for them."""
-    folder = task(shards)._cache / "blocks"
+    folder = cache_folder() / "blocks"
     made: list[str] = []
     original = Blocks._make
 

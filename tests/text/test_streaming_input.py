@@ -17,9 +17,11 @@ import pytest
 from pyarrow import parquet
 
 from src.config.errors import RunError, UserError
+from src.tasks.text import source
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.streaming import settings
-from src.tasks.text.streaming.shards import ShardReader, find_shards, index_shards
+from src.tasks.text.files import find_files
+from src.tasks.text.index import index_files
+from src.tasks.text.readers import ShardReader
 from src.tasks.text.text_classification import TextClassification
 from src.training.workers import load_in_workers
 from tests.text import tiny
@@ -29,7 +31,9 @@ LLAMA: dict[str, Any] = tiny.SIZES | {"model_type": "llama", "num_hidden_layers"
 ROWS = [{"text": f"line {i}"} for i in range(60)]
 PROMPTS = [{"prompt": f"{i} and", "completion": f" {i + 1}"} for i in range(60)]
 REVIEWS = [{"text": f"line {i}", "label": ("even", "odd")[i % 2]} for i in range(60)]
-HINT = "mend it, or leave out such rows with --task.skip_bad_rows=true"
+SKIP = "or leave out such rows with --task.bad_rows=skip"
+EVALUATED = f"rows in the data to evaluate on cannot be used: fix them, {SKIP}"
+HINT = f"fix it, {SKIP}"
 
 
 def content(name: str, rows: list[Any] | bytes) -> bytes:
@@ -102,43 +106,43 @@ def bad(row: Any) -> dict[str, list[Any]]:
 
 
 NO_PARQUET = "cannot be read, Parquet magic bytes not found in footer. *"
+NO_FILE = "no file there of one of the kinds .txt, .jsonl, .json, .csv, .tsv, .parquet"
 BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a number": (bad({"text": 3}), {}, f"a/y.jsonl, row 6: text is int, not text; {HINT}"),
-    "a null": (bad({"text": None}), {}, f"a/y.jsonl, row 6: text is empty; {HINT}"),
-    "an empty text": (bad({"text": " "}), {}, f"a/y.jsonl, row 6: text is empty; {HINT}"),
-    "no such column": (bad({"txt": "a"}), {}, f"a/y.jsonl, row 6: text is empty; {HINT}"),
-    "no JSON": (bad(b'{"text": '), {}, f"a/y.jsonl, row 6: is no JSON object, *; {HINT}"),
-    "an empty line": (bad(b""), {}, f"a/y.jsonl, row 6: is no JSON object, *; {HINT}"),
-    "a list": (bad(["a"]), {}, f"a/y.jsonl, row 6: is no JSON object, *; {HINT}"),
-    "no UTF-8": (bad(b'{"text": "caf\xe9"}'), {}, f"a/y.jsonl, row 6: is no JSON object, *utf-8*; {HINT}"),
-    "half an emoji": (bad({"text": "a \ud83d"}), {}, f"a/y.jsonl, row 6: is no JSON object, *surrogates*; {HINT}"),
-    "too many brackets": (bad(b"[" * 10**5), {}, f"a/y.jsonl, row 6: is no JSON object, *; {HINT}"),
-    "the first line": ({"a.jsonl": [b"{", *ROWS]}, {}, f"a.jsonl, row 1: is no JSON object, *; {HINT}"),
+    "a number": (bad({"text": 3}), {}, f"a/y.jsonl, line 6: text is int, not text; {HINT}"),
+    "a null": (bad({"text": None}), {}, f"a/y.jsonl, line 6: text is empty; {HINT}"),
+    "an empty text": (bad({"text": " "}), {}, f"a/y.jsonl, line 6: text is empty; {HINT}"),
+    "no such column": (bad({"txt": "a"}), {}, f"a/y.jsonl, line 6: text is empty; {HINT}"),
+    "no JSON": (bad(b'{"text": '), {}, f"a/y.jsonl, line 6: is no JSON object, *; {HINT}"),
+    "a list": (bad(["a"]), {}, f"a/y.jsonl, line 6: is no JSON object, *; {HINT}"),
+    "no UTF-8": (bad(b'{"text": "caf\xe9"}'), {}, f"a/y.jsonl, line 6: text is no Unicode text, *utf-8*; {HINT}"),
+    "half an emoji": (bad({"text": "a \ud83d"}), {}, f"a/y.jsonl, line 6: text is no Unicode text, *; {HINT}"),
+    "too many brackets": (bad(b"[" * 10**5), {}, f"a/y.jsonl, line 6: is no JSON object, *; {HINT}"),
+    "the first line": ({"a.jsonl": [b"{", *ROWS]}, {}, f"a.jsonl, line 1: is no JSON object, *; {HINT}"),
     "a null in parquet": (
         {"a.parquet": [*ROWS, {"text": None}, *ROWS]}, {},
         f"a.parquet, row 61: text is empty; {HINT}",
     ),
     "a row to evaluate on": (
         {"a.jsonl": [*ROWS, {"text": 3}, ROWS[0]]}, {},
-        f"a.jsonl, row 61: text is int, not text; {HINT}",
+        f"a.jsonl, line 61: text is int, not text; 1 of 6 {EVALUATED}",
     ),
-    "a line to evaluate on": ({"a.jsonl": [*ROWS, b"{"]}, {}, "a.jsonl, row 61: is no JSON object, *"),
+    "a line to evaluate on": ({"a.jsonl": [*ROWS, b"{"]}, {}, "a.jsonl, line 61: is no JSON object, *"),
     "nothing but bad rows": (
-        {"a.jsonl": [{"text": None}] * 60 + ROWS[:6]}, {"skip_bad_rows": True, "text_column": "text"},
+        {"a.jsonl": [{"text": None}] * 60 + ROWS[:6]}, {"bad_rows": "skip", "text_column": "text"},
         "no row of a sample of the data to train on can be used: *",
     ),
     # Columns and parts.
     "a shard without it": (
         {"a/x.parquet": ROWS, "a/y.parquet": [{"txt": "a"}]}, {},
-        "a/y.parquet: no column text, as other shards have",
+        "a/y.parquet: no column text, as other files have",
     ),
     "a shard to evaluate on without it": (
         {"a/train.jsonl": ROWS, "a/dev-0.parquet": ROWS, "a/dev-1.parquet": [{"txt": "a"}]}, {},
-        "a/dev-1.parquet: no column text, as other shards have",
+        "a/dev-1.parquet: no column text, as other files have",
     ),
     "no shard to evaluate on with it": (
         {"a/train.jsonl": ROWS, "a/dev.parquet": [{"txt": "a"}]}, {},
-        "task.dataset=a: no column text in the data to evaluate on; its columns are txt",
+        "task.dataset=a: no column text in the data to evaluate on; its columns are txt. Are they kept back, *",
     ),
     "no shard with it": (
         {"a.parquet": [{"txt": "a"}] * 60}, {"text_column": "text"},
@@ -153,14 +157,14 @@ BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # Shards.
     "no bytes": ({"a.jsonl": b""}, {}, "task.dataset=a.jsonl: no row in its 1 files"),
     "no rows": ({"a.parquet": []}, {}, "task.dataset=a.parquet: no row in its 1 files"),
-    "no shards": ({"a/x.csv": b"text\na\n"}, {}, "task.dataset=a: no .parquet or .jsonl file there to stream"),
+    "no shards": ({"a/x.doc": b"text\na\n"}, {}, f"task.dataset=a: {NO_FILE}"),
     "cut off": ({"a.parquet": content(".parquet", ROWS)[:-9]}, {}, f"a.parquet: {NO_PARQUET}"),
     "several cut off": (
         {"a/w.parquet": ROWS, "a/x.parquet": content(".parquet", ROWS)[:-9], "a/y.parquet": b"", "a/z.jsonl": ROWS}, {},
         f"a/x.parquet: {NO_PARQUET}\na/y.parquet: cannot be read, Parquet file size is 0 bytes",
     ),
     # Where they are.
-    "no such folder": ({}, {"dataset": "memory://nowhere"}, "task.dataset=memory://nowhere: no .parquet or .jsonl *"),
+    "no such folder": ({}, {"dataset": "memory://nowhere"}, f"task.dataset=memory://nowhere: {NO_FILE}"),
     "no package": (
         {}, {"dataset": "gs://bucket/a"},
         "task.dataset=gs://bucket/a: cannot be read, Please install gcsfs *",
@@ -205,7 +209,7 @@ def test_credentials_that_are_missing_are_named_at_once(monkeypatch: pytest.Monk
         monkeypatch.setenv(name, "none")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    said = says(UserError, lambda: find_shards("s3://bucket/folder"))
+    said = says(UserError, lambda: find_files("s3://bucket/folder"))
     assert said == "task.dataset=s3://bucket/folder: cannot be read, Unable to locate credentials"
 
 
@@ -218,7 +222,7 @@ def test_hidden_files_and_those_in_hidden_folders_are_no_shards() -> None:
     assert {*texts(task, train)} == {row["text"] for row in ROWS}
     below = Path("_hidden/a").resolve()
     shutil.copytree("a", below)
-    assert len(find_shards(str(below))) == 2, "a folder above them may be hidden"
+    assert len(find_files(str(below))) == 2, "a folder above them may be hidden"
 
 
 def test_the_split_to_train_on_is_not_evaluated_on_too() -> None:
@@ -258,22 +262,22 @@ def test_shards_to_evaluate_on_are_of_any_kind_and_their_rows_are_named_or_left_
     more = [{"text": "a", "id": 1}, {"id": "x", "text": "b"}, {"text": 3}, b"{"]
     write({"a/dev-2.jsonl": more})
     said = says(UserError, lm("a").build_datasets)
-    assert said == f"a/dev-2.jsonl, row 3: text is int, not text; {HINT}"
-    task = lm("a", skip_bad_rows=True)
+    assert said == f"a/dev-2.jsonl, line 3: text is int, not text; 2 of 9 {EVALUATED}"
+    task = lm("a", bad_rows="skip")
     evaluation = built(task)[1]
     assert decoded(task, evaluation) == [*ROWS[:5], {"text": "a"}, {"text": "b"}]
     assert task.describe("eval", evaluation)["skipped_rows"] == 2
     shutil.rmtree("a")
     write({"a/train.jsonl": ROWS, "a/dev.jsonl": [{"text": None}]})
-    said = says(UserError, lm("a", skip_bad_rows=True).build_datasets)
-    assert said == "task.dataset=a: none of its rows to evaluate on can be used"
+    said = says(UserError, lm("a", bad_rows="skip").build_datasets)
+    assert said == f"a/dev.jsonl, line 1: text is empty; 1 of 1 {EVALUATED}"
 
 
 def test_rows_to_evaluate_on_that_are_left_out_count_over_all_sources() -> None:
     """Tried without the sum: those of the last source."""
     write({"a/train.jsonl": ROWS, "a/dev.jsonl": [*ROWS[:3], b"{", {"text": 1}]})
     write({"b/train.jsonl": ROWS, "b/dev.jsonl": ROWS[:3]})
-    task = lm(sources=[{"dataset": "a"}, {"dataset": "b"}], skip_bad_rows=True)
+    task = lm(sources=[{"dataset": "a"}, {"dataset": "b"}], bad_rows="skip")
     assert task.describe("eval", built(task)[1])["skipped_rows"] == 2
 
 
@@ -300,14 +304,14 @@ def test_a_dataset_on_the_hub_lacks_a_split_or_has_a_file_that_cannot_be_streame
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tried without: a TypeError, as splits are no text, and a KeyError."""
-    write({"a/train.jsonl": ROWS, "a/more.json": b"{}"})
+    write({"a/train.jsonl": ROWS, "a/more.txt": b"{}"})
     files = {"train": ["a/train.jsonl"]}
-    monkeypatch.setattr(settings, "load_dataset_builder", lambda *_: OnTheHub(files))
+    monkeypatch.setattr(source, "load_dataset_builder", lambda *_: OnTheHub(files))
     assert says(UserError, lm("org/a", train_split="all").build_datasets) == "task.train_split=all: org/a has train"
     assert len(built(lm("org/a"))[0]) > 0
-    files["validation"] = ["a/more.json"]
+    files["validation"] = ["a/more.txt"]
     said = says(UserError, lm("org/a").build_datasets)
-    assert said == "a/more.json: cannot be streamed, only .parquet and .jsonl files"
+    assert said == "a/more.txt: cannot be streamed, only .jsonl, .json, .csv, .tsv, .parquet files"
 
 
 # --------------------------------------------------------------------------------------------- known while training
@@ -316,14 +320,14 @@ def test_a_dataset_on_the_hub_lacks_a_split_or_has_a_file_that_cannot_be_streame
 def test_a_shard_that_has_changed_since_it_was_indexed(tmp_path: Path, kind: str, is_set_back: bool) -> None:
     """Of the same size. Tried without: its rows are mixed with those of the old one."""
     file = tmp_path / write({f"a.{kind}": ROWS})
-    reader = ShardReader(index_shards(find_shards(str(file)), tmp_path))
+    reader = ShardReader(index_files(find_files(str(file)), [], tmp_path))
     before = file.stat()
     file.write_bytes(file.read_bytes().replace(b"line 7", b"LINE 7"))
     if is_set_back:
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     said = says(UserError, lambda: reader.read(0, 0, 3, ("text",)))
     assert said == f"a.{kind} has changed or is gone since it was indexed: put it back as it was, or begin a new run"
-    reader = ShardReader(index_shards(find_shards(str(file)), tmp_path))
+    reader = ShardReader(index_files(find_files(str(file)), [], tmp_path))
     assert reader.read(0, 7, 8, ("text",))[0] == {"text": ["LINE 7"]}, "a new run takes the new one"
 
 
@@ -331,7 +335,7 @@ def test_a_shard_that_has_changed_since_it_was_indexed(tmp_path: Path, kind: str
 def test_a_shard_that_is_gone_is_named(tmp_path: Path, kind: str) -> None:
     """Tried without: a traceback, or six tries."""
     file = tmp_path / write({f"a.{kind}": ROWS})
-    reader = ShardReader(index_shards(find_shards(str(file)), tmp_path))
+    reader = ShardReader(index_files(find_files(str(file)), [], tmp_path))
     file.unlink()
     assert says(UserError, lambda: reader.read(0, 0, 3, ("text",))).startswith(f"a.{kind} has changed or is gone")
 
@@ -341,7 +345,7 @@ def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(tmp_path: Path
     rows[1500] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
     train, _ = built(task)
-    assert says(UserError, lambda: [*epoch(task, train)]) == f"a.jsonl, row 1501: text is int, not text; {HINT}"
+    assert says(UserError, lambda: [*epoch(task, train)]) == f"a.jsonl, line 1501: text is int, not text; {HINT}"
 
 
 def test_a_bad_row_is_one_line_in_a_loading_process_too(tmp_path: Path) -> None:  # room: workers
@@ -354,7 +358,7 @@ def test_a_bad_row_is_one_line_in_a_loading_process_too(tmp_path: Path) -> None:
     stream = task.augmented(train, [0, 0, 1])
     batches = [[i] for i in range(len(stream))]
     said = says(UserError, lambda: deque(load_in_workers(config, stream, batches, 0, 0), maxlen=0))
-    assert said == f"a.jsonl, row 1501: text is int, not text; {HINT}"
+    assert said == f"a.jsonl, line 1501: text is int, not text; {HINT}"
 
 
 class Failing:  # room: workers
@@ -379,16 +383,16 @@ def test_what_a_loading_process_could_not_read_stays_a_run_error() -> None:  # r
 
 # ------------------------------------------------------------------------------------------------ left out and counted
 BAD: list[Any] = [
-    {"text": 3}, {"text": None}, {"text": ""}, {"txt": "a"}, {}, b"{", b"", b"[1]", b"null", b'"a"', b"\xff",
+    {"text": 3}, {"text": None}, {"text": ""}, {"txt": "a"}, {}, b"{", b"[1]", b"null", b'"a"', b"\xff",
     {"text": "\ud83d"},
 ]  # fmt: skip
 
 
 def test_bad_rows_are_left_out_and_counted_and_no_others() -> None:
     """In the order of the rows the counts are those of their windows. Tried without: none is counted."""
-    rows = [row for good, bad_row in zip(ROWS[:12], BAD, strict=True) for row in (bad_row, good)] + ROWS[12:]
+    rows = [row for good, bad_row in zip(ROWS[:11], BAD, strict=True) for row in (bad_row, good)] + ROWS[11:]
     task = lm(
-        write({"a/x.jsonl": rows, "a/y.jsonl": [*ROWS, *BAD[1:3], *ROWS[:4]]}), skip_bad_rows=True, shuffle_window=20
+        write({"a/x.jsonl": rows, "a/y.jsonl": [*ROWS, *BAD[1:3], *ROWS[:4]]}), bad_rows="skip", shuffle_window=20
     )
     train, evaluation = built(task)
     assert len(evaluation) == 1
@@ -398,7 +402,7 @@ def test_bad_rows_are_left_out_and_counted_and_no_others() -> None:
 
 
 def test_a_window_of_nothing_but_bad_rows_is_empty_and_counted() -> None:
-    task = lm(write({"a.jsonl": [*ROWS, *[{"text": None}] * 300, *ROWS]}), skip_bad_rows=True, shuffle_window=50)
+    task = lm(write({"a.jsonl": [*ROWS, *[{"text": None}] * 300, *ROWS]}), bad_rows="skip", shuffle_window=50)
     train, _ = built(task)
     assert len(texts(task, train)) + skipped(task, train) == sum(train.order.totals)
     for samples in epoch(task, train):
@@ -410,7 +414,7 @@ def test_a_window_of_nothing_but_bad_rows_is_empty_and_counted() -> None:
 def test_prompts_that_are_not_packed_keep_a_place_for_each_row() -> None:
     """An epoch is as long as its rows are many, whatever is left out."""
     bad_rows: list[Any] = [{"prompt": None, "completion": "a"}, {"prompt": "a"}, b"{"]
-    task = lm(write({"a.jsonl": [*PROMPTS[:20], *bad_rows, *PROMPTS[20:]]}), skip_bad_rows=True, packing=False)
+    task = lm(write({"a.jsonl": [*PROMPTS[:20], *bad_rows, *PROMPTS[20:]]}), bad_rows="skip", packing=False)
     train, evaluation = built(task)
     assert len(train) == 63 - len(evaluation)
     expected = [row["prompt"] + row["completion"] for row in PROMPTS[: -len(evaluation)]]
@@ -430,8 +434,8 @@ def test_labels_that_no_row_to_evaluate_on_has_are_named_or_left_out(models: Pat
     task = classifier("a.jsonl", models)
     train, _ = built(task)
     said = says(UserError, lambda: [*epoch(task, train)])
-    assert said == f"a.jsonl, row 21: label prime is not among the evaluation data's (even, odd); {HINT}"
-    task = classifier("a.jsonl", models, skip_bad_rows=True)
+    assert said == f"a.jsonl, line 21: label prime is not among the evaluation data's (even, odd); {HINT}"
+    task = classifier("a.jsonl", models, bad_rows="skip")
     train, evaluation = built(task)
     assert skipped(task, train) == 4
     assert sum(task.count_targets(task.collate(samples)) for samples in epoch(task, train)) == 60 - len(evaluation)

@@ -16,8 +16,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from src.config.errors import RunError, UserError
-from src.tasks.text.streaming import settings, shards
-from src.tasks.text.streaming.shards import ShardReader, find_shards, index_shards
+from src.tasks.text import files, readers, source
+from src.tasks.text.files import find_files
+from src.tasks.text.index import index_files
+from src.tasks.text.readers import ShardReader
 from tests.s3 import S3FileSystem, s3_bucket
 from tests.text.test_streaming_input import built, content, decoded, lm, says, texts
 
@@ -63,14 +65,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> str:
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that would have been waited."""
     seconds: list[float] = []
-    monkeypatch.setattr(shards, "time", SimpleNamespace(sleep=seconds.append))
+    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=seconds.append))
     return seconds
 
 
 @pytest.fixture(autouse=True)
 def _nothing_in_memory() -> None:
     """Another test has read the same shards."""
-    shards._row_group.cache_clear()
+    readers._row_group.cache_clear()
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, share: float = 1.0, only: str = "") -> Counter[str]:
@@ -106,7 +108,7 @@ def test_no_row_is_lost_or_doubled_when_a_third_of_the_calls_fail(
     memory: str, calm: list[str], waited: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Tried without another try: it ends with the first failure."""
-    monkeypatch.setattr(shards, "WAITS", (0.0,) * 99)
+    monkeypatch.setattr(files, "WAITS", (0.0,) * 99)
     failed = failing(monkeypatch, error, share=1 / 3)
     assert seen(memory) == calm
     assert {*failed} == {*CALLS}
@@ -130,7 +132,7 @@ def test_rows_to_evaluate_on_are_those_of_the_shard_as_it_is_and_read_as_patient
 ) -> None:
     """Tried with datasets' reader, whose downloads go by ETags, which not all file systems have: the old rows."""
     fsspec.filesystem("memory").mv("/data/x.parquet", "/data/train.parquet")
-    monkeypatch.setattr(shards, "WAITS", (0.0,) * 99)
+    monkeypatch.setattr(files, "WAITS", (0.0,) * 99)
     for word in ("old", "new"):
         rows = [{"text": f"{word} {i}"} for i in range(5)]
         fsspec.filesystem("memory").pipe_file(f"/data/validation.{kind}", content(f".{kind}", rows))
@@ -147,12 +149,12 @@ def test_waits_grow_and_then_the_shard_is_named_in_one_line(
     memory: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A traceback would not say which shard, and a second launch may do."""
-    found = {url: version for url, version in find_shards(memory).items() if url.endswith(name)}
-    reader = ShardReader(index_shards(found, tmp_path))
+    found = {url: version for url, version in find_files(memory).items() if url.endswith(name)}
+    reader = ShardReader(index_files(found, [], tmp_path))
     failing(monkeypatch, OSError("reset\nby peer"))
     said = says(RunError, lambda: reader.read(0, 0, 3, READ))
     assert said == f"{next(iter(found))}: cannot be read, tried 6 times, reset by peer"
-    assert waited == [*shards.WAITS]
+    assert waited == [*files.WAITS]
     assert waited == sorted({*waited})
 
 
@@ -167,11 +169,11 @@ def test_what_another_try_would_not_mend_is_named_at_once(
     memory: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Tried without: half a minute of tries, or a traceback."""
-    reader = ShardReader(index_shards(find_shards(memory), tmp_path))
+    reader = ShardReader(index_files(find_files(memory), [], tmp_path))
     failing(monkeypatch, error)
     first = reader.groups[0][0].url
     assert says(UserError, lambda: reader.read(0, 0, 3, READ)).startswith(f"{first}: cannot be read, ")
-    assert says(UserError, lambda: find_shards(memory)).startswith(f"task.dataset={memory}: cannot be read, ")
+    assert says(UserError, lambda: find_files(memory)).startswith(f"task.dataset={memory}: cannot be read, ")
     assert waited == []
 
 
@@ -181,14 +183,14 @@ def test_bad_parquet_is_not_tried_again_and_all_broken_shards_are_named_at_once(
     system = fsspec.filesystem("memory")
     system.pipe_file("/data/x.parquet", FILES["data/x.parquet"][:-9])
     system.pipe_file("/data/z.parquet", b"PAR1")
-    found = find_shards(memory)
-    lines = says(UserError, lambda: index_shards(found, tmp_path)).splitlines()
+    found = find_files(memory)
+    lines = says(UserError, lambda: index_files(found, [], tmp_path)).splitlines()
     assert [line.partition(": ")[0] for line in lines] == ["memory:///data/x.parquet", "memory:///data/z.parquet"]
     assert waited == []
     # what is not to be reached is named beside them
-    monkeypatch.setattr(shards, "WAITS", (0.0,))
+    monkeypatch.setattr(files, "WAITS", (0.0,))
     failing(monkeypatch, OSError("reset"), only="y.jsonl")
-    lines = says(UserError, lambda: index_shards(found, tmp_path)).splitlines()
+    lines = says(UserError, lambda: index_files(found, [], tmp_path)).splitlines()
     assert len(lines) == 3
     assert lines[0] == "memory:///data/deep/y.jsonl: cannot be read, tried 2 times, reset"
 
@@ -197,7 +199,7 @@ def test_a_shard_that_changed_elsewhere_is_refused_without_another_try(
     memory: str, tmp_path: Path, waited: list[float]
 ) -> None:
     """By its size, or where the file system knows a time, by that."""
-    reader = ShardReader(index_shards(find_shards(memory), tmp_path))
+    reader = ShardReader(index_files(find_files(memory), [], tmp_path))
     for name in NAMES:
         fsspec.filesystem("memory").pipe_file(f"/{name}", FILES[name])
     for number, (shard, *_) in enumerate(reader.groups):
@@ -221,7 +223,7 @@ def test_s3_shows_the_same_rows_in_the_same_order_though_calls_fail(
 ) -> None:
     """Its listings may tell times more finely than what it says of a file, as MinIO's do. Tried with such a time as a
     part of the version: every shard has changed."""
-    monkeypatch.setattr(shards, "WAITS", (0.0,) * 99)
+    monkeypatch.setattr(files, "WAITS", (0.0,) * 99)
     draw, find, cat, info = random.Random(0), S3FileSystem._find, S3FileSystem._cat_file, S3FileSystem._info
 
     async def finely(system: Any, path: str, **options: Any) -> Any:
@@ -248,7 +250,7 @@ def test_s3_shows_the_same_rows_in_the_same_order_though_calls_fail(
 def test_s3_refuses_objects_that_changed_are_gone_or_never_were(
     bucket: str, tmp_path: Path, waited: list[float]
 ) -> None:
-    reader = ShardReader(index_shards(find_shards(bucket), tmp_path))
+    reader = ShardReader(index_files(find_files(bucket), [], tmp_path))
     client = boto3.client("s3")
     client.put_object(Bucket="bucket", Key="data/deep/y.jsonl", Body=FILES["data/deep/y.jsonl"].upper())
     client.delete_object(Bucket="bucket", Key="data/x.parquet")
@@ -256,8 +258,8 @@ def test_s3_refuses_objects_that_changed_are_gone_or_never_were(
     for name in ("deep/y.jsonl", "x.parquet"):
         said = says(UserError, lambda name=name: reader.read(numbers[f"{bucket}/{name}"], 0, 3, READ))  # type: ignore[misc]
         assert said.startswith(f"{bucket}/{name} has changed or is gone")
-    assert says(UserError, lambda: find_shards("s3://bucket/nowhere")).endswith(" file there to stream")
-    assert "bucket does not exist" in says(UserError, lambda: find_shards("s3://nowhere/data"))
+    assert says(UserError, lambda: find_files("s3://bucket/nowhere")).endswith(".tsv, .parquet")
+    assert "bucket does not exist" in says(UserError, lambda: find_files("s3://nowhere/data"))
     assert waited == []
 
 
@@ -265,7 +267,7 @@ def test_a_dataset_of_the_hub_is_streamed_from_the_files_that_datasets_finds_for
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By their URLs, hf://datasets/name@revision/file; here of another file system, as the Hub is out of reach."""
-    urls = [*find_shards(memory)]
+    urls = [*find_files(memory)]
     train, validation = [url for url in urls if "/x." not in url], [url for url in urls if "/x." in url]
     asked: list[Any] = []
 
@@ -273,7 +275,7 @@ def test_a_dataset_of_the_hub_is_streamed_from_the_files_that_datasets_finds_for
         asked.append(name)
         return SimpleNamespace(config=SimpleNamespace(data_files={"train": train, "validation": validation}))
 
-    monkeypatch.setattr(settings, "load_dataset_builder", builder)
+    monkeypatch.setattr(source, "load_dataset_builder", builder)
     task = lm("someone/some", dataset_config="small")
     stream, _ = task.build_datasets()
     assert asked == [("someone/some", "small")]

@@ -16,7 +16,6 @@ from src.config.terminal import bar
 from src.tasks.text import formats
 from src.tasks.text.files import patiently
 from src.tasks.text.formats import BYTE_ORDER_MARK, PIECE, TEXT_FORMATS, Group, Index
-from src.tasks.text.values import encodable
 
 CODE = Path(formats.__file__).read_text()
 """The source of what makes an index: when it changes, files are indexed again."""
@@ -68,7 +67,6 @@ def _index(url: str, version: str, column_names: list[str]) -> Shard | str:
     def make() -> Shard:
         with fsspec.open(url, "rb") as file:
             digest, index = _index_parquet(file) if kind == ".parquet" else _index_text(file, kind, column_names)
-        encodable("".join(index.columns))
         return Shard(url, version, digest, *index)
 
     try:

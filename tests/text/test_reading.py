@@ -1,0 +1,456 @@
+"""Rows as their files have them: hostile files of each kind, loaded and streamed, against Python's own csv and json
+modules and pyarrow. What is compared is what the tokenizer gets, cell by cell."""
+
+import csv
+import io
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import date, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from datasets import ClassLabel, Features, Value
+from pyarrow import parquet
+from pyarrow.json import read_json
+
+from src.config.errors import UserError
+from src.tasks.text import formats, readers
+from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.chats import ChatEncoder, as_tools
+from src.tasks.text.packing import Chunk
+from src.tasks.text.source import cache_folder
+from src.tasks.text.streaming.blocks import Blocks
+from src.tasks.text.values import Rows, as_label, as_text
+from tests.launching import Launch, slow
+from tests.text import tiny
+
+FILES = 300
+"""Of each kind."""
+UTF8 = ("utf-8", "surrogateescape")
+MARK = b"\xef\xbb\xbf"
+TEXTS = [
+    "2024-01-04", "2024-01-04 00:00:00", "2024-01-04T12:30:00Z", "12:30", "00123", "01000", "1.10", "1.1", "2.0",
+    "1e2", "100", "2E1", "1_000", "0x1F", "-0", "+1", "inf", "1,000", "NA", "N/A", "None", "none", "null", "NaN", "nan",
+    "True", "FALSE", "yes", "", " ", "  padded ", "word", "two words", "café", "😀", "a\nb", "a\r\nb", "a\rb", "a\tb",
+    'say "hi"', '"', '""', "'", "a;b", "# no comment", "=1+1", "\ufeffmark", "\u2028", "\x0b\x0c", "\x1c", "\xa0",
+    "\\N", "\\", "[1, 2]", '{"a": 1}', "end", "<s>",
+]  # fmt: skip
+OTHERS: list[Any] = [None, 0, 7, 1.5, -1, True, [], ["a"], {"a": 1}]
+ARGUMENTS: list[Any] = ["2024-01-04", "01000", 1, 1.5, None, True, [], [1, "a"], {"unit": None}, {"at": "12:30"}, ""]
+SMALL: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+Row = tuple[str | None, ...]
+Values = list[dict[str, Any] | None]
+"""Rows as a file has them; None where one is unreadable."""
+
+
+# ---------------------------------------------------------------------------------------------------- hostile files
+def texts(draw: random.Random, number: int) -> list[str]:
+    """All alike, or of all kinds, or alike but for the last one."""
+    kind = draw.random()
+    if kind < 0.2:
+        return [f"{draw.randrange(10**5):05}" for _ in range(number - 1)] + ["word"]
+    if kind < 0.4:
+        return [f"2024-{draw.randint(1, 12):02}-{draw.randint(1, 28):02}" for _ in range(number)]
+    return ["word", *draw.choices(TEXTS, k=number - 1)]
+
+
+def rows_in(draw: random.Random, seed: int) -> int:
+    """Two files have more than 10,000: readers that guess do so by so many rows."""
+    return 10_050 if seed in (7, 100) else draw.randint(1, 12)
+
+
+def table(draw: random.Random, seed: int, delimiter: str) -> bytes:
+    """A csv or tsv, as well or badly written as people's are."""
+    ends, number = draw.choice(["\n", "\n", "\r\n", "\r"]), rows_in(draw, seed)
+    header = draw.sample(["text", "label", "id"], 3)
+    columns = {name: texts(draw, number) for name in header}
+    lines = [delimiter.join(header)]
+    for row in zip(*columns.values(), strict=True):
+        cells = []
+        for cell in row:
+            if delimiter == "\t":
+                cells.append(cell.replace("\t", " ").replace("\n", " ").replace("\r", " "))
+            elif draw.random() < 0.2 or any(c in cell for c in ',"\r\n'):
+                cells.append('"' + cell.replace('"', '""') + '"')
+            else:
+                cells.append(cell)
+        if draw.random() < 0.05:
+            cells = draw.choice([cells[:-1], [*cells, "more"], cells[:1]])
+        lines.append(delimiter.join(cells))
+        if draw.random() < 0.1:
+            lines.append(draw.choice(["", "", " "]))
+    if draw.random() < 0.1:  # a stray quote, which may swallow rows, or stay open
+        place = draw.randrange(1, len(lines))
+        lines[place] = draw.choice(['"', 'a"b', '"a"b']) + lines[place]
+    return finished(draw, ends.join(lines) + draw.choice(["", ends, ends + ends]))
+
+
+def finished(draw: random.Random, text: str) -> bytes:
+    data = text.encode(*UTF8)
+    if draw.random() < 0.05:  # a byte that is no UTF-8, but not in the header
+        place = draw.randrange(len(data) // 2, len(data))
+        data = data[:place] + b"\xe9" + data[place:]
+    return MARK * (draw.random() < 0.1) + data
+
+
+def json_rows(draw: random.Random, seed: int) -> list[dict[str, Any]]:
+    number = rows_in(draw, seed)
+    if seed % 3 == 0:
+        rows = [{"messages": chat(draw), "tools": tools(draw)} for _ in range(number)]
+    else:
+        columns = {name: texts(draw, number) for name in ("text", "label", "id")}
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        for row in rows[1:]:
+            if draw.random() < 0.2:
+                row[draw.choice([*row])] = draw.choice(OTHERS)
+            if draw.random() < 0.1:
+                del row[draw.choice([*row])]
+    return [dict(draw.sample([*row.items()], len(row))) for row in rows]
+
+
+def chat(draw: random.Random, typed: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Messages in which each call has other arguments: of any type, or some of those that are given."""
+    names = draw.sample(["date", "n", "city", "x"], draw.randint(0, 4))
+    arguments = {name: typed[name] if typed else draw.choice(ARGUMENTS) for name in names}
+    call = {"type": "function", "function": {"name": "book", "arguments": arguments}}
+    answer = {"role": "assistant", "content": draw.choice(TEXTS), "tool_calls": [call] * draw.randint(1, 2)}
+    return [{"role": "user", "content": draw.choice(TEXTS)}, answer]
+
+
+def tools(draw: random.Random) -> Any:
+    return draw.choice([None, [], [{"function": {"name": "book", "parameters": {"date": draw.choice(ARGUMENTS)}}}]])
+
+
+def jsonl(draw: random.Random, seed: int) -> bytes:
+    ends = draw.choice(["\n", "\n", "\r\n"])
+    lines = []
+    for place, row in enumerate(json_rows(draw, seed)):
+        line = json.dumps(row, ensure_ascii=draw.random() < 0.5, separators=draw.choice([None, (",", ":")]))
+        if place and draw.random() < 0.1:
+            line = draw.choice([line[:-3], "[1]", "null", '"a"', '{"text": "half \\ud83d"}', line + line, "{}"])
+        lines.append(" " * (draw.random() < 0.1) + line)
+        if draw.random() < 0.15:
+            lines.append(draw.choice(["", " ", "\t"]))
+    return finished(draw, ends.join(lines) + draw.choice(["", ends, ends + ends]))
+
+
+def json_list(draw: random.Random, seed: int) -> bytes:
+    rows = json_rows(draw, seed)
+    others = [[1], "a", None, {}] if draw.random() < 0.2 else []
+    indent, is_ascii = draw.choice([None, 1, 4]), draw.random() < 0.5
+    return finished(draw, draw.choice(["", "\n"]) + json.dumps([*rows, *others], indent=indent, ensure_ascii=is_ascii))
+
+
+def parquet_file(draw: random.Random, seed: int) -> bytes:
+    number = rows_in(draw, seed)
+    holes = [draw.choice([text, text, text, None]) for text in texts(draw, number)]
+    kinds: list[Callable[[], pa.Array]] = [
+        lambda: pa.array(holes, draw.choice([pa.string(), pa.large_string()])),
+        lambda: pa.array([hole or "word" for hole in holes]).dictionary_encode(),
+        lambda: pa.array([draw.randrange(9) for _ in holes], draw.choice([pa.int8(), pa.int64(), pa.float32()])),
+        lambda: pa.array([date(2024, 1, draw.randint(1, 28)) for _ in holes]),
+        lambda: pa.array([datetime(2024, 1, draw.randint(1, 28)) for _ in holes]),
+        lambda: pa.array([draw.random() < 0.5 for _ in holes]),
+        lambda: pa.array([b"\xff" for _ in holes]),
+    ]
+    columns: dict[str, pa.Array] = {"text": draw.choice(kinds[:2])(), "label": draw.choice(kinds)()}
+    if seed % 3 == 0:
+        columns = {
+            "messages": pa.array([chat(draw, TYPED) for _ in holes], CHATS),
+            "tools": pa.nulls(number, pa.string()),
+        }
+    made = pa.table({**columns, "id": draw.choice(kinds)()})
+    if seed % 3 == 1:
+        made = made.set_column(1, "label", pa.array([draw.randint(-1, 2) for _ in holes], pa.int64()))
+        features = Features({"label": ClassLabel(names=["no", "yes", "2024-01-04"]), "text": Value("string")})
+        made = made.replace_schema_metadata(features.arrow_schema.metadata)
+    sink = pa.BufferOutputStream()
+    parquet.write_table(made, sink, row_group_size=draw.choice([number // 3 + 1, 1000, 20_000]))
+    return sink.getvalue().to_pybytes()
+
+
+TYPED = {"date": "2024-01-04", "n": 1, "city": "01000", "x": 1.5}
+ARGUMENT_TYPES = pa.struct({"date": pa.string(), "n": pa.int64(), "city": pa.string(), "x": pa.float64()})
+CALLS = pa.list_(pa.struct({
+    "type": pa.string(), "function": pa.struct({"name": pa.string(), "arguments": ARGUMENT_TYPES})
+}))  # fmt: skip
+CHATS = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": CALLS}))
+"""Parquet has one type for all rows: its arguments are of these."""
+
+
+# ---------------------------------------------------------------------- what must come out, by Python's own modules
+def usable(row: dict[str, Any] | None) -> Row | None:
+    """What is kept of a row with these values; None: it cannot be used."""
+    if row is None:
+        return None
+    if "messages" in row:
+        kept = json.dumps(row["messages"]), json.dumps(row.get("tools") or None)
+        return kept if is_unicode([row["messages"], row.get("tools")]) else None
+    text, label = row.get("text"), row.get("label")
+    if not isinstance(text, str) or not isinstance(label, str | int | float) or label != label:
+        return None
+    if not text.strip() or not str(label).strip() or not is_unicode([text, label]):
+        return None
+    return text, str(label).strip()
+
+
+def is_unicode(value: Any) -> bool:
+    """Without half an emoji, and what bytes that are no UTF-8 were read as."""
+    return not any("\ud800" <= c <= "\udfff" for c in json.dumps(value, ensure_ascii=False))
+
+
+def of_table(data: bytes, **dialect: Any) -> Values:
+    text = data.removeprefix(MARK).decode(*UTF8)
+    header, *rows = [cells for cells in csv.reader(io.StringIO(text, newline=""), **dialect) if cells]
+    more = [cells for cells in csv.reader([*io.StringIO(text, newline=""), "x"], **dialect) if cells]
+    found = [dict(zip(header, cells, strict=False)) if len(cells) <= len(header) else None for cells in rows]
+    if more[-1] != ["x"] or len(more) < len(rows) + 2:  # its last quote is never closed
+        found[-1] = None
+    return found
+
+
+def of_lines(data: bytes) -> Values:
+    found = []
+    for line in data.removeprefix(MARK).split(b"\n"):
+        if line.strip(b" \t\r"):
+            try:
+                row = json.loads(line.decode(*UTF8))
+            except ValueError:
+                row = None
+            found.append(row if isinstance(row, dict) else None)
+    return found
+
+
+def of_list(data: bytes) -> Values:
+    rows = json.loads(data.removeprefix(MARK).decode(*UTF8))
+    return [row if isinstance(row, dict) else None for row in rows]
+
+
+def of_parquet(data: bytes) -> Values:
+    made = parquet.read_table(pa.BufferReader(data))
+    names = ["no", "yes", "2024-01-04"] if made.schema.metadata else []
+    rows: Values = made.to_pylist()
+    for row in filter(None, rows):
+        if names and 0 <= row["label"] < len(names):
+            row["label"] = names[row["label"]]
+        for message in row.get("messages", []):  # a null of a struct is a key that only other rows have
+            for call in message["tool_calls"] or []:
+                function = call["function"]
+                function["arguments"] = {k: v for k, v in function["arguments"].items() if v is not None}
+            if message["tool_calls"] is None:
+                del message["tool_calls"]
+    return rows
+
+
+@dataclass(frozen=True)
+class Kind:
+    make: Callable[[random.Random, int], bytes]
+    read: Callable[[bytes], Values]
+
+
+KINDS = {
+    "csv": Kind(lambda draw, seed: table(draw, seed, ","), of_table),
+    "tsv": Kind(
+        lambda draw, seed: table(draw, seed, "\t"),
+        lambda data: of_table(data, delimiter="\t", quoting=csv.QUOTE_NONE),
+    ),
+    "jsonl": Kind(jsonl, of_lines),
+    "json": Kind(json_list, of_list),
+    "parquet": Kind(parquet_file, of_parquet),
+}
+
+
+# ------------------------------------------------------------------------------------------------ what does come out
+@dataclass
+class Recording:
+    """Stands for a tokenizer: keeps the rows that it gets."""
+
+    rows: list[Row] = field(default_factory=list)
+    filler = {"length": 0}
+
+    def chunks_by_row(self, rows: Rows) -> list[list[Chunk]]:
+        self.rows += zip(*rows.values(), strict=True)
+        return [[{"length": 1}]] * len(next(iter(rows.values())))
+
+
+def read(folder: Path, has_chats: bool, streaming: bool) -> tuple[list[Row], int]:
+    """The rows of all files in the folder that the tokenizer gets, in the order of the files; and how many others there
+    are."""
+    task = CausalLM(dataset=str(folder), architecture=SMALL, bad_rows="skip", eval_from="all")
+    columns: Any = (
+        {"messages": ChatEncoder(""), "tools": as_tools} if has_chats else {"text": as_text, "label": as_label}
+    )
+    source, _ = task.open_rows()
+    if not streaming:
+        table, _ = task.usable_parts(source, None, columns)
+        return [*zip(*(table[name][:] for name in columns), strict=True)], task._skipped_rows["train"]
+    task.require_columns(columns, source)
+    tokenizer: Any = Recording()
+    blocks = Blocks(columns, tokenizer, True, "", cache_folder() / "blocks", 10**9)
+    lengths = [
+        chunk["length"]
+        for group, size in enumerate(source.sizes.tolist())
+        for first in range(0, size, readers.BLOCK)
+        for chunk in blocks._make(source, group, first, min(first + readers.BLOCK, size))
+    ]
+    return tokenizer.rows, lengths.count(0)
+
+
+def differences(kind: str, files: list[bytes], folder: Path) -> str:
+    """What is wrong of these files, loaded or streamed; empty: nothing."""
+    folder.mkdir(parents=True)
+    for number, data in enumerate(files):
+        (folder / f"{number}.{kind}").write_bytes(data)
+    rows: list[Row | None] = []
+    with suppress(ValueError):  # a list that is no JSON is refused as a whole
+        rows = [usable(row) for data in files for row in KINDS[kind].read(data)]
+    expected = [row for row in rows if row]
+    has_chats = b'"messages"' in files[0] or (kind == "parquet" and b"messages" in files[0])
+    for streaming in (False, True):
+        how = "streamed" if streaming else "loaded"
+        try:
+            found, bad = read(folder, has_chats, streaming)
+        except UserError as error:  # there is no row that can be used
+            if expected:
+                return f"{how}: {error}"
+            continue
+        if has_chats:
+            found = [tuple(json.dumps(json.loads(cell or "null")) for cell in row) for row in found]
+        for place in range(max(len(expected), len(found))):
+            ours, theirs = found[place : place + 1], expected[place : place + 1]
+            if ours != theirs:
+                return f"{how}, row {place}: {ours}, but it is {theirs}"
+        if bad != rows.count(None):
+            return f"{how}: {bad} rows cannot be used, but it is {rows.count(None)}"
+    return ""
+
+
+def shrunk(kind: str, files: list[bytes], folder: Path) -> str:
+    """The fewest lines that are still read wrongly, and how."""
+    attempts = iter(range(10**6))
+    says = differences(kind, files, folder / str(next(attempts)))
+    for number, data in enumerate(files):
+        lines = data.splitlines(keepends=True)
+        size = 1 if kind == "parquet" else len(lines)
+        while size := size // 2:
+            for first in range(len(lines) - size, 0, -size):
+                fewer = lines[:first] + lines[first + size :]
+                less = [*files[:number], b"".join(fewer), *files[number + 1 :]]
+                if found := differences(kind, less, folder / str(next(attempts))):
+                    lines, files, says = fewer, less, found
+    return f"{says}\n" + "\n".join(map(repr, files))
+
+
+def hostile(kind: str, seed: int) -> list[bytes]:
+    """One file, or two of which the second is of another kind."""
+    draw = random.Random(f"{kind} {seed}")
+    return [KINDS[kind].make(draw, seed) for _ in range(1 if seed % 2 else 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_value_is_what_the_file_says(kind: str, tmp_path: Path) -> None:
+    """In 300 hostile files of each kind, loaded and streamed."""
+    wrong = [seed for seed in range(FILES) if differences(kind, hostile(kind, seed), tmp_path / str(seed))]
+    assert not wrong, f"{len(wrong)} files; seed {wrong[0]}: {shrunk(kind, hostile(kind, wrong[0]), tmp_path / 'less')}"
+
+
+# --------------------------------------------------------------------------------------------------- in a whole run
+RECORD = """
+import json
+import src.training.batches as batches
+unrecorded = batches.training_steps
+def training_steps(run, first, last=None):
+    for step, micro_batches in enumerate(unrecorded(run, first, last), start=first):
+        if step >= run.total_steps:  # read ahead
+            return
+        with (run.config.folder / f"read-{run.rank}.jsonl").open("a") as file:
+            for batch in micro_batches:
+                inputs = batch.data["inputs"]
+                for i in range(batch.num_examples):
+                    file.write(json.dumps([inputs[name][i].tolist() for name in ("input_ids", "position_ids")]) + "\\n")
+        yield micro_batches
+batches.training_steps = training_steps
+"""
+"""Has each process write down the tokens that it reads, and their positions."""
+
+
+def documents(folder: Path) -> Counter[str]:
+    """The documents that the processes of a run wrote down, but for what pads a sequence."""
+    found = Counter[str]()
+    for file in folder.glob("read-*"):
+        for line in file.read_text().splitlines():
+            ids, positions = json.loads(line)
+            begins = [place for place, position in enumerate(positions) if not position] + [len(ids)]
+            texts = (byte_tokenizer().decode(ids[a:b], skip_special_tokens=True) for a, b in pairwise(begins))
+            found.update(filter(None, map(str, texts)))
+    return found
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", *map(slow, ("tsv", "json", "parquet"))])
+def test_two_processes_read_what_the_files_say(kind: str, streaming: bool, launch: Launch, tmp_path: Path) -> None:
+    """Each usable row once, of ten hostile files: under DDP, as in a run of one's own."""
+    (tmp_path / "data").mkdir()
+    expected = Counter[str]()
+    for seed in (1, 5, 11, 13, 17, 19, 23, 25, 29, 31):  # one file each, and no chats
+        (data,) = hostile(kind, seed)
+        with suppress(ValueError):
+            kept = [usable({**row, "label": "any"}) for row in KINDS[kind].read(data) if row is not None]
+            expected.update(str(row[0]) for row in kept if row)
+            (tmp_path / f"data/train-{seed}.{kind}").write_bytes(data)
+    pd.DataFrame({"text": ["dev"]}).to_parquet(tmp_path / "dev.parquet")
+    dev = {"csv": b"text\ndev\n", "tsv": b"text\ndev\n", "jsonl": b'{"text": "dev"}\n', "json": b'[{"text": "dev"}]'}
+    (tmp_path / f"data/dev.{kind}").write_bytes(dev.get(kind) or (tmp_path / "dev.parquet").read_bytes())
+    run = launch(
+        "ddp", "--task.name=causal_lm", f"--task.dataset={tmp_path}/data", "--task.text_column=text", "--epochs=1",
+        "--task.bad_rows=skip", "--task.sequence_length=64", f"--task.streaming={str(streaming).lower()}",
+        "--global_batch_size=64", *tiny.NEW_LLAMA, processes=2, before=RECORD,
+    ).succeeded()  # fmt: skip
+    assert documents(run.folder) == expected
+
+
+# ------------------------------------------------------------------------------------------- readers that were there
+def by_pandas(data: bytes, columns: Sequence[str], **_: Any) -> formats.Parsed:
+    """A csv's values are guessed."""
+    found = pd.read_csv(io.BytesIO(data), names=columns, na_filter=False, index_col=False, encoding_errors="replace")
+    return formats.Parsed(found.to_dict("records"), [*range(len(found))], {})
+
+
+def by_arrow(data: bytes, _: Sequence[str]) -> formats.Parsed:
+    """Strings of JSON that look like times become times, and all rows get the keys of any."""
+    found = read_json(io.BytesIO(data)).to_pylist()
+    return formats.Parsed(found, [*range(len(found))], {})
+
+
+def with_blank_lines(data: bytes, columns: Sequence[str]) -> formats.Parsed:
+    """A blank line is a row, which is none."""
+    return formats.parse_lines(data.replace(b"\n\n", b"\n0\n"), columns)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parse"),
+    [("csv", by_pandas), ("jsonl", by_arrow), ("jsonl", with_blank_lines)],
+    ids=lambda of: str(of)[:18],
+)
+def test_readers_that_guess_are_found(kind: str, parse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they were, until November 2026, in loaded data and in streamed ones."""
+    index, _ = formats.TEXT_FORMATS[f".{kind}"]
+    monkeypatch.setitem(formats.TEXT_FORMATS, f".{kind}", (index, parse))
+    monkeypatch.setattr(readers, "read_table", lambda *_, **__: None)
+
+    def is_found(seed: int) -> bool:
+        try:
+            return bool(differences(kind, hostile(kind, seed), tmp_path / str(seed)))
+        except (ValueError, pd.errors.ParserWarning):  # theirs refuses the file
+            return False
+
+    assert any(is_found(seed) for seed in range(30))
