@@ -94,6 +94,15 @@ def test_a_new_task_trains_the_same_under_every_strategy(whole: Whole, rounding:
         assert run.summary["eval/examples"] == 97
 
 
+def test_an_evaluation_set_without_any_target_is_one_line_before_training(launch: Launch, project: Path) -> None:
+    """Tried without: a ZeroDivisionError after the first epoch."""
+    before = "from src.tasks.sign import Sign\nSign.count_targets = lambda self, batch: 0"
+    run = launch("ddp", *ARGUMENTS, project=project, before=before, processes=2)
+    assert run.exit_code == 2
+    says = "the data to evaluate on have nothing to predict: Task.count_targets is 0 for all of them"
+    assert run.messages == [f"train.py: {says}"]
+
+
 @needs("src/check")
 def test_it_is_examined_by_its_normal_methods_alone(launch: Launch, project: Path) -> None:
     launch("fsdp", *ARGUMENTS, "--check", project=project, processes=2).succeeded()

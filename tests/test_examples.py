@@ -1,19 +1,24 @@
 """The examples: a task is a file, and trains the same under every strategy. Those on text: text/test_examples.py."""
 
 import json
+import os
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.models import get_model
+from torchvision.transforms.functional import pil_to_tensor
 
-from examples.image_classification import ImageClassification
+from examples.image_classification import ImageClassification, picture
 from examples.make_data import digits_png, friedman_csv
+from examples.tabular_regression import TabularRegression
 from src.config.errors import UserError
 from tests.faults.runs import assert_same_run, cut_back
-from tests.launching import Launch, Rounding, Run, Whole, needs, slow
+from tests.launching import Launch, Rounding, Run, Whole, mistakes, needs, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 STEPS = ("--max_steps=4", "--save_every=2", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
@@ -163,6 +168,129 @@ def test_bad_data_is_one_line(
         f"train.py: {file}: b in row 1 is x, not a number; {hint}",
         f"train.py: {file}: y in row 3 is nan, not a number; {hint}",
     ]
+
+
+@pytest.fixture
+def grey() -> Image.Image:
+    """A wide picture whose left half is black and whose right half is light."""
+    image = Image.new("L", (12, 8), 200)
+    image.paste(0, (0, 0, 6, 8))
+    return image
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I;16B"])
+def test_a_picture_of_any_mode_is_what_a_viewer_shows(grey: Image.Image, tmp_path: Path, mode: str) -> None:
+    """As tensors. Tried with convert("RGB"): 16 bits are white."""
+    kind = "tiff" if mode in ("CMYK", "I;16B") else "png"
+    if mode == "1":
+        grey = grey.point(lambda value: 255 * (value > 0))
+    if mode.startswith("I;16"):
+        values = np.asarray(grey).astype(np.uint16) * 257
+        made = Image.frombytes(mode, grey.size, values.astype(">u2" if mode == "I;16B" else "<u2").tobytes())
+    elif mode == "P":
+        made = grey.quantize()
+    else:
+        made = grey.convert("RGB").convert(mode)
+    made.save(tmp_path / f"a.{kind}")
+    with Image.open(tmp_path / f"a.{kind}") as opened:
+        assert opened.mode == mode
+    assert pixels(tmp_path / f"a.{kind}").equal(pixels_of(grey))
+
+
+def pixels(file: Path) -> torch.Tensor:
+    return pil_to_tensor(picture(str(file)))
+
+
+def pixels_of(image: Image.Image) -> torch.Tensor:
+    return pil_to_tensor(image.convert("RGB"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_is_turned_as_its_camera_says(grey: Image.Image, tmp_path: Path, orientation: int) -> None:
+    """Tried without: each is shown as it lies in the file."""
+    turns = [  # what undoes each of EXIF's orientations, by its standard
+        lambda shown: shown, ImageOps.mirror, lambda shown: shown.rotate(180), ImageOps.flip,
+        lambda shown: ImageOps.mirror(shown.rotate(270, expand=True)), lambda shown: shown.rotate(90, expand=True),
+        lambda shown: ImageOps.mirror(shown.rotate(90, expand=True)), lambda shown: shown.rotate(270, expand=True),
+    ]  # fmt: skip
+    grey.putpixel((0, 0), 100)  # no two orientations are alike
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turns[orientation - 1](grey).save(tmp_path / "a.png", exif=exif)
+    assert pixels(tmp_path / "a.png").equal(pixels_of(grey))
+
+
+@pytest.mark.parametrize("mode", ["LA", "P", "RGB", "RGBA"])
+def test_what_is_transparent_is_white(grey: Image.Image, tmp_path: Path, mode: str) -> None:
+    """Wholly or by half. Tried without: it is what its colour would be."""
+    alpha = Image.new("L", grey.size, 255)
+    alpha.paste(0, (0, 0, 6, 4))
+    expected = grey.copy()
+    expected.paste(255, (0, 0, 6, 4))
+    options = {}
+    if mode in ("LA", "RGBA"):
+        alpha.paste(51, (0, 4, 6, 8))  # a fifth of black
+        expected.paste(204, (0, 4, 6, 8))
+        made = grey.convert(mode)
+        made.putalpha(alpha)
+    else:  # one colour is transparent
+        made = grey.quantize() if mode == "P" else grey.convert(mode)
+        expected = grey.point(lambda value: value or 255)
+        options = {"transparency": made.getpixel((0, 0))}
+    made.save(tmp_path / "a.png", **options)
+    assert pixels(tmp_path / "a.png").equal(pixels_of(expected))
+
+
+def test_pictures_that_have_no_white_or_are_a_bomb_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mode in ("I", "F"):
+        Image.new(mode, (4, 4)).save(tmp_path / f"{mode}.tiff")
+        with pytest.raises(UserError, match=rf"{mode}\.tiff: cannot be read, its mode {mode} does not say which"):
+            picture(f"{tmp_path}/{mode}.tiff")
+    Image.new("L", (64, 64)).save(tmp_path / "bomb.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(UserError, match=r"bomb\.png: cannot be read, Image size \(4096 pixels\) exceeds limit"):
+        picture(f"{tmp_path}/bomb.png")
+
+
+def test_names_of_pictures_that_are_not_utf8_can_be_written(tmp_path: Path) -> None:
+    """Tried without: predictions end in a UnicodeEncodeError."""
+    for part in ("train", "val"):
+        for name in (b"cat", b"caf\xe9"):
+            folder = os.fsencode(tmp_path / part) + b"/" + name
+            os.makedirs(folder)
+            Image.new("L", (8, 8)).save(os.fsdecode(folder + b"/\xff.png"))
+    task = ImageClassification(data_dir=str(tmp_path), size=8)
+    _, val = task.build_datasets()
+    labels = torch.tensor(val.targets)
+    outputs = {"predictions": 1 - labels, "references": labels, "probabilities": torch.full((2, 2), 0.5)}
+    columns = pa.table(task.predictions(outputs, val)).to_pydict()
+    assert columns["label"] == ["caf\\xe9", "cat"]
+    assert columns["file"] == [f"{tmp_path}/val/caf\\xe9/\\xff.png", f"{tmp_path}/val/cat/\\xff.png"]
+    json.dumps(task.tables(outputs, val), ensure_ascii=False).encode()
+
+
+def test_only_an_empty_cell_is_missing(tmp_path: Path) -> None:
+    """NA is Namibia, and None a name. Tried with pandas' list of what is missing: no category at all."""
+    names = ["NA", "None", "null", "nan", "N/A", ""] * 4
+    rows = [f"{name},{i % 6}" for i, name in enumerate(names)]
+    (tmp_path / "a.csv").write_text("\n".join(["country,y", *rows]))
+    task = TabularRegression(csv=str(tmp_path / "a.csv"), target="y", categories=["country"])
+    train, _ = task.build_datasets()
+    assert task._known["values"]["country"] == sorted({*names} - {""})
+    inputs, _, row = train.tensors
+    for one_hot, number in zip(inputs.tolist(), row.tolist(), strict=True):
+        assert sum(one_hot) == (names[number] != "")
+    (tmp_path / "b.csv").write_text("\n".join(["country,y", *rows[:9], "DE,NA"]))
+    with pytest.raises(UserError, match="y in row 10 is NA, not a number"):
+        task.model_copy(update={"csv": str(tmp_path / "b.csv")}).build_datasets()
+
+
+def test_a_target_among_the_categories_is_one_line() -> None:
+    """Tried without: a KeyError."""
+    says = "task.categories names y, which is task.target: a number to predict; leave it out"
+    assert mistakes("--task.name=tabular_regression", "--task.categories=[site, y]") == [says]
 
 
 def test_hidden_pictures_are_not_data_and_the_content_decides_wherever_the_folder_is(tmp_path: Path) -> None:

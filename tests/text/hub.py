@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub on this machine: it serves models by name, a folder of files each."""
+"""A stand-in for the Hugging Face Hub on this machine: it serves models and datasets by name, folders of files."""
 
 import hashlib
 import json
@@ -10,14 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-FILE = re.compile(r"/([\w.-]+/[\w.-]+)/resolve/main/(.+)")
-API = re.compile(r"/api/models/([\w.-]+/[\w.-]+)(?:/(?:revision|tree)/main)?")
+REVISION = f"(?:main|{'0' * 40})"
+FILE = re.compile(rf"(?:/datasets)?/([\w.-]+/[\w.-]+)/resolve/{REVISION}/(.+)")
+API = re.compile(rf"/api/(?:models|datasets)/([\w.-]+/[\w.-]+)(?:/(?:revision|tree)/{REVISION})?")
 
 
 @contextmanager
 def serving(models: dict[str, Path], home: Path) -> Iterator[dict[str, str]]:
-    """Serve the folders by their models' names; yield the environment of a process that asks for them, with an empty
-    cache in `home`."""
+    """Serve the folders by their models' or datasets' names; yield the environment of a process that asks for them,
+    with an empty cache in `home`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler(models)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
@@ -31,8 +32,11 @@ def handler(models: dict[str, Path]) -> type[BaseHTTPRequestHandler]:
         if asked := FILE.fullmatch(path):
             return (models[asked[1]] / asked[2]).read_bytes()
         name = API.fullmatch(path)[1]  # type: ignore[index]  # a TypeError is a 404 too
-        files = [{"type": "file", "path": file.name, "rfilename": file.name} for file in models[name].iterdir()]
-        return json.dumps(files if "/tree/" in path else {"id": name, "sha": "main", "siblings": files}).encode()
+        files = [
+            {"type": "file", "path": file.name, "rfilename": file.name, "size": file.stat().st_size, "oid": "0"}
+            for file in models[name].iterdir()
+        ]
+        return json.dumps(files if "/tree/" in path else {"id": name, "sha": "0" * 40, "siblings": files}).encode()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

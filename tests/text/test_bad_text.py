@@ -11,6 +11,7 @@ import huggingface_hub
 import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
 
 from src.config.errors import UserError
 from src.tasks.text.byte_tokenizer import byte_tokenizer
@@ -37,6 +38,9 @@ CHATS = [{"messages": CHAT}] * 19
 def _beside_the_models(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of them, to damage: `llama` and `bert`."""
     monkeypatch.chdir(shutil.copytree(models, tmp_path, dirs_exist_ok=True))
+    shutil.copytree("llama", "tied")
+    config = Path("tied/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
@@ -86,6 +90,7 @@ def labelled(labels: Any) -> pd.DataFrame:
 
 
 # ------------------------------------------------------------------------------------------ refused, * is anything
+NO_ROWS = 'no rows but one object: write a list of objects, or one a line (pandas: orient="records", lines=True)'
 TRAIN: Files = {"data/train.jsonl": ROWS}
 KINDS = "must be a file, or a folder with files, of one of the kinds .txt, .jsonl, .json, .csv, .tsv, .parquet"
 DATA: list[tuple[Files, tuple[str, ...], str]] = [
@@ -108,6 +113,22 @@ DATA: list[tuple[Files, tuple[str, ...], str]] = [
         "a.jsonl, line 1: text is int, not text; 20 of 20 rows in the data to train on cannot be used: *",
     ),
     ({"a.jsonl": [{"messages": CHAT[:1]}] * 20}, NEW, "the training data has nothing to predict: *"),
+    ({"a.csv": "text,text\na,b\n"}, NEW, "a.csv: cannot be read, two columns are called text"),
+    # A stray quote. Lines are those of the file; a broken one can be left out.
+    (
+        {"a.csv": 'text,label\na,x\n"b,x\nc,x\n'}, NEW,
+        "a.csv, line 3: has a quote that is never closed; 1 of 2 rows in the data to train on cannot be used: *",
+    ),
+    ({"a.jsonl": '{"text": "a"}\n\n' * 9 + '{"text"'}, NEW, "a.jsonl, line 19: is no JSON object, *; 1 of 10 rows *"),
+    ({"a.json": [], "a.jsonl": []}, NEW, "no row in its 1 files"),
+    # What pandas writes, unless it is told to write rows.
+    ({"a.json": '{"text": {"0": "a", "1": "b"}}'}, NEW, f"a.json: cannot be read, {NO_ROWS}"),
+    ({"a.json": '{\n "text": ["a", "b"]\n}'}, NEW, f"a.json: cannot be read, {NO_ROWS}"),
+    (
+        TRAIN | {"data/test.jsonl": [{"text": "a"}]}, BERT,
+        "no column label in the data to evaluate on; its columns are text. Are they kept back, as at Kaggle? Without "
+        "that file, a part of the rows to train on is kept",
+    ),
     # Labels.
     (
         TRAIN | {"data/test.jsonl": [*ROWS[:2], {"text": "a", "label": "prime"}]}, BERT,
@@ -158,6 +179,15 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
         "olmoe cannot be trained here: Olmoe fails on a few tokens, *",
     ),
     # LoRA. Without a rank, its other settings would adapt nothing.
+    # Merged, adapters of a tied layer would be added to both.
+    *(
+        (
+            (*LORA, "lora.merge=true", f"lora.target_modules=[{layer}]", "model=tied"),
+            f"task.lora.target_modules: {name} shares its weights with another layer, to which its adapters would be "
+            "added too when they are merged; leave it out, or set merge=false",
+        )
+        for layer, name in (("lm_head", "lm_head"), ("embed_tokens", "model.embed_tokens"))
+    ),
     ((*LORA, "lora.target_modules=[q_proj, q_prj]"), "task.lora.target_modules: * q_prj*"),
     ((*NEW, "lora.r=2"), "task.lora adapts an existing model: set task.model, not task.architecture"),
     ((*LLAMA, "lora.merge=true"), "*task.lora.r*"),
@@ -254,7 +284,57 @@ def test_a_csv_as_other_programs_write_it(content: str) -> None:
     assert task._tokenizer.decode(chunk["input_ids"], skip_special_tokens=True) == "one"
 
 
+def test_a_line_beyond_the_first_groups_is_named_by_its_number_and_left_out() -> None:
+    """As an editor has it. Tried with the number in its group: row 1562."""
+    rows = [json.dumps({"text": f"line {i}"}) for i in range(30_000)]
+    rows[29_000] = '{"text": "cut'
+    data = write({"a.jsonl": "\n".join(rows)})
+    assert refused(*NEW, data, TEXT)[0].startswith(f"{Path.cwd()}/a.jsonl, line 29001: is no JSON object, ")
+    task, train, evaluation, _ = built(*NEW, data, TEXT, SKIP)
+    assert len(train.chunks) + len(evaluation.chunks) == 29_999
+    assert task._skipped_rows == {"train": 1, "eval": 0}
+
+
+def test_lines_that_quotes_join_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eleven of 27 rows may be one, by a stray quote. Tried without: not a word."""
+    rows = [f"line {i},{i % 2}" for i in range(27)]
+    rows[10], rows[21] = '"line 10,0', 'line 21",1'
+    data = write({"a.csv": "\n".join(["text,label", *rows])})
+    built(*NEW, data, TEXT)
+    says = "28 lines are 16 rows, as cells in quotes go over several: the longest row has lines 12 to 23"
+    assert capsys.readouterr().err == f"{Path.cwd()}/a.csv: {says}\n"
+
+
+def test_a_wrong_column_of_labels_is_said_in_a_line_of_200_characters() -> None:
+    """Tried without: 23 KB."""
+    for part in ("train", "test"):
+        write({f"data/{part}.jsonl": [{"text": "a", "label": f"{part} {i}"} for i in range(3000)]})
+    (says,) = refused(*BERT, "dataset=data")
+    assert says.startswith("task.label_column=label: test 0, test 1, ")
+    assert len(says) < 550
+
+
+def test_folders_that_are_no_datasets_say_what_they_are() -> None:
+    Dataset.from_list(ROWS).save_to_disk("data")
+    says = "is a folder of Dataset.save_to_disk: write its rows by to_parquet or to_json, and name those"
+    assert refused(*NEW, "dataset=data") == [f"task.dataset=data: {says}"]
+    data = write({"some/train.jsonl": ROWS, "some/test.jsonl": ROWS})
+    says = "is what is trained on; without it, a part of that is kept to evaluate on"
+    assert refused(*NEW, data, "eval_split=train") == [f"task.eval_split=train: {says}"]
+
+
 # ---------------------------------------------------------------------------------------------------------- labels
+@pytest.mark.parametrize("content", [
+    "text,label\na,1.10\nb,1.1\nc,2.0\nd,001\ne,1e2\nf,100\ng,NA\nh,True\n",
+    "text\tlabel\na\t1.10\nb\t1.1\nc\t2.0\nd\t001\ne\t1e2\nf\t100\ng\tNA\nh\tTrue\n",
+], ids=["csv", "tsv"])  # fmt: skip
+def test_labels_are_what_a_table_says(content: str) -> None:
+    """Tried with pandas' guesses: 1.1, 1.1, 2.0, 1, 100, 100."""
+    kind = "tsv" if "\t" in content else "csv"
+    task, *_ = built(*BERT, write({f"a.{kind}": content}), "eval_from=all")
+    assert task.data_state()["labels"] == sorted(["1.10", "1.1", "2.0", "001", "1e2", "100", "NA", "True"])
+
+
 @pytest.mark.parametrize(
     ("labels", "names"),
     [

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
+from pyarrow import parquet
 from tokenizers import processors
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -155,6 +157,59 @@ def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
     parts = [{"role": names[m["role"]], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in CHAT]
     for chat in (sharegpt, parts):
         assert chunks(CHATS, m=[chat])[:] == chunks(CHATS, m=[CHAT])[:]
+
+
+def test_roles_are_compared_without_case_and_written_as_the_template_expects() -> None:
+    """Tried without: `Assistant` teaches nothing. Templates may know others, or write them in another way."""
+    chat = [{"role": "User", "content": "Hi"}, {"role": " ASSISTANT", "content": "Yo"}]
+    assert chunks(CHATS, m=[chat])[:] == chunks(CHATS, m=[CHAT[1:3]])[:]
+    named = (
+        "{% for m in messages %}{% if m.role in ['Assistant', 'narrator', 'user'] %}<{{ m.role }}>{{ m.content }}<end>"
+    )
+    named += "{% endif %}{% endfor %}{% if add_generation_prompt %}<Assistant>{% endif %}"
+    told = [{"role": "Narrator", "content": "Once"}, *CHAT[1:3]]
+    table = chunks(CHATS, m=[told], template=named)
+    assert learnt(table) == "Yo<end>"
+    text = byte_tokenizer().decode(table[0]["input_ids"])
+    assert str(text).startswith("<narrator>Once<end><user>Hi<end><Assistant>Yo")
+
+
+def test_a_role_that_nobody_knows_is_named_with_its_turns() -> None:
+    chat = [{"role": role, "content": "a"} for role in ("user", "Bot", "user", "bot", "narrator")]
+    with pytest.raises(
+        ValueError, match="that nobody knows, 2 of the role bot, 1 of the role narrator: neither system"
+    ):
+        chunks(CHATS, m=[chat])
+
+
+def test_arguments_of_calls_are_as_they_were_written() -> None:
+    """With their nulls, types and the order of their keys, which differ by row. Tried with the nulls taken out, and
+    with one type for all rows."""
+    arguments: list[dict[str, Any]] = [
+        {"date": "2024-01-04", "n": None}, {"n": "1", "date": None}, {"n": 1.0, "x": [None, {"a": None}]}, {},
+    ]  # fmt: skip
+    calls = [[{"id": None, "function": {"name": "f", "arguments": of}}] for of in arguments]
+    chats = [[CHAT[1], {"role": "assistant", "tool_calls": call}] for call in calls]
+    turns = [f'<tool_call>{{"name": "f", "arguments": {json.dumps(of)}}}</tool_call><|im_end|>\n' for of in arguments]
+    assert learnt(chunks(CHATS, m=chats, template=QWEN)) == "".join(turns)
+
+
+@pytest.mark.parametrize(
+    ("row_format", "templated", "plain"),
+    [
+        (TEXT, {"t": [f"{END}hi{END}", f"{END}hi", f"hi{END}", "hi"]}, {"t": ["hi"] * 4}),
+        (PAIR, {"q": [f"{END}hi", "hi"], "a": [f"yo{END}", "yo"]}, {"q": ["hi"] * 2, "a": ["yo"] * 2}),
+    ],
+)
+def test_rows_that_have_their_first_and_last_token_get_no_second_one(
+    row_format: Columns, templated: Any, plain: Any
+) -> None:
+    """As a template has written them. Tried without: two of each. How many there are is said once."""
+    marked, bare = chunks(row_format, **templated), chunks(row_format, **plain)
+    for name in ("input_ids", "labels", "targets"):
+        assert marked[name][:] == bare[name][:]
+    assert pack(marked, 512).describe(512)["had_bos_or_eos"] == len(marked) - 1
+    assert "had_bos_or_eos" not in pack(bare, 512).describe(512)
 
 
 def test_an_answer_of_weight_0_is_not_learnt() -> None:
@@ -330,6 +385,27 @@ def test_names_of_files_say_their_split(tmp_path: Path) -> None:
     for asked, found in ((None, ["my_dev"]), ("test", ["testData", "train_test_split_test"])):
         parts = loaded(CausalLM(dataset=f"{tmp_path}/data", eval_split=asked), "text")
         assert [part["text"][:] for part in parts] == [["my-train-0", "training"], found]
+
+
+def test_folders_may_say_a_split_and_a_dataset_is_read_as_it_was_downloaded(tmp_path: Path) -> None:
+    """Tried without: what is to be evaluated on is trained on, or no file is found."""
+    for name in ("data/train/a", "data/train/b", "data/Test/a", "data/.cache/a", "hub/data/test-0", "hub/data/train-0"):
+        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / f"{name}.parquet")
+    (tmp_path / "hub/README.md").write_text("---\n---\n")
+    for folder, expected in (
+        ("data", [["data/train/a", "data/train/b"], ["data/Test/a"]]),
+        ("hub", [["hub/data/train-0"], ["hub/data/test-0"]]),
+    ):  # fmt: skip
+        parts = loaded(CausalLM(dataset=f"{tmp_path}/{folder}"), "text")
+        assert [part["text"][:] for part in parts] == expected
+
+
+def test_an_empty_shard_has_no_rows(tmp_path: Path) -> None:
+    """Tried with datasets' reader: refused, as it has no type."""
+    for name, rows in (("train-0", []), ("train-1", ["a"]), ("dev", ["b"])):
+        parquet.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"{name}.parquet")
+    parts = loaded(CausalLM(dataset=str(tmp_path)), "text")
+    assert [part["text"][:] for part in parts] == [["a"], ["b"]]
 
 
 def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from examples.dpo import Dpo
@@ -158,6 +159,35 @@ def test_a_dry_run_shows_their_examples(models: Path, tmp_path: Path) -> None:  
 @pytest.mark.parametrize("name", RESULTS)
 def test_the_check_finds_no_fault(launch: Launch, task: Any, name: str) -> None:
     assert "all checks passed" in launch("fsdp", "--check", *task[name]).succeeded().stdout
+
+
+def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path, tmp_path: Path) -> None:
+    """Seven words, of which a tokenizer may drop one: predictions and mistakes have seven tags. Tried without: the
+    names after it are one word off, and the row counts as truncated."""
+    words, tags = ["the", "", "man", "Anna", "Smith", "saw", "Paris"], ["O", "O", "O", "B-PER", "I-PER", "O", "B-LOC"]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"tokens": words, "tags": tags}))
+    task = TokenClassification(model=f"{models}/bert", dataset=str(file), eval_from="all", sequence_length=64)
+    monkeypatched: Any = task._tokenizer.backend_tokenizer
+    monkeypatched.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]
+    )
+    _, dataset = task.build_datasets()
+    assert task.describe("eval", dataset)["truncated"] == 0
+    batch = task.collate(dataset.__getitems__([0]))
+    references = batch["labels"]
+    assert task.count_targets(batch) == 6
+    predictions = references.clone()
+    predictions[references == task._labels.index("B-LOC")] = 0
+    outputs = {"predictions": predictions, "references": references}
+    assert task.predictions(outputs, dataset) == {
+        "words": [words], "references": [tags], "predictions": [[*tags[:-1], "O"]],
+    }  # fmt: skip
+    (mistake,) = task.tables(outputs, dataset)["mistakes"]
+    assert (mistake["name"], mistake["mistake"]) == ("Paris", "missed")
+    short = task.model_copy(update={"sequence_length": 8})
+    _, dataset = short.build_datasets()
+    assert short.describe("eval", dataset)["truncated"] == 1
 
 
 def test_names_are_whole() -> None:

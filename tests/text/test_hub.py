@@ -1,18 +1,20 @@
 """Models and data by their name on the Hub, and the way there; nothing is asked of it."""
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-from datasets import Dataset, DatasetDict
 
 from src.checkpoint.hub import push_to_hub
-from src.tasks.text import source
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.lean import weight_files
-from tests.launching import mistakes
+from tests.launching import PROJECT, clean_environment, mistakes
+from tests.text.hub import serving
 from train import run_settings
 
 
@@ -34,11 +36,30 @@ def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(
     assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task.card().items()
 
 
-def test_a_dataset_is_found_by_its_name_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = DatasetDict(train=Dataset.from_dict({"text": ["a"]}), test=Dataset.from_dict({"text": ["b"]}))
-    monkeypatch.setattr(source, "load_dataset", lambda *asked: {("team/data", "small"): found}[asked])
-    rows, evaluation = CausalLM(dataset="team/data", dataset_config="small").load_rows()
-    assert [rows, evaluation] == [found["train"], found["test"]]
+def test_a_dataset_is_read_as_its_files_on_the_hub_say_and_found_by_its_configuration(tmp_path: Path) -> None:
+    """In a process of its own, which asks a Hub on this machine. Tried with load_dataset: 2024-01-04 00:00:00."""
+    files = {
+        "README.md": "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: a.jsonl\n"
+        "  - split: test\n    path: b.jsonl\n- config_name: large\n  data_files: c.jsonl\n---\n",
+        "a.jsonl": '{"text": "2024-01-04"}\n\n{"text": "01"}\n',
+        "b.jsonl": '{"text": "1.10"}\n',
+        "c.jsonl": '{"text": "large"}\n',
+    }
+    for name, content in files.items():
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / name).write_text(content)
+    code = """
+import json, sys
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.values import as_text
+for dataset in sys.argv[1:]:
+    task = CausalLM(dataset=dataset, dataset_config="small")
+    print(json.dumps([part["text"][:] for part in task.usable_parts(*task.open_rows(), {"text": as_text})]))
+"""
+    with serving({"team/data": tmp_path / "data"}, tmp_path / "home") as environment:
+        run = [sys.executable, "-c", code, "team/data", str(tmp_path / "data")]  # as `hf download` leaves it, too
+        printed = subprocess.check_output(run, cwd=PROJECT, env=clean_environment(**environment), text=True)
+    assert [*map(json.loads, printed.splitlines())] == [[["2024-01-04", "01"], ["1.10"]]] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- uploading

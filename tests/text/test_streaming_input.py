@@ -7,7 +7,10 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -315,6 +318,28 @@ def test_a_dataset_on_the_hub_lacks_a_split_or_has_a_file_that_cannot_be_streame
 
 
 # --------------------------------------------------------------------------------------------- known while training
+@pytest.mark.parametrize("part", ["", "a.jsonl"], ids=["a folder", "a file"])
+def test_a_file_that_changes_on_a_web_server_is_noticed(tmp_path: Path, part: str) -> None:
+    """Of the same size. Tried with what the listing says: nothing of a file."""
+    write({"web/a.jsonl": ROWS})
+    handler = partial(SilentHandler, directory=str(tmp_path / "web"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        found = find_files(f"http://127.0.0.1:{server.server_port}/{part}")
+        reader = ShardReader(index_files(found, [], tmp_path))
+        assert reader.read(0, 7, 8, ["text"])[0] == {"text": ["line 7"]}
+        file = tmp_path / "web/a.jsonl"
+        file.write_bytes(file.read_bytes().replace(b"line 7", b"LINE 7"))
+        os.utime(file, (10**9, 10**9))  # a server tells seconds
+        assert "has changed or is gone since" in says(UserError, lambda: reader.read(0, 7, 8, ["text"]))
+        server.shutdown()
+
+
+class SilentHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @pytest.mark.parametrize("is_set_back", [False, True], ids=["", "with its time set back"])
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_a_shard_that_has_changed_since_it_was_indexed(tmp_path: Path, kind: str, is_set_back: bool) -> None:

@@ -67,8 +67,9 @@ def list_files(url: str) -> dict[str, str]:
         is_hidden = any(part.startswith((".", "_")) for part in inner)
         if not is_hidden and name.lower().endswith(KINDS):
             full_name = name if "file" in system.protocol else system.unstrip_protocol(name)
-            # a listing by HTTP says of a file that it is there, no more
-            facts = info if any(key in info for key in VERSIONS) else system.info(name)
+            # a listing by HTTP says of a file that it is there, no more, and a local one tells a link's own times
+            is_enough = any(key in info for key in VERSIONS) and not info.get("islink")
+            facts = info if is_enough else system.info(name)
             files[full_name] = " ".join(str(facts[key]) for key in (SIZE, *VERSIONS) if key in facts)
     return files
 

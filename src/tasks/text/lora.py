@@ -47,6 +47,7 @@ class Lora(Settings):
         )
         with explained("task.lora.target_modules: ", ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
             adapted = get_peft_model(model, config, revision=revision)
         adapters = {name for name, layer in adapted.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
         pairs = model.all_tied_weights_keys.items()
