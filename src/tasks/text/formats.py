@@ -7,9 +7,7 @@ is one document. Nothing is guessed: 1.10 and 001 stay so, a date is text, "NA" 
 import csv
 import io
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,7 +30,6 @@ UTF8 = ("utf-8", "surrogateescape")
 """Bytes that are no UTF-8 are kept, so that the row with them can be named."""
 DECODE = json.JSONDecoder().raw_decode
 """Returns the value that a text begins with, and where that ends."""
-SPACE = re.compile(r"[ \t\r\n]*")
 NO_ROWS = 'no rows but one object: write a list of objects, or one a line (pandas: orient="records", lines=True)'
 csv.field_size_limit(2**31 - 1)
 
@@ -50,36 +47,22 @@ class Group(NamedTuple):
     """First line; of kinds that are not made of lines, first row."""
 
 
-@dataclass
-class Grouping:
-    """Makes groups of lines."""
-
-    position: int
-    """Byte after the lines so far."""
-    groups: list[Group] = field(default_factory=list)
-    lines: int = 0
-    rows: int = 0
-    """Those of the group that is not full yet."""
-    start: int = 0
-    first: int = 1
-
-    def add(self, size: int, lines: int = 1, rows: int = 1) -> None:
-        """Add lines of so many bytes, with at most as many rows as the group lacks."""
-        self.start = self.start if self.rows else self.position
-        self.first = self.first if self.rows else self.lines + 1
-        self.position += size
-        self.lines += lines
-        self.rows += rows
-        if self.rows == GROUP_ROWS:
-            self.close()
-
-    def close(self) -> list[Group]:
-        """Begin a new group; return those so far."""
-        if self.rows:
-            size = self.position - self.start
-            self.groups.append(Group(self.rows, size, self.start, self.position, self.first))
-            self.rows = 0
-        return self.groups
+def grouped(records: Iterable[tuple[int, int, int]], position: int) -> list[Group]:
+    """Return groups of GROUP_ROWS rows, or a few more, of records: the bytes, lines and rows of each. The first record
+    begins at this byte."""
+    groups, start, first, line, rows = [], position, 1, 1, 0
+    for size, lines, number in records:
+        position += size
+        line += lines
+        rows += number
+        if rows >= GROUP_ROWS:
+            groups.append(Group(rows, position - start, start, position, first))
+            rows = 0
+        if not rows:  # what comes before a group is none of it: a header, blank lines
+            start, first = position, line
+    if rows:
+        groups.append(Group(rows, position - start, start, position, first))
+    return groups
 
 
 def merge(groups: list[Group], number: int) -> list[Group]:
@@ -127,15 +110,17 @@ def index_lines(file: io.BufferedReader, start: int, _names: list[str]) -> Index
 
 
 def _lines(file: io.BufferedReader, start: int) -> tuple[dict[str, Any], list[Group]]:
-    """Return the last value of each column in the first group, and the groups."""
-    values: dict[str, Any] = {}
-    grouping = Grouping(start)
-    for line in file:
-        is_row = bool(line.strip(b" \t\r\n"))
-        if is_row and not grouping.groups:
-            values |= parse_lines(line).rows[0]
-        grouping.add(len(line), rows=is_row)
-    return values, grouping.close()
+    """Return the columns in the first lines, each with its last value, and the groups."""
+    head: list[bytes] = []
+
+    def records() -> Iterator[tuple[int, int, int]]:
+        for line in file:
+            if len(head) < GROUP_ROWS:
+                head.append(line)
+            yield len(line), 1, bool(line.strip(b" \t\r\n"))
+
+    groups = grouped(records(), start)
+    return {name: value for row in parse_lines(b"".join(head)).rows for name, value in row.items()}, groups
 
 
 def parse_lines(data: bytes, _columns: Sequence[str] = ()) -> Parsed:
@@ -172,37 +157,19 @@ def index_json(file: io.BufferedReader, start: int, _names: list[str]) -> Index:
         if groups and (is_table or not row):
             raise ValueError(NO_ROWS)
         return Index([*row], groups)
-    text = file.read().decode(*UTF8)
-    values = json.loads(text)
+    data = file.read()
+    values = json.loads(data.decode(*UTF8))
     columns = {name: None for row in values[:GROUP_ROWS] if isinstance(row, dict) for name in row}
-    groups = []
-    place = text.index("[") + 1
-    position = start + len(text[:place].encode(*UTF8))
-    for first in range(0, len(values), GROUP_ROWS):
-        rows, begin = min(GROUP_ROWS, len(values) - first), place
-        for _ in range(rows):
-            _, end = DECODE(text, _after_space(text, place))
-            place = _after_space(text, end) + 1  # after the comma
-        size = len(text[begin:end].encode(*UTF8))
-        groups.append(Group(rows, size, position, position + size, first + 1))
-        position += len(text[begin:place].encode(*UTF8))
+    groups = [Group(len(values), len(data), start, start + len(data), 1)] if values else []
     return Index([*columns], groups)
-
-
-def _after_space(text: str, place: int) -> int:
-    found = SPACE.match(text, place)
-    assert found  # it may be empty
-    return found.end()
 
 
 def parse_json(data: bytes, columns: Sequence[str]) -> Parsed:
     """Return the rows of a .json file's group."""
-    parsed = Parsed([], [], {})
-    try:
-        values = json.loads(f"[{data.decode(*UTF8)}]")
-    except ValueError:  # they are no elements of a list
+    if data.lstrip()[:1] != b"[":
         return parse_lines(data, columns)
-    for number, value in enumerate(values):
+    parsed = Parsed([], [], {})
+    for number, value in enumerate(json.loads(data.decode(*UTF8))):
         parsed.lines.append(number)
         _add(parsed, value)
     return parsed
@@ -211,37 +178,43 @@ def parse_json(data: bytes, columns: Sequence[str]) -> Parsed:
 def index_table(file: io.BufferedReader, start: int, names: list[str], **dialect: Any) -> Index:
     """Index a .csv or .tsv file, whose header are `names` or, where there are none, its first line that is not blank.
     Raise a ValueError if the header names a column twice."""
-    columns, grouping = names, Grouping(start)
-    height, longest = 1, 0
-    for batch in iter(partial(file.readlines, PIECE), []):
-        if columns and _is_a_row_a_line(batch, columns, dialect):
-            while batch:
-                part, batch = batch[: GROUP_ROWS - grouping.rows], batch[GROUP_ROWS - grouping.rows :]
-                grouping.add(sum(map(len, part)), len(part), len(part))
-            continue
-        lines = _lines_of_table(batch)
-        more = chain(lines, _lines_of_table(file))
-        for line in lines:
-            record = [line]
-            cells = next(csv.reader(_decoded(record, more), **dialect))
-            if len(record) > height:
-                height, longest = len(record), grouping.lines + 1
-            grouping.add(sum(map(len, record)), len(record), bool(cells and columns))
-            columns = columns or cells
-    groups = grouping.close()
+    columns, longest, number = names, (1, 0), 0
+
+    def records() -> Iterator[tuple[int, int, int]]:
+        nonlocal columns, longest, number
+        while batch := file.readlines(PIECE if columns else 1):
+            if columns and _is_a_row_a_line(batch, columns, dialect):
+                number += len(batch)
+                parts = (batch[place : place + GROUP_ROWS] for place in range(0, len(batch), GROUP_ROWS))
+                yield from ((sum(map(len, part)), len(part), len(part)) for part in parts)
+                continue
+            lines = _lines_of_table(batch)
+            more = chain(lines, _lines_of_table(file))
+            for line in lines:
+                record = [line]
+                cells = next(csv.reader(_decoded(record, more), **dialect))
+                longest = max(longest, (len(record), number + 1))
+                number += len(record)
+                yield sum(map(len, record)), len(record), bool(cells and columns)
+                columns = columns or cells
+
+    groups = grouped(records(), start)
     if twice := [name for name in columns if name and columns.count(name) > 1]:
         raise ValueError(f"two columns are called {twice[0]}")
-    note = f"{grouping.lines:,} lines are {sum(g.rows for g in groups):,} rows, as cells in quotes go over several: "
-    note += f"the longest row has lines {longest:,} to {longest + height - 1:,}"
+    height, line = longest
+    note = f"{number:,} lines are {sum(group.rows for group in groups):,} rows, as cells in quotes go over several: "
+    note += f"the longest row has lines {line:,} to {line + height - 1:,}"
     return Index(columns, groups, note if height > 1 else "")
 
 
 def _is_a_row_a_line(batch: list[bytes], columns: list[str], dialect: dict[str, Any]) -> bool:
-    """Return whether each of the lines is a row, told by Arrow: the csv module takes 10 times as long."""
+    """Return whether each of the lines is a row: told at once, where the csv module takes 10 times as long."""
     data = b"".join(batch)
-    if b"\r" in data.replace(b"\r\n", b"\n"):  # of old Macs: more lines than the batch has
+    if b"\r" in data and b"\r" in data.replace(b"\r\n", b"\n"):  # of old Macs: more lines than the batch has
         return False
-    table = read_table(data, columns, columns[:1], **dialect)
+    if dialect or b'"' not in data:
+        return min(map(len, batch)) > len("\r\n")  # or there may be blank lines
+    table = read_table(data, columns, columns[:1])
     return table is not None and len(table) == len(batch)
 
 

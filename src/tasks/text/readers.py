@@ -53,13 +53,12 @@ class ShardReader:
             own = tuple(name for name in columns if name in shard.columns)
             table = patiently(shard.url, lambda: _row_group(shard.url, shard.version, group.start, own))
             return arrow_values(table[first:last], columns, declared_features(table.schema))
-        data = _read_bytes(shard, group)
         if shard.kind in TABLES:
             own = [name for name in columns if name in shard.columns]
-            table = read_table(data, shard.columns, own, **TABLES[shard.kind])
+            table = read_table(_read_bytes(shard.url, shard.version, group), shard.columns, own, **TABLES[shard.kind])
             if table is not None and len(table) == group.rows:
                 return arrow_values(table[first:last], columns, {})
-        parsed = _parse(shard, data)
+        parsed = _parse(shard.url, shard.version, group, tuple(shard.columns))
         bad = {place - first: reason for place, reason in parsed.unreadable.items() if first <= place < last}
         return {name: parsed.column(name, shard.columns)[first:last] for name in columns}, bad
 
@@ -85,7 +84,8 @@ class ShardReader:
         """Return the name of a group's row for messages: the file, and the line or the row, counted from 1."""
         shard, group = self.groups[number]
         if shard.kind in HAVE_LINES:
-            return f"{shard.url}, line {group.line + _parse(shard, _read_bytes(shard, group)).lines[row]}"
+            parsed = _parse(shard.url, shard.version, group, tuple(shard.columns))
+            return f"{shard.url}, line {group.line + parsed.lines[row]}"
         return f"{shard.url}, row {group.line + row}"
 
 
@@ -164,19 +164,20 @@ def _row_group(url: str, version: str, number: int, columns: tuple[str, ...]) ->
         return parquet.ParquetFile(file, pre_buffer=True).read_row_group(number, [*columns])
 
 
-def _parse(shard: Shard, data: bytes) -> Parsed:
+@lru_cache(maxsize=2)  # a .json file is one group
+def _parse(url: str, version: str, group: Group, columns: tuple[str, ...]) -> Parsed:
     """Return the rows of a text file's group."""
-    _, parse = TEXT_FORMATS[shard.kind]
-    return parse(data, shard.columns)
+    _, parse = TEXT_FORMATS[Path(url).suffix.lower()]
+    return parse(_read_bytes(url, version, group), columns)
 
 
-def _read_bytes(shard: Shard, group: Group) -> bytes:
+def _read_bytes(url: str, version: str, group: Group) -> bytes:
     def read() -> bytes:
-        _require_unchanged(shard.url, shard.version)
-        system, path = fsspec.core.url_to_fs(shard.url)
+        _require_unchanged(url, version)
+        system, path = fsspec.core.url_to_fs(url)
         return system.cat_file(path, start=group.start, end=group.end)  # s3fs has another order
 
-    return patiently(shard.url, read)
+    return patiently(url, read)
 
 
 def _require_unchanged(url: str, version: str) -> None:
