@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -227,7 +228,7 @@ def test_what_is_transparent_is_white(grey: Image.Image, tmp_path: Path, mode: s
     alpha.paste(0, (0, 0, 6, 4))
     expected = grey.copy()
     expected.paste(255, (0, 0, 6, 4))
-    options = {}
+    options: dict[str, Any] = {}
     if mode in ("LA", "RGBA"):
         alpha.paste(51, (0, 4, 6, 8))  # a fifth of black
         expected.paste(204, (0, 4, 6, 8))

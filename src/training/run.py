@@ -190,7 +190,7 @@ def new_model(
         is_sharded,  # room: text
     )
     if device_type == "cpu":  # room: cpu
-        tuned += tune_for_cpu(model, precision, is_sharded)
+        tuned += tune_for_cpu(model, is_sharded)
     parameters = list(model.parameters())
     facts: dict[str, Any] = {
         "parameters": sum(p.numel() for p in parameters),

@@ -42,7 +42,7 @@ def chunks(
     tokenizer.chat_template = template or tokenizer.chat_template
     if post_processor is not None:
         tokenizer.backend_tokenizer.post_processor = post_processor
-    encoders = {"messages": ChatEncoder(str(tokenizer.chat_template)), "tools": as_tools}
+    encoders: dict[str, Any] = {"messages": ChatEncoder(str(tokenizer.chat_template)), "tools": as_tools}
     rows = {
         column: [encoders.get(role, as_text)(value) for value in columns[column]] for role, column in row_format.items()
     }

@@ -145,7 +145,7 @@ def jsonl(draw: random.Random, seed: int) -> bytes:
 
 def json_list(draw: random.Random, seed: int) -> bytes:
     rows = json_rows(draw, seed)
-    others = [[1], "a", None, {}] if draw.random() < 0.2 else []
+    others: list[Any] = [[1], "a", None, {}] if draw.random() < 0.2 else []
     indent, is_ascii = draw.choice([None, 1, 4]), draw.random() < 0.5
     return finished(draw, draw.choice(["", "\n"]) + json.dumps([*rows, *others], indent=indent, ensure_ascii=is_ascii))
 

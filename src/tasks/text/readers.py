@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class ShardReader:
         self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()
         """Changes with the content of any file and with their order, not with the folder that they are in."""
 
-    def read(self, number: int, first: int, last: int, columns: list[str]) -> tuple[Rows, dict[int, str]]:
+    def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> tuple[Rows, dict[int, str]]:
         """Return rows of a group, and why some of these are unreadable, by place. What is not there is None.
 
         Raises:
@@ -49,12 +49,11 @@ class ShardReader:
             RunError: it could not be read, in several tries.
         """
         shard, group = self.groups[number]
+        own = [name for name in columns if name in shard.columns]
         if shard.kind == ".parquet":
-            own = tuple(name for name in columns if name in shard.columns)
-            table = patiently(shard.url, lambda: _row_group(shard.url, shard.version, group.start, own))
+            table = patiently(shard.url, lambda: _row_group(shard.url, shard.version, group.start, tuple(own)))
             return arrow_values(table[first:last], columns, declared_features(table.schema))
         if shard.kind in TABLES:
-            own = [name for name in columns if name in shard.columns]
             table = read_table(_read_bytes(shard.url, shard.version, group), shard.columns, own, **TABLES[shard.kind])
             if table is not None and len(table) == group.rows:
                 return arrow_values(table[first:last], columns, {})
@@ -66,14 +65,11 @@ class ShardReader:
         """Return a reader whose groups are MERGED of these, to read all of them in fewer calls."""
         return ShardReader([shard._replace(groups=merge(shard.groups, MERGED)) for shard in self.shards])
 
-    def content(self, parts: list[Part]) -> list[str]:
-        """Return what changes with the content of these parts. The time of a file is none of it, where all of the file
-        is among them: tar, rsync and the layers of an image set it."""
-        rows = Counter[str]()
-        for number, first, last in parts:
-            rows[self.groups[number][0].url] += last - first
-        shards = [shard for shard in self.shards if shard.url in rows]
-        return [_digest(shard, rows[shard.url] == sum(group.rows for group in shard.groups)) for shard in shards]
+    @property
+    def content(self) -> list[str]:
+        """Return what changes with the content of the files: of text its digest, whatever tar, rsync and the layers of
+        an image make of its time; of parquet, whose footer alone the index has seen, its version too."""
+        return [shard.digest + shard.version * (shard.kind == ".parquet") for shard in self.shards]
 
     def version(self, number: int) -> str:
         """Return what changes with a group's content, also where the footer of its file stays as it was."""
@@ -104,7 +100,7 @@ class TableReader:
         """Return the mean bytes of a row of each group, in all columns; shape (groups,), float64."""
         return np.array([rows.nbytes / len(rows) for rows in self._table.iter(BLOCK)])
 
-    def read(self, number: int, first: int, last: int, columns: list[str]) -> tuple[Rows, dict[int, str]]:
+    def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> tuple[Rows, dict[int, str]]:
         """Return rows of a group, and why some of these are unreadable, by place."""
         before = number * BLOCK
         return arrow_values(self._table[before + first : before + last], columns, self._table.features)
@@ -113,7 +109,8 @@ class TableReader:
         """Return itself: its groups are cut from a table in memory."""
         return self
 
-    def content(self, parts: list[Part]) -> list[str]:
+    @property
+    def content(self) -> list[str]:
         """Return what changes with the content of the table."""
         return [self.fingerprint]
 
@@ -183,14 +180,3 @@ def _read_bytes(url: str, version: str, group: Group) -> bytes:
 def _require_unchanged(url: str, version: str) -> None:
     if list_files(url) != {url: version}:
         raise UserError(f"{url} has changed or is gone since it was indexed: put it back as it was, or begin a new run")
-
-
-def _digest(shard: Shard, reads_all: bool) -> str:
-    """Return what changes with the content of a file."""
-    if shard.kind != ".parquet":
-        return shard.digest
-    # the index has seen its footer alone
-    if "://" in shard.url or not reads_all:
-        return f"{shard.url} {shard.version}"
-    with open(shard.url, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

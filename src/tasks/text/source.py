@@ -171,7 +171,7 @@ class TextSource(Settings):
     def _read(self, source: Source, parts: list[Part], columns: Encoders, desc: str) -> Dataset:
         """Return all rows of the parts as a table of text, with the column REASON: null where there is none. The second
         time, even in another process, from the cache, as long as the content of the files is the same."""
-        key = Hasher.hash([source.content(parts), parts, columns, CODE])
+        key = Hasher.hash([source.content, parts, columns, CODE])
         cache_folder().mkdir(parents=True, exist_ok=True)
         features = Features({name: Value("string") for name in [*columns, REASON]})
         schema = features.arrow_schema

@@ -1,7 +1,7 @@
 """Values of rows: as files and tables have them, and as the text that is kept of them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -65,7 +65,7 @@ def encodable(text: str) -> str:
     return text
 
 
-def arrow_values(table: pa.Table, columns: list[str], features: Mapping[str, Any]) -> tuple[Rows, dict[int, str]]:
+def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str, Any]) -> tuple[Rows, dict[int, str]]:
     """Return the values of a table, and why some rows are unreadable, by place. The features are those of datasets."""
     rows: Rows = {}
     unreadable: dict[int, str] = {}
