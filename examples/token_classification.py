@@ -6,6 +6,7 @@ count whole names, as in CoNLL-2003 (Tjong Kim Sang and De Meulder, https://arxi
 
 import json
 import re
+from textwrap import shorten
 from typing import Any, ClassVar, Literal
 
 from datasets import Dataset
@@ -47,8 +48,9 @@ class TokenClassification(TextClassification):
             fits = [0 < len(words) == len(tags) and {*tags} <= {*self._labels} for words, tags in sentences]
             if not all(fits):
                 words, tags = sentences[fits.index(False)]
-                says = f"row {fits.index(False) + 1} of {where} has {len(words)} words, tagged {' '.join(tags)}"
-                says += f": give each one of {' '.join(self._labels)}"
+                tagged, labels = (shorten(" ".join(names), 200, placeholder=" …") for names in (tags, self._labels))
+                says = f"row {fits.index(False) + 1} of {where} has {len(words)} words, tagged {tagged}"
+                says += f": give each one of {labels}"
                 mistakes.append(f"{says} ({fits.count(False)} of {len(fits)} rows do not fit)")
         if mistakes:
             raise UserError("\n".join(f"task.dataset={self.dataset}: {mistake}" for mistake in mistakes))

@@ -42,7 +42,8 @@ FILES = {
     "safeguards": "src/checkpoint/occupied.py src/checkpoint/same_run.py tests/test_occupied.py"
     " tests/faults/test_same_run.py",
     "status": "src/checkpoint/status.py tests/faults/test_preemption.py",
-    "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py docs/streaming.md benchmarks/streaming.py",
+    "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
+    " benchmarks/streaming.py",
     "tables": "src/tasks/tables.py tests/test_tables.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"

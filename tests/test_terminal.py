@@ -112,7 +112,7 @@ def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tm
     task = ("--task.name=causal_lm", f"--task.dataset={tmp_path}/text.txt", f"--task.architecture={model}")
     size = ("--task.sequence_length=32", "--max_steps=2", "--global_batch_size=4")
     output, shown = in_terminal(80, "cpu", *task, *size)
-    assert "reading text.txt …" in output
+    assert "reading the data to train on" in output
     assert "tokenizing training data" in output
     assert shown[0] == "causal_lm"
     assert ("  talk       python -m src.tools.generate runs/x" in shown) == (PROJECT / "src/tools/generate.py").exists()

@@ -88,9 +88,11 @@ def table(draw: random.Random, seed: int, delimiter: str) -> bytes:
         lines.append(delimiter.join(cells))
         if draw.random() < 0.1:
             lines.append(draw.choice(["", "", " "]))
-    if draw.random() < 0.1:  # a stray quote, which may swallow rows, or stay open
+    if draw.random() < 0.2:  # a stray quote, which may swallow rows, or stay open
         place = draw.randrange(1, len(lines))
-        lines[place] = draw.choice(['"', 'a"b', '"a"b']) + lines[place]
+        head, _, tail = lines[place].rpartition(delimiter)
+        mark = draw.choice(['"', 'a"b', '"a"b'])
+        lines[place] = draw.choice([mark + lines[place], f"{head}{delimiter}{mark}{tail}"])
     return finished(draw, ends.join(lines) + draw.choice(["", ends, ends + ends]))
 
 

@@ -327,7 +327,6 @@ def test_a_file_that_changes_on_a_web_server_is_noticed(tmp_path: Path, part: st
         Thread(target=server.serve_forever, daemon=True).start()
         found = find_files(f"http://127.0.0.1:{server.server_port}/{part}")
         reader = ShardReader(index_files(found, [], tmp_path))
-        assert reader.read(0, 7, 8, ["text"])[0] == {"text": ["line 7"]}
         file = tmp_path / "web/a.jsonl"
         file.write_bytes(file.read_bytes().replace(b"line 7", b"LINE 7"))
         os.utime(file, (10**9, 10**9))  # a server tells seconds

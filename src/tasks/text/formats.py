@@ -7,6 +7,7 @@ is one document. Nothing is guessed: 1.10 and 001 stay so, a date is text, "NA" 
 import csv
 import io
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -179,20 +180,27 @@ def index_table(file: io.BufferedReader, start: int, names: list[str], **dialect
     """Index a .csv or .tsv file, whose header are `names` or, where there are none, its first line that is not blank.
     Raise a ValueError if the header names a column twice."""
     columns, longest, number = names, (1, 0), 0
+    pending = deque[bytes]()  # the rest of a line of which a record of the batch before took a part
+
+    def more() -> Iterator[bytes]:
+        while line := file.readline():
+            pending.extend(line.splitlines(keepends=True))
+            while pending:
+                yield pending.popleft()
 
     def records() -> Iterator[tuple[int, int, int]]:
         nonlocal columns, longest, number
-        while batch := file.readlines(PIECE if columns else 1):
+        while batch := [*pending] or file.readlines(PIECE if columns else 1):
+            pending.clear()
             if columns and _is_a_row_a_line(batch, columns, dialect):
                 number += len(batch)
                 parts = (batch[place : place + GROUP_ROWS] for place in range(0, len(batch), GROUP_ROWS))
                 yield from ((sum(map(len, part)), len(part), len(part)) for part in parts)
                 continue
-            lines = _lines_of_table(batch)
-            more = chain(lines, _lines_of_table(file))
+            lines = (part for line in batch for part in line.splitlines(keepends=True))  # old Macs have other ends
             for line in lines:
                 record = [line]
-                cells = next(csv.reader(_decoded(record, more), **dialect))
+                cells = next(csv.reader(_decoded(record, chain(lines, more())), **dialect))
                 longest = max(longest, (len(record), number + 1))
                 number += len(record)
                 yield sum(map(len, record)), len(record), bool(cells and columns)
@@ -216,12 +224,6 @@ def _is_a_row_a_line(batch: list[bytes], columns: list[str], dialect: dict[str, 
         return min(map(len, batch)) > len("\r\n")  # or there may be blank lines
     table = read_table(data, columns, columns[:1])
     return table is not None and len(table) == len(batch)
-
-
-def _lines_of_table(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines with their ends, of which old Macs have others."""
-    for line in lines:
-        yield from line.splitlines(keepends=True)
 
 
 def _decoded(record: list[bytes], more: Iterator[bytes]) -> Iterator[str]:
@@ -260,8 +262,10 @@ def read_table(
     if data.startswith(BYTE_ORDER_MARK):  # here a part of a cell, which Arrow would leave out
         return None
     quote = '"' if quoting == csv.QUOTE_MINIMAL else False
+    data += b"" if data.endswith((b"\n", b"\r")) else b"\n"
+    data += delimiter.join([END] * len(columns)).encode()
     try:
-        return read_csv(
+        table = read_csv(
             pa.BufferReader(data),
             ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=columns),
             ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=True),
@@ -269,6 +273,7 @@ def read_table(
         )
     except pa.ArrowInvalid:
         return None
+    return table[:-1]
 
 
 def index_text(file: io.BufferedReader, start: int, _names: list[str]) -> Index:

@@ -89,7 +89,7 @@ class TextSource(Settings):
             return {"train": found}
         with loading("dataset", self.dataset):
             splits = declared_splits(Path(self.dataset), self.dataset_config) or by_split(found)
-        return {split: {name: found[name] for name in names} for split, names in splits.items()}
+            return {split: {name: found[name] for name in names} for split, names in splits.items()}
 
     def _find_on_hub(self) -> dict[str, Any]:
         with loading("dataset", self.dataset):
