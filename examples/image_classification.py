@@ -31,9 +31,8 @@ def picture(file: str) -> Image.Image:
         with Image.open(file) as opened:
             kind, image = opened.format, ImageOps.exif_transpose(opened)
         if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
-            image = Image.fromarray(
-                (np.asarray(image) / 257).round().astype(np.uint8)
-            )  # convert() would cut off at 255
+            eight_bits = np.asarray(image) / 257  # convert() would cut off at 255
+            image = Image.fromarray(eight_bits.round().astype(np.uint8))
         if image.mode in ("I", "F"):
             raise ValueError(f"its mode {image.mode} does not say which number is white: save it with 8 or 16 bits")
         if not image.has_transparency_data:

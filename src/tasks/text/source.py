@@ -165,7 +165,7 @@ class TextSource(Settings):
             name = source.name(group, last - int(ends[number] - bad[0]))
             count = f"{len(bad):,} of {len(table):,} rows in {where} cannot be used"
             raise UserError(f"{name}: {reasons[bad[0]]}; {count}: fix them, {SKIP}")
-        self._skipped_rows[part] += len(bad)
+        self._skipped_rows[part] += len(bad)  # of all sources of a mixture: the copies of a task share it
         return table.select(np.setdiff1d(np.arange(len(table)), bad))
 
     def _read(self, source: Source, parts: list[Part], columns: Encoders, desc: str) -> Dataset:
