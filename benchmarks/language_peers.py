@@ -56,11 +56,13 @@ class Peer:
         self.dtype, self.device = output.dtype, output.device.type
 
     def record(self, loss: float) -> None:
-        """Write the mean loss of an interval, and when it ended: the GPU has to arrive there too."""
+        """Write the mean loss of an interval, and when it ended: the GPU has to arrive there too. `peak` is the most
+        bytes of the GPU that torch's allocator has given out."""
         if self.plan.is_cuda:
             torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() if self.plan.is_cuda else 0
         with Path("run/metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"train/loss": loss, "time": time.time()}) + "\n")
+            file.write(json.dumps({"train/loss": loss, "time": time.time(), "peak": peak}) + "\n")
 
     def finish(self, steps: int) -> None:
         """Write work.json."""

@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,27 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # registers the backend `fake`
 
 SOURCE = Path(__file__).with_name("null_gpu.c")
-TRITON = find_spec("triton")
-HEADERS = Path((TRITON.origin if TRITON else None) or "/missing").parent / "backends/nvidia/include"
 CUDA = torch.version.cuda or "none"
+SERVED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""Versions of torch that were tried. Another one may call what is not here, or take structs of another shape."""
 WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")
 """Kinds of what null_gpu.c counts for which the host waits for the device."""
+
+
+def headers() -> list[Path]:
+    """Return the folders with CUDA's headers, those of the runtime that torch is linked with first: triton's may be of
+    another version, whose structs have another shape (CUDA 12.8 with torch 2.11). Empty: that runtime's are missing."""
+    folders = [
+        Path(parent, name)
+        for package, name in (("nvidia", f"cu{CUDA.partition('.')[0]}/include"), ("triton", "backends/nvidia/include"))
+        for parent in (getattr(find_spec(package), "submodule_search_locations", None) or ())
+    ]
+    for i, folder in enumerate(folders):
+        file = folder / "cuda_runtime_api.h"
+        version = re.search(r"define CUDART_VERSION +(\d+)", file.read_text()) if file.exists() else None
+        if version and CUDA.startswith(f"{int(version[1]) // 1000}."):
+            return folders[i:]
+    return []
 
 
 def reason_to_skip(*compilers: str) -> str | None:
@@ -36,10 +53,12 @@ def reason_to_skip(*compilers: str) -> str | None:
         return "the null GPU needs Linux on x86-64"
     if missing:
         return f"the null GPU is compiled by {' and '.join(missing)}, missing here"
+    if not torch.__version__.startswith(tuple(f"{version}." for version in SERVED)):
+        return f"the null GPU serves torch {SERVED[0]} to {SERVED[-1]}, and this is {torch.__version__}"
     if not CUDA.startswith("13."):
         return f"the null GPU stands for CUDA 13, and this torch is built for {CUDA}"
-    if not (HEADERS / "driver_types.h").exists():
-        return "the null GPU needs CUDA's headers, which come with triton"
+    if not headers():
+        return f"the null GPU needs the headers of CUDA {CUDA}: install nvidia-cuda-runtime, or triton"
     return None
 
 
@@ -66,7 +85,8 @@ def compile_null_gpu(folder: Path) -> None:
     """Compile null_gpu.c into a folder, as the driver and, under a second name, as NVML."""
     library = folder / "libcuda.so.1"
     options = ["-std=gnu17", "-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(["gcc", *options, f"-I{HEADERS}", "-o", library, SOURCE, "-ldl"], check=True)
+    options += [f"-I{folder}" for folder in headers()]
+    subprocess.run(["gcc", *options, "-o", library, SOURCE, "-ldl"], check=True)
     (folder / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
 
 

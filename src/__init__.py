@@ -2,6 +2,9 @@
 
 import logging
 
+from src.requirements import require_installed
+
+require_installed()
 # what libraries say of each other while they are imported
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of torchao, which is out of date
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of kernels  # room: four_bit

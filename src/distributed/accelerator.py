@@ -39,6 +39,7 @@ warnings.filterwarnings("ignore", "Slicing a flattened dim")  # what Accelerate 
 warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor", FutureWarning)  # its gather, on NCCL
 # DDP says so of weights with one input channel, whose memory is the same channels-last; of others it matters
 warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
+warnings.filterwarnings("ignore", "CUDA initialization")  # launch_guard.py says in one line what it means
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 

@@ -4,6 +4,7 @@ Accelerate lets a wrong yaml pass: misspelt FSDP keys are ignored, and on a mach
 it is alone and trains a model of its own. Here each of these ends the run, in one line.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 
@@ -41,6 +42,24 @@ def refuse_another_strategy(accelerator: Accelerator, asked: Asked) -> None:
         raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
 
 
+def unusable_gpu() -> str | None:
+    """Return why torch can't use the NVIDIA GPU that this machine seems to have; None if it has none, it is hidden, or
+    its driver is new enough."""
+    known = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(known))
+    except OSError:  # no driver
+        return None
+    driver, built_for = f"{known.value // 1000}.{known.value % 1000 // 10}", torch.version.cuda
+    is_new_enough = built_for and known.value // 1000 >= int(built_for.partition(".")[0])  # minor versions mix
+    if is_new_enough or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    there = f"the driver of the NVIDIA GPU knows CUDA {driver}, and this torch {torch.__version__}"
+    if not built_for:
+        return f"{there} is built without CUDA: install one that has it"
+    return f"{there} needs {built_for}: update the driver, or install a torch for CUDA {driver} or older"
+
+
 def _overriding(launcher: Launcher | None) -> Iterator[str]:
     shell = launcher.environment if launcher else os.environ
     for name, value in shell.items():
@@ -50,6 +69,8 @@ def _overriding(launcher: Launcher | None) -> Iterator[str]:
 
 def _errors(launcher: Launcher | None, config: Config, asked: Asked, on_cpu: bool, precision: str) -> Iterator[str]:
     """Yield what the devices of this machine cannot run, and what is wrong with the launcher and its yaml."""
+    if on_cpu and not asked.cpu and (reason := unusable_gpu()):
+        yield f"{reason}; accelerate_configs/cpu.yaml trains on the CPU"
     gpus = torch.accelerator.device_count()
     if not on_cpu and asked.local_world_size > gpus:
         yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import null_gpu
-from null_gpu import HEADERS, SOURCE, null_environment
+from null_gpu import SOURCE, headers, null_environment
 
 HERE = Path(__file__).resolve().parent
 EMULATION = HERE / "emulated_gpu.cpp"
@@ -26,8 +26,8 @@ def reason_to_skip() -> str | None:
 def compile_emulation(folder: Path) -> None:
     torch_folder = Path(torch.__file__).parent
     include, lib = torch_folder / "include", torch_folder / "lib"
-    headers = f"-I{HEADERS} -I{include} -I{include}/torch/csrc/api/include"
-    options = f"-std=c++20 -O1 -w -shared -fPIC {headers} -L{lib} -Wl,-rpath,{lib}".split()
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-L{lib}", f"-Wl,-rpath,{lib}"]
+    options += [f"-I{folder}" for folder in (*headers(), include, include / "torch/csrc/api/include")]
     libraries = ["-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda"]
     subprocess.run(["g++", *options, "-o", folder / "emulated_gpu.so", EMULATION, *libraries], check=True)
 

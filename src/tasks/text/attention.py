@@ -4,6 +4,7 @@ transformers' own way is a mask of shape (batch, 1, length, length), which each 
 for documents of any length needs none.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from transformers import AttentionInterface
 
 WITHOUT_EFFECT = {"cu_seq_lens_k", "max_length_k", "position_ids", "is_causal"}
 """Arguments of attention functions that do not change the attention of a decoder within a document."""
+
+HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch 2.11 has none: its kernel takes fewer heads of keys and values as they are."""
 
 
 def document_lengths(ends: list[int]) -> dict[str, Any]:
@@ -68,8 +72,9 @@ def varlen_attention(
     q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    is_grouped = query.shape[1] != key.shape[1]  # if it isn't but says so, the backward pass may take another kernel
-    output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, enable_gqa=is_grouped)
+    # if they aren't grouped but say so, the backward pass may take another kernel
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if HAS_GQA_SWITCH else {}
+    output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, **grouped)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 

@@ -1,0 +1,158 @@
+"""Runs of train.py on one GPU that start within a second: forked from this process, which has imported train.py already.
+
+This process must not touch the GPU itself: CUDA can't be used after a fork.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import train
+from benchmarks.runs import PROJECT, arguments
+from src.tools.plan.gpus import find_gpu
+from src.tools.plan.measure import Setup, launcher_environment
+from src.training.batches import MicroBatch
+from src.training.run import Run
+
+Act = Callable[[Run, list[MicroBatch], Callable[[], Any], dict[str, Any]], Any]
+"""What is done in place of a step: it is given the run, the step's micro-batches, what takes the step, and a dictionary
+for what it finds out."""
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A run of train.py that has ended."""
+
+    folder: Path
+    found: dict[str, Any]
+    """What its acts have found out, and the most bytes that were `allocated` and `reserved`; empty: it was killed."""
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """Those of the training."""
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "train/loss" in line]
+
+    @property
+    def losses(self) -> list[float]:
+        """By step; of a step that was taken again after a kill, the last."""
+        return [*{record["step"]: record["train/loss"] for record in self.records}.values()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+
+def run_forked(
+    folder: Path,
+    yaml: str,
+    settings: dict[str, Any],
+    precision: str | None = None,
+    acts: Mapping[int, Act] | None = None,
+    begin: Callable[[], object] = lambda: None,
+    deadline: float = float("inf"),
+) -> Forked:
+    """Train into this folder, in place of a run that is there, as one process under the yaml.
+
+    Args:
+        precision: the mixed precision, in place of the yaml's.
+        acts: by the number of steps that were taken before.
+        begin: called first in the new process.
+        deadline: in the seconds of time.monotonic.
+
+    Raises:
+        RuntimeError, TimeoutError: those of `fork`.
+    """
+
+    def work() -> dict[str, Any]:
+        os.environ.update(environment(yaml), **({"ACCELERATE_MIXED_PRECISION": precision} if precision else {}))
+        found: dict[str, Any] = {}
+        take_step = train.train_step
+
+        def take_or_act(run: Run, micro_batches: list[MicroBatch], counts: Any) -> Any:
+            take = partial(take_step, run, micro_batches, counts)
+            act = (acts or {}).get(run.progress.step)
+            return act(run, micro_batches, take, found) if act else take()
+
+        train.train_step = take_or_act
+        sys.argv = ["train.py", *arguments({**settings, "output_dir": folder})]
+        begin()
+        train.main()
+        return found | peaks()
+
+    return Forked(folder, fork(work, folder.with_suffix(".log"), deadline) or {})
+
+
+def peaks() -> dict[str, int]:
+    """Return the most bytes that torch's allocator has given out and reserved."""
+    if not torch.cuda.is_initialized():
+        return {}
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+
+def environment(yaml: str) -> dict[str, str]:
+    """Return what Accelerate's launcher puts into the environment of one process under this yaml."""
+    if yaml == "cpu":
+        return {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    setup = Setup((), f"{PROJECT}/accelerate_configs/{yaml}.yaml", 1, find_gpu("h100"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return launcher_environment(setup) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def fork(work: Callable[[], Any], log: Path, deadline: float = float("inf")) -> Any:
+    """Return what `work` returns in a process of its own, as JSON; None if it was killed. Its output goes to `log`.
+
+    Raises:
+        RuntimeError: it failed; with its last line.
+        TimeoutError: it took until the deadline, and was killed.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    answer = log.with_suffix(".answer")
+    answer.unlink(missing_ok=True)
+    pid = os.fork()
+    if not pid:
+        _work_and_leave(work, log, answer)
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise TimeoutError("no time left")
+        time.sleep(0.005)
+    code = os.waitstatus_to_exitcode(ended[1])
+    if code == -signal.SIGKILL:
+        return None
+    if code:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+        raise RuntimeError(f"exit code {code}: {next(filter(None, reversed(lines)), 'it has said nothing')}")
+    return json.loads(answer.read_text())
+
+
+def _work_and_leave(work: Callable[[], Any], log: Path, answer: Path) -> None:
+    code: Any = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, sys.stdout.fileno())
+        os.dup2(output, sys.stderr.fileno())
+        answer.write_text(json.dumps(work()))
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+        answer.write_text("null")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
