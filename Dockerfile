@@ -14,6 +14,6 @@ WORKDIR /app
 FROM base
 # before the code: a change of the code does not install all of it again
 COPY --chown=user Makefile pyproject.toml requirements.txt requirements-dev.txt ./
-RUN PIP_NO_CACHE_DIR=1 make setup
+RUN PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 make setup
 COPY --chown=user . .
 CMD ["make", "train"]

@@ -1,32 +1,39 @@
 # `make train` and `make test` work on a fresh machine that has Python >= 3.11; `make help` lists the rest.
 PYTHON ?= python3
 ARGS ?=
-BIN := .venv/bin
+VENV := .venv
+BIN := $(VENV)/bin
 # One thread per core; without it the launcher prints that it chose so itself.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: help setup uv train test testall test-machines lint format clean
+.PHONY: help setup train test testall test-oldest test-machines lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-setup: .venv/installed  ## make .venv with everything in it
+setup: $(VENV)/installed  ## make .venv with everything in it
 
-.venv/installed: pyproject.toml requirements.txt requirements-dev.txt
+# uv takes a minute where pip takes five. It doesn't read pip.conf, so it is told of an index and constraints there.
+$(VENV)/installed: pyproject.toml requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
-	@echo "installing into .venv, a few GB: minutes"
-	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	@echo "installing into $(VENV), a few GB: a minute or more"
+	@$(PYTHON) -m venv $(VENV)
+	@what="-r requirements.txt -r requirements-dev.txt"; pip="$(BIN)/python -m pip"; \
+	index=$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$$($$pip config get global.index-url 2>/dev/null)}}; \
+	constraint=$${UV_CONSTRAINT:-$${PIP_CONSTRAINT:-$$($$pip config get global.constraint 2>/dev/null)}}; \
+	[ -z "$$index" ] || export UV_DEFAULT_INDEX="$$index"; \
+	[ -z "$$constraint" ] || export UV_CONSTRAINT="$$constraint"; \
+	says=$$({ $$pip install --quiet --disable-pip-version-check 'uv>=0.9,<1' && \
+		$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV) $$what; } 2>&1) || { \
+		echo "uv could not install it: $$says" | head -c 1000; echo; \
+		[ -z "$$UV_RESOLUTION" ] || exit 1; \
+		echo "installing it with pip: several minutes"; \
+		$$pip install --quiet --disable-pip-version-check $$what; }
 	@touch $@
 
 ifeq ($(wildcard $(BIN)/pytest),)  # `uv sync` takes out what the tests need
-.PHONY: .venv/installed
+.PHONY: $(VENV)/installed
 endif
-
-uv:  ## the same with uv, if it is installed
-	@uv venv --quiet --allow-existing --seed --python $(PYTHON) .venv
-	@uv pip install --quiet --compile-bytecode --python .venv -r requirements.txt -r requirements-dev.txt
-	@touch .venv/installed
 
 train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores, no download; ARGS='--seed=1 …'
 	@name=digits; n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); name=digits-$$n; done; \
@@ -35,6 +42,9 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 
 test: setup  ## run all but the slow tests, 5 to 10 minutes; ARGS='-k parity' for some of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
+
+test-oldest:  ## the same in an environment of its own, .venv-oldest, with the oldest versions that the bounds allow
+	@UV_RESOLUTION=lowest-direct $(MAKE) --no-print-directory test VENV=.venv-oldest
 
 testall: setup  ## run the slow tests too, more than an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=tests/gpu -n logical --maxprocesses=4 \
@@ -57,5 +67,5 @@ format: setup  ## let the linter and the formatter change what they can
 -include tests/gpu.mk  # make test-gpu
 -include scripts/new.mk  # make new
 
-clean:  ## remove .venv and caches; runs/ and data/ stay
-	@rm -rf .venv .*_cache
+clean:  ## remove .venv, .venv-oldest and caches; runs/ and data/ stay
+	@rm -rf .venv .venv-oldest .*_cache

@@ -1,8 +1,11 @@
 # Part of the Makefile: what measures.
-.PHONY: bench bench-check
+.PHONY: bench bench-check prove-gpu
 
-bench: .venv/installed  ## measure against peers; ARGS='--data_dir=DIR' where MNIST is there already
+bench: setup  ## measure against peers; ARGS='--data_dir=DIR' where MNIST is there already
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-bench-check: .venv/installed  ## measure, and fail where a ratio is worse than the committed one
+bench-check: setup  ## measure, and fail where a ratio is worse than the committed one
 	@$(BIN)/python -m benchmarks --check $(ARGS)
+
+prove-gpu: setup  ## prove this machine's NVIDIA GPU right and fast, in nine minutes; ARGS='--minutes=15 --data_dir=DIR'
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)

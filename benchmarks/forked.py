@@ -1,6 +1,7 @@
-"""Runs of train.py on one GPU that start within a second: forked from this process, which has imported train.py already.
+"""Runs of train.py on one GPU that start within a second: they are forked from this process.
 
-This process must not touch the GPU itself: CUDA can't be used after a fork.
+It has imported what they need (`warm` of tests/warm_ranks.py), and must not touch the GPU: CUDA can't be used in a
+process that was forked after that.
 """
 
 import json

@@ -42,6 +42,7 @@ from benchmarks.pairs import drift
 from benchmarks.runs import NEVER, PROJECT, Side, arguments, running, train_py, write_images
 from src.tracking.performance import peak_flops
 from src.training.run import new_model
+from tests.warm_ranks import warm
 
 STEPS, SAVED = 12, 6
 """Steps of the runs that are compared, and the one after which those that are killed have saved."""
@@ -519,6 +520,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny models, to try each line")
     chosen = parser.parse_args()
     deadline = time.monotonic() + 60 * chosen.minutes
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else some libraries touch the GPU when they are imported
+    warm()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), chosen.data_dir.absolute(), chosen.smoke, deadline)

@@ -105,6 +105,7 @@ def null_environment(devices: int = 1, **more: str) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": folder,
         "LD_LIBRARY_PATH": path,
         "NULL_GPU_COUNT": str(devices),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
         "OMP_NUM_THREADS": "1",
         **more,
     }
@@ -133,8 +134,9 @@ class NullGpu:
 def join_alone(gpus: int) -> None:
     """Join a group of so many processes, of which this one is the first and the only one."""
     torch.cuda.set_device(0)
+    # `fake` first: torch 2.11 gives a backend the options of the one before it
     # the null GPU's NCCL takes all others to do as this process does; gloo would wait for them
-    dist.init_process_group("cuda:nccl,cpu:fake", store=dist.HashStore(), rank=0, world_size=gpus)
+    dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=gpus)
     new_group: Any = dist.new_group
 
     def without_gloo(*args: Any, backend: str | None = None, **more: Any) -> Any:

@@ -9,7 +9,7 @@
  * Signatures, structs and numbers are those of CUDA 13's public headers (driver_types.h, cuda.h), cublas_api.h,
  * cublasLt.h, cudnn_graph.h, nvml.h and nccl.h. Their statuses are ints in which 0 is success.
  *
- * Environment: NULL_GPU_COUNT devices; NULL_GPU_GIB memory of each, of which another process holds NULL_GPU_TAKEN_GIB;
+ * Environment: NULL_GPU_COUNT devices, of which CUDA_VISIBLE_DEVICES may hide some; NULL_GPU_GIB memory of each, of which another process holds NULL_GPU_TAKEN_GIB;
  * NULL_GPU_NAME; NULL_GPU_CAPABILITY (9.0); NULL_GPU_DRIVER, the CUDA version the driver knows (13000);
  * NULL_GPU_EMULATE=1 if values matter; NULL_GPU_NCCL=shm if the ranks are processes of this machine. */
 #define _GNU_SOURCE
@@ -84,7 +84,12 @@ void null_gpu_write_kernels(const char *path) { /* lines of count, tab, name; co
 }
 /* ---- The device, as the runtime (cuda...) and the driver (cu...) describe it: an H100 if nothing else is set ---- */
 static int emulated(void) { return setting("NULL_GPU_EMULATE", "0") == 1; }
-static int device_count(void) { return setting("NULL_GPU_COUNT", "1"); }
+static int device_count(void) { /* those that CUDA_VISIBLE_DEVICES names */
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  int count = setting("NULL_GPU_COUNT", "1"), named = visible && *visible;
+  for (const char *c = visible ?: ""; *c; c++) named += *c == ',';
+  return visible && named < count ? named : count;
+}
 static int driver(void) { return setting("NULL_GPU_DRIVER", "13000"); }
 static size_t gib(const char *name, const char *otherwise) { return setting(name, otherwise) * (1ull << 30); }
 static size_t capacity(void) { return gib("NULL_GPU_GIB", "79.1"); }

@@ -18,7 +18,7 @@ PROJECT = Path(__file__).parents[1]
 def lacking(extra: str = "") -> list[str]:
     """Return a line about all that is missing or, if nothing is, one for each library whose version is outside its
     bounds: those in requirements.txt, or those of an extra in pyproject.toml, such as `text`."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  # an older one gets here
         return [f"Python 3.11 or newer is needed, and this is {platform.python_version()}: {sys.executable}"]
     import tomllib
 

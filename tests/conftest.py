@@ -14,6 +14,9 @@ import pytest
 from tests.faults.runs import SHORT, killed_and_resumed
 from tests.launching import WARM, Launch, Run, Whole, launched
 
+if "TESTS_USE_GPUS" not in os.environ:  # tests are the same on a machine that has one
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 ONE_ULP = """
 import torch, src.training.run
 build = src.training.run.new_model

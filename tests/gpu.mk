@@ -7,6 +7,6 @@ CANNOT := --deselect tests/faults/test_killed.py::test_a_process_that_hangs_ends
 
 test-gpu: setup  ## run what is for GPUs on emulated ones, 15 minutes: tests/gpu, and parity, faults and --check as they are
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu $(XDIST) $(ARGS)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.gpu.build --devices=4 $(BIN)/python -m pytest -m 'not slow' $(CANNOT) $(XDIST) \
+	@OMP_NUM_THREADS=1 TESTS_USE_GPUS=1 $(BIN)/python -m tests.gpu.build --devices=4 $(BIN)/python -m pytest -m 'not slow' $(CANNOT) $(XDIST) \
 		tests/test_parity.py tests/faults $(wildcard tests/check) \
 		$(patsubst %,'%::test_the_file_prints_what_its_page_says[larger-6-train.md]',$(wildcard tests/test_learn.py)) $(ARGS)

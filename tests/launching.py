@@ -134,8 +134,10 @@ def run_command(command: list[str], folder: Path, cwd: Path = PROJECT, **environ
 
 
 def clean_environment(**more: str) -> dict[str, str]:
+    """Without GPUs, unless TESTS_USE_GPUS is set or `more` names some in CUDA_VISIBLE_DEVICES."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
-    return env | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NETRC": os.devnull} | more
+    env |= {} if "TESTS_USE_GPUS" in os.environ else {"CUDA_VISIBLE_DEVICES": ""}
+    return env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NETRC": os.devnull} | more
 
 
 def launch_words(
@@ -152,7 +154,7 @@ def launch_words(
     yaml = project / "accelerate_configs" / f"{config}.yaml" if isinstance(config, str) else config
     words = ["--config_file", str(yaml), "--main_process_port", "0"]
     words += [f"--num_processes={processes}"] if processes else []
-    words += ["--mixed_precision=no"] if "NULL_GPU_EMULATE" in os.environ else []  # as without a GPU: see tests/gpu
+    words += ["--mixed_precision=no"] if "TESTS_USE_GPUS" in os.environ else []  # as without a GPU: see tests/gpu
     words += [*launcher_arguments, script]
     if script in ("train.py", FAULTY):
         words += [f"--output_dir={folder}"]

@@ -58,7 +58,7 @@ def test_each_promise_names_tests_that_exist() -> None:  # room: template
 
 def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
     """Tried without pyproject.toml in the first COPY, and without `data` in .dockerignore."""
-    needed = find(r"^\.venv/installed: (.*)$", "Makefile")[0].split()
+    needed = find(r"^\$\(VENV\)/installed: (.*)$", "Makefile")[0].split()
     assert {"Makefile", *needed} <= set(find(r"^COPY (.*)$", "Dockerfile")[0].split())
     ignored = {line.removeprefix("**/") for line in read(".dockerignore").split()}
     assert {line.strip("/") for line in read(".gitignore").split()} <= ignored

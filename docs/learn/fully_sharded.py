@@ -8,6 +8,8 @@ from torch.distributed import fsdp, tensor
 from torch.nn.functional import mse_loss, pad
 
 dist.init_process_group("gloo")
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name until torch 2.14
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the same
 rank, p, mesh = dist.get_rank(), dist.get_world_size(), dist.init_device_mesh("cpu", (dist.get_world_size(),))
 digits = torch.tensor(load_digits().images).flatten(1).float()[rank::p] / 16  # this process's share, 64 pixels each
 
@@ -23,7 +25,7 @@ def shard(block: nn.Module, is_offloaded: bool) -> nn.Parameter:
 
     def gather(*_: object) -> None:  # before forward, and again before backward
         full.untyped_storage().resize_(full.nbytes)  # memory, with nothing in it yet
-        dist.all_gather_single(full, own.detach().to("cpu", copy=is_offloaded))  # offloaded: host to device first
+        all_gather(full, own.detach().to("cpu", copy=is_offloaded))  # offloaded: host to device first
 
     def free(*_: object) -> None:  # after forward: what autograd has kept of the weights looks into `full` too
         full.untyped_storage().resize_(0)
@@ -32,7 +34,7 @@ def shard(block: nn.Module, is_offloaded: bool) -> nn.Parameter:
         gradients = [w.grad for w in weights if w.grad is not None]
         if len(gradients) == len(weights):  # it was the block's last one
             part = torch.empty_like(own)  # of the sum over the processes
-            dist.reduce_scatter_single(part, pad(nn.utils.parameters_to_vector(gradients), (0, -len(flat) % p)))
+            reduce_scatter(part, pad(nn.utils.parameters_to_vector(gradients), (0, -len(flat) % p)))
             own.grad = (part / p).to("cpu", copy=is_offloaded)  # the mean; offloaded: device to host
             block.zero_grad()
             free()

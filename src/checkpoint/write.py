@@ -51,11 +51,11 @@ class CheckpointWriter:
             timeout = timedelta(minutes=run.config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         on_cuda = run.device.type == "cuda"
-        options = StagingOptions(
+        # in a thread (use_async_staging) it would not wait for the optimizer's kernels
+        self._options = StagingOptions(
             use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
         )
-        # keeps its buffers between saves; in a thread (use_async_staging) it would not wait for the optimizer's kernels
-        self._stager = DefaultStager(options)
+        self._stager = DefaultStager(self._options)  # keeps its buffers between saves
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
 
     def save(self, tracker_state: dict[str, Any]) -> None:
@@ -69,6 +69,8 @@ class CheckpointWriter:
             return
         state = RunState(progress=copy.deepcopy(run.progress), **run.metadata, **tracker_state)
         writer = StorageWriter(checkpoint, state, run)
+        if torch.__version__ < "2.13":  # whose stager closes itself after a save
+            self._stager = DefaultStager(self._options)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
         future: Any = dcp.async_save(
             tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group

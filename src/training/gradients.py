@@ -126,7 +126,7 @@ def _step_or_undo(optimizer: Optimizer, is_finite: Tensor) -> None:  # room: cud
     # a copy of weights and state, which only the small models that graphs are for can afford
     changed = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     changed += [value for state in optimizer.state.values() for value in state.values()]
-    before = torch._foreach_clone(changed)
+    before = [tensor.clone() for tensor in changed]
     optimizer.step()
     # selected, not multiplied by 0: NaN times 0 is NaN
     for after, was in zip(changed, before, strict=True):

@@ -49,7 +49,9 @@ class Work(TorchDispatchMode):
         if packet in flop_registry:
             # the lengths of packed documents are read on the host: the null GPU would compute no differences of offsets
             with _disable_current_modes():
-                plain = [leaf.cpu() if _is_offsets(leaf) else leaf for leaf in args]
+                # and torch 2.11 takes the dtype of a product's output for its shape
+                given = [argument for argument in args if not isinstance(argument, torch.dtype)]
+                plain = [leaf.cpu() if _is_offsets(leaf) else leaf for leaf in given]
                 flops = flop_registry[packet](*plain, **kwargs, out_val=result)
             names = [argument.name for argument in function._schema.arguments]
             if dict(zip(names, args, strict=False), **kwargs).get("is_causal"):

@@ -28,7 +28,10 @@ def test_the_operations_of_a_step_are_those_that_torch_counts(kind: str, fields:
     """Most are in the matrices for the short sequences, and in the attention for the long ones."""
     for length in (8, 128):
         torchs, ours = counted(build(kind, **fields), length)
-        assert ours == pytest.approx(torchs, rel=1e-6)
+        # until version 5.20 or so, transformers computed Llama's rotary angles by a product of matrices: 2 sequences of
+        # positions, (length, 1), by the frequencies of half a head, (1, 8)
+        rotary = 2 * 2 * length * 1 * 8 if kind == "llama" else 0
+        assert ours in (pytest.approx(torchs, rel=1e-6), pytest.approx(torchs - rotary, rel=1e-6))
 
 
 def test_frozen_weights_take_no_gradients_of_their_own() -> None:

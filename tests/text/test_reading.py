@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -450,9 +451,11 @@ def test_readers_that_guess_are_found(kind: str, parse: Any, tmp_path: Path, mon
     monkeypatch.setattr(readers, "read_table", lambda *_, **__: None)
 
     def is_found(seed: int) -> bool:
-        try:
-            return bool(differences(kind, hostile(kind, seed), tmp_path / str(seed)))
-        except (ValueError, pd.errors.ParserWarning):  # theirs refuses the file
-            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pd.errors.ParserWarning)
+            try:
+                return bool(differences(kind, hostile(kind, seed), tmp_path / str(seed)))
+            except ValueError:  # theirs refuses the file
+                return False
 
     assert any(is_found(seed) for seed in range(30))

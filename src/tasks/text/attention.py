@@ -73,7 +73,7 @@ def varlen_attention(
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     # if they aren't grouped but say so, the backward pass may take another kernel
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if HAS_GQA_SWITCH else {}
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if HAS_GQA_SWITCH else {}
     output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, **grouped)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
