@@ -62,7 +62,6 @@ BF16 = 2**-8
 CURVE = 1e-5
 """How far apart the project promises that two curves are, at most."""
 SETTINGS = {"optim.lr": 1e-4, "log_every": 1, "max_steps": STEPS, "save_every": NEVER, "eval_every": NEVER}
-DIGITS = {**SETTINGS, "task.source": "digits", "task.dropout": 0}
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,20 @@ class Bench:
         return self.runs[name]
 
     @property
+    def digits(self) -> dict[str, Any]:
+        """Return the settings of MNIST's CNN on scikit-learn's digits."""
+        if self.is_smoke:
+            return {**SETTINGS, "task.data_dir": self.images(200), "task.dropout": 0, "global_batch_size": 8}
+        return {**SETTINGS, "task.source": "digits", "task.dropout": 0}
+
+    def images(self, count: int) -> Path:
+        """Return a folder with random images in place of MNIST's: `count` to train on, 100 to test."""
+        folder = self.folder / f"images_{count}"
+        if not folder.exists():
+            write_images(folder, count)
+        return folder
+
+    @property
     def text(self) -> dict[str, Any]:
         """Return the settings of a small Llama on documents of many lengths, packed."""
         length, file = 64 if self.is_smoke else 512, self.folder / "documents.jsonl"
@@ -139,8 +152,8 @@ def exact() -> None:
 
 
 def mnist_in_fp32(bench: Bench) -> Iterator[Finding]:
-    cpu = bench.train("mnist_cpu", "cpu", DIGITS)
-    gpu = bench.train("mnist_fp32", "single_gpu", DIGITS, "no", begin=exact)
+    cpu = bench.train("mnist_cpu", "cpu", bench.digits)
+    gpu = bench.train("mnist_fp32", "single_gpu", bench.digits, "no", begin=exact)
     yield Finding("MNIST's CNN in fp32 against the CPU", drift(gpu.losses, cpu.losses), at_most=CURVE)
 
 
@@ -194,13 +207,13 @@ def compare_with_masks(run: Any, micro_batches: Any, take: Callable[[], Any], fo
 
 
 def recorded_steps(bench: Bench) -> Iterator[Finding]:
-    eager = bench.train("mnist_bf16", "single_gpu", DIGITS)
-    graphs = bench.train("mnist_graphs", "single_gpu", DIGITS | {"cuda_graphs": True})
+    eager = bench.train("mnist_bf16", "single_gpu", bench.digits)
+    graphs = bench.train("mnist_graphs", "single_gpu", bench.digits | {"cuda_graphs": True})
     yield Finding("MNIST's CNN, cuda_graphs against eager", drift(graphs.losses, eager.losses), at_most=CURVE)
 
 
 def killed_mnist(bench: Bench) -> Iterator[Finding]:
-    yield killed(bench, "MNIST's CNN", "mnist", DIGITS | {"task.dropout": 1.0})
+    yield killed(bench, "MNIST's CNN", "mnist", bench.digits | {"task.dropout": 1.0})
 
 
 def killed_llama(bench: Bench) -> Iterator[Finding]:
@@ -254,7 +267,7 @@ def fp8(bench: Bench) -> Iterator[Finding]:
 
 # ----------------------------------------------------------------------------------------- waits, memory and speed
 def waits(bench: Bench) -> Iterator[Finding]:
-    for name, settings in (("mnist", DIGITS), ("llama", bench.text)):
+    for name, settings in (("mnist", bench.digits), ("llama", bench.text)):
         bench.train(f"waits_{name}", "single_gpu", settings, acts={SAVED: refuse_waits})
         yield Finding(f"{name}: waits in a step, as set_sync_debug_mode sees them", 0, at_most=0)
 
@@ -399,11 +412,11 @@ def mnist_fast(bench: Bench) -> Iterator[Finding]:
     """By the real launcher, as a user starts it. The clock is `seconds` in summary.json: from the first step to the
     end, with warm-up, evaluations, the last checkpoint and the export, without start-up."""
     is_real = (bench.data_dir / "MNIST" / "raw" / "train-images-idx3-ubyte").exists()
-    data = bench.data_dir if is_real else bench.folder / "images"
-    if not is_real and not data.exists():
-        write_images(data, 2000 if bench.is_smoke else 60_000)
+    data = bench.data_dir if is_real else bench.images(2000 if bench.is_smoke else 60_000)
     settings = {"config": PROJECT / "configs" / "mnist_reference.yaml", "task.data_dir": data, "save_every": NEVER}
-    settings |= {"max_steps": 40, "log_every": 10} if bench.is_smoke else {"log_every": 134}  # a seventh of an epoch
+    settings |= (
+        {"max_steps": 12, "log_every": 4, "global_batch_size": 8} if bench.is_smoke else {"log_every": 134}
+    )  # a seventh of an epoch
     side = Side(train_py(settings | {"cuda_graphs": True}, "single_gpu"), bench.folder / "mnist14", None)
     run_side(bench, side)
     yield Finding("MNIST, 14 epochs with cuda_graphs", side.summary["seconds"], "s", at_most=10)

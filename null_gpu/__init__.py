@@ -101,7 +101,7 @@ def null_environment(devices: int = 1, **more: str) -> dict[str, str]:
     folder = str(cached([SOURCE], compile_null_gpu))
     path = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     return {
-        "LD_PRELOAD": f"{folder}/libcuda.so.1",
+        "LD_PRELOAD": "libcuda.so.1",  # looked for in LD_LIBRARY_PATH: spaces in a folder's name would cut it here
         "TRITON_LIBCUDA_PATH": folder,
         "LD_LIBRARY_PATH": path,
         "NULL_GPU_COUNT": str(devices),

@@ -1,13 +1,16 @@
 """What the yaml asks for is what runs, or nothing does: one line, exit code 2, no traceback, no file."""
 
+import ctypes
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from src.distributed.accelerator import choose_precision
+from src.distributed.launch_guard import unusable_gpu
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command, slow
 
 FSDP, HSDP = (yaml.safe_load((PROJECT / f"accelerate_configs/{name}.yaml").read_text()) for name in ("fsdp", "hsdp"))
@@ -145,3 +148,41 @@ accelerator.wait_for_everyone()
 accelerator.end_training()
 """)
     assert launch("ddp", script=str(tmp_path / "script.py")).succeeded().stdout == "01"
+
+
+class Driver:
+    """What a machine has in place of libcuda.so.1."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+
+    def cuDriverGetVersion(self, known: Any) -> int:  # noqa: N802
+        known._obj.value = self._version
+        return 0
+
+
+def no_driver(_: str) -> Driver:
+    raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("load", "cuda", "says"),
+    [
+        (no_driver, "13.0", None),
+        (lambda _: Driver(13000), "13.2", None),  # minor versions mix
+        (lambda _: Driver(13020), "12.8", None),
+        (lambda _: Driver(12080), "13.0", "knows CUDA 12.8, and this torch * needs 13.0: update the driver, or *"),
+        (lambda _: Driver(12080), None, "knows CUDA 12.8, and this torch * is built without CUDA: install one *"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, load: Any, cuda: str | None, says: str | None
+) -> None:
+    """Tried without it: a night on the CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = unusable_gpu()
+    assert found is None if says is None else found and fnmatchcase(found, f"the driver of the NVIDIA GPU {says}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert unusable_gpu() is None

@@ -74,9 +74,9 @@ def warm() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or each rank copies what the collector touches
-    own = Path("/proc/self/comm").read_text()
+    comm = Path("/proc/self/comm").read_text()
     threads = {file.read_text() for file in Path("/proc/self/task").glob("[0-9]*/comm")}
-    assert threads <= {own, "jemalloc_bg_thd\n"}, threads  # the latter outlives forks, others would be missing
+    assert threads <= {comm, "jemalloc_bg_thd\n"}, threads  # the latter outlives forks, others would be missing
 
 
 def serve() -> tuple[str, str]:

@@ -4,12 +4,17 @@
 """
 
 import re
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+import null_gpu
+from null_gpu import null_environment
+from tests.gpu.build import emulated_environment
 from tests.gpu.probe import Probe, steps_of
-from tests.launching import PROJECT, needs
+from tests.launching import PROJECT, needs, run_command
 
 MNIST = ("--task.source=digits",)
 SHAPE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -104,3 +109,28 @@ def test_the_table_of_peaks() -> None:
     (cells,) = re.findall(r"^\| 1.1B, one GPU \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     probe = steps_of(*llama(4096, 4, TINYLLAMA), steps=3)
     assert [probe.peak, probe.reserved] == pytest.approx([float(cell) for cell in cells], rel=0.01)
+
+
+def test_another_torch_or_cuda_is_one_line_and_no_segmentation_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its structs may have another shape: torch 2.11 crashed where they were those of triton's headers, CUDA 12.8."""
+    for name, value, says in (
+        ("torch.__version__", "2.10.0+cu130", "the null GPU serves torch 2.11 to 2.15, and this is 2.10.0+cu130"),
+        ("torch.__version__", "2.16.0", "the null GPU serves torch 2.11 to 2.15, and this is 2.16.0"),
+        ("null_gpu.CUDA", "12.8", "the null GPU stands for CUDA 13, and this torch is built for 12.8"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            assert null_gpu.reason_to_skip() == says
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("null", "0.0\n"), pytest.param("emulated", "4.0\n", marks=pytest.mark.slow)]
+)
+def test_it_is_built_and_found_in_a_folder_with_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, says: str
+) -> None:
+    """Tried with the folder in LD_PRELOAD, which is split at spaces: no GPU is found."""
+    monkeypatch.setenv("NULL_GPU_CACHE", str(tmp_path / "a cache"))
+    environment = {"null": null_environment, "emulated": emulated_environment}[kind]()
+    code = "import torch; print(torch.ones(2, device='cuda').add(1).sum().item())"
+    assert run_command([sys.executable, "-c", code], tmp_path, **environment).succeeded().stdout == says

@@ -1,0 +1,81 @@
+"""What is missing or of another version is one line, before any library is imported."""
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from collections import namedtuple
+from typing import Any
+
+import pytest
+
+from src.requirements import lacking
+from tests.launching import PROJECT, needs
+
+REAL = importlib.metadata.version
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    """Let these libraries be of these versions; None: not installed."""
+
+    def version(name: str) -> str:
+        found = versions.get(name, REAL(name))
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_nothing_is_lacking_here() -> None:
+    assert lacking() == []
+
+
+def test_an_environment_that_is_half_there_is_one_line_before_anything_is_imported() -> None:
+    """An interpreter without any library. Tried without the look: a traceback."""
+    ended = subprocess.run([sys.executable, "-S", "train.py"], cwd=PROJECT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("not installed: torch, torchvision, accelerate, datasets, ")
+    assert line.endswith(f"{sys.executable} -m pip install -e '{PROJECT}'")
+
+
+def test_all_that_is_missing_is_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, evaluate=None, tqdm=None)
+    (line,) = lacking()
+    assert line.startswith("not installed: evaluate, tqdm: ")
+
+
+@pytest.mark.parametrize("version", ["2.10.0+cu128", "2.11.0a0"])
+def test_a_torch_that_is_too_old_is_named_with_the_one_that_is_needed(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    install(monkeypatch, torch=version)
+    (line,) = lacking()
+    assert line.startswith(f"torch {version} is installed, and torch>=2.11 is needed: ")
+
+
+def test_a_build_of_a_torch_that_is_new_enough_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of NVIDIA's images are pre-releases. Tried without `prereleases`: refused."""
+    install(monkeypatch, torch="2.12.0a0+0123456.nv26.06")
+    assert lacking() == []
+
+
+@needs("src/tasks/text")
+@pytest.mark.parametrize("version", ["5.16.1", "6.0.0"])
+def test_so_is_a_transformers_that_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, transformers=version)
+    assert lacking() == []  # what has nothing to do with texts goes on
+    (line,) = lacking("text")
+    assert line.startswith(f"transformers {version} is installed, and transformers<6,>=5.17 is needed: ")
+    assert line.endswith(f"pip install -e '{PROJECT}[text]'")
+
+
+def test_an_older_python_can_read_the_line_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its grammar. train.py imports src/__init__.py first, and that one this."""
+    for file in ("train.py", "src/__init__.py", "src/requirements.py"):
+        ast.parse((PROJECT / file).read_text(), feature_version=(3, 8))
+    old: Any = namedtuple("old", "major minor micro")(3, 10, 4)
+    monkeypatch.setattr(sys, "version_info", old)
+    (line,) = lacking()
+    assert line.startswith("Python 3.11 or newer is needed, and this is ")
