@@ -2,7 +2,7 @@
 
 import logging
 
-from src.requirements import require_installed
+from src.config.requirements import require_installed
 
 require_installed()
 # what libraries say of each other while they are imported

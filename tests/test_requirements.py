@@ -4,12 +4,10 @@ import ast
 import importlib.metadata
 import subprocess
 import sys
-from collections import namedtuple
-from typing import Any
 
 import pytest
 
-from src.requirements import lacking
+from src.config.requirements import lacking
 from tests.launching import PROJECT, needs
 
 REAL = importlib.metadata.version
@@ -73,9 +71,8 @@ def test_so_is_a_transformers_that_is_not_asked_for(monkeypatch: pytest.MonkeyPa
 
 def test_an_older_python_can_read_the_line_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its grammar. train.py imports src/__init__.py first, and that one this."""
-    for file in ("train.py", "src/__init__.py", "src/requirements.py"):
+    for file in ("train.py", "src/__init__.py", "src/config/requirements.py"):
         ast.parse((PROJECT / file).read_text(), feature_version=(3, 8))
-    old: Any = namedtuple("old", "major minor micro")(3, 10, 4)
-    monkeypatch.setattr(sys, "version_info", old)
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
     (line,) = lacking()
     assert line.startswith("Python 3.11 or newer is needed, and this is ")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -34,6 +35,8 @@ def load_in_workers(
         # Without one, each iterator draws its workers' seed from torch's global generator, which dropout draws from: a
         # resume in the middle of an epoch, which makes one iterator more, would then have other masks.
         generator=torch.Generator().manual_seed(seed),
+        # Python 3.14 would have a server fork them, which outlives this process, and they it
+        multiprocessing_context="fork" if sys.platform == "linux" else None,
     )
     try:
         yield from loader

@@ -133,4 +133,4 @@ def test_it_is_built_and_found_in_a_folder_with_spaces(
     monkeypatch.setenv("NULL_GPU_CACHE", str(tmp_path / "a cache"))
     environment = {"null": null_environment, "emulated": emulated_environment}[kind]()
     code = "import torch; print(torch.ones(2, device='cuda').add(1).sum().item())"
-    assert run_command([sys.executable, "-c", code], tmp_path, **environment).succeeded().stdout == says
+    assert run_command([sys.executable, "-c", code], tmp_path, PROJECT, **environment).succeeded().stdout == says

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -274,8 +273,10 @@ class Trial:
         self._take(micro_batches)
         if self._kept:
             group: Any = dist.group.WORLD
-            wait = getattr(group._get_backend(run.device), "_wait_for_pending_works", partial(time.sleep, 1))
-            wait()  # torch 2.11 has no such method: its watchdog looks every tenth of a second
+            try:
+                group._get_backend(run.device)._wait_for_pending_works()
+            except (AttributeError, RuntimeError):  # torch 2.11 can't, nor 2.15: wait for its watchdog
+                time.sleep(1)
         self._take(micro_batches)  # with the optimizer's state, which is there by now
         allocated, reserved = peak()
         memory = {"load": self._load, "step": (allocated + self._kept, reserved + self._kept)}

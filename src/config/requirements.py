@@ -10,9 +10,10 @@ import os
 import platform
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
 
 
 def lacking(extra: str = "") -> list[str]:
@@ -20,14 +21,13 @@ def lacking(extra: str = "") -> list[str]:
     bounds: those in requirements.txt, or those of an extra in pyproject.toml, such as `text`."""
     if sys.version_info < (3, 11):  # noqa: UP036  # an older one gets here
         return [f"Python 3.11 or newer is needed, and this is {platform.python_version()}: {sys.executable}"]
-    import tomllib
-
+    file = PROJECT / ("pyproject.toml" if extra else "requirements.txt")
+    if not file.exists():  # a copy that installs in its own way
+        return []
+    asked = file.read_text().splitlines()
     if extra:
-        project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-        asked = project["optional-dependencies"][extra]
-    else:
-        asked = (PROJECT / "requirements.txt").read_text().splitlines()
-    lines = list(filter(None, (line.partition("#")[0].strip() for line in asked)))
+        asked = import_module("tomllib").loads(file.read_text())["project"]["optional-dependencies"][extra]
+    lines = [line for line in (line.partition("#")[0].strip() for line in asked) if line]
     hint = f"{sys.executable} -m pip install -e '{PROJECT}{f'[{extra}]' if extra else ''}'"
 
     versions: dict[str, str] = {}
@@ -40,11 +40,9 @@ def lacking(extra: str = "") -> list[str]:
             missing.append(name)
     if missing:
         return [f"not installed: {', '.join(missing)}: {hint}"]
-    from packaging.requirements import Requirement
-
     return [
         f"{asked.name} {versions[asked.name]} is installed, and {asked} is needed: {hint}"
-        for asked in map(Requirement, lines)
+        for asked in map(import_module("packaging.requirements").Requirement, lines)
         if not asked.specifier.contains(versions[asked.name], prereleases=True)
     ]
 
