@@ -25,27 +25,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import null_gpu
-from benchmarks.forked import Act, Forked, fork, peaks, run_forked
 from benchmarks.language import Plan, write_text
 from benchmarks.pairs import drift
 from benchmarks.runs import NEVER, PROJECT, Side, arguments, running, train_py, write_images
+from src.config.errors import cause
 from src.tracking.performance import peak_flops
-from src.training.run import new_model
+from tests.gpu.forked import Act, Forked, fork, peaks
+from tests.gpu.right import NEEDS, OPTIONAL, RIGHT, SETTINGS, Bench, Finding, Measure
 from tests.warm_ranks import warm
 
-STEPS, SAVED = 12, 6
-"""Steps of the runs that are compared, and the one after which those that are killed have saved."""
 INTERVAL, INTERVALS = 5, 4
 """Steps between two records of the Llama's speed, and how many of these; the first, which warms up, isn't counted."""
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -57,78 +55,22 @@ TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "n
         "num_key_value_heads": 4}  # fmt: skip
 SMOKE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2}  # fmt: skip
-BF16 = 2**-8
-"""Relative distance of two neighbouring numbers in bf16."""
-CURVE = 1e-5
-"""How far apart the project promises that two curves are, at most."""
-SETTINGS = {"optim.lr": 1e-4, "log_every": 1, "max_steps": STEPS, "save_every": NEVER, "eval_every": NEVER}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What was measured, and what it is to be."""
+class LargeBench(Bench):
+    """Also what the rows about memory and speed share."""
 
-    what: str
-    value: float
-    unit: str = ""
-    at_most: float | None = None
-    at_least: float | None = None
-    note: str = ""
-
-    @property
-    def is_right(self) -> bool:
-        """Return whether it is as asked; also true if nothing is asked."""
-        has_more = self.at_least is not None and not self.value >= self.at_least
-        return not has_more and not (self.at_most is not None and not self.value <= self.at_most)
-
-
-@dataclass
-class Bench:
-    """What all rows share."""
-
-    folder: Path
     data_dir: Path
     is_smoke: bool
-    deadline: float
-    gpu: dict[str, Any] = field(default_factory=dict)
+    gpu: dict[str, Any]
     """Its name, memory and so on, as CUDA reports them."""
-    runs: dict[str, Forked] = field(default_factory=dict)
-    """Those that several rows compare with."""
 
-    def train(
-        self, name: str, yaml: str, settings: dict[str, Any], precision: str | None = None, **more: Any
-    ) -> Forked:
-        """Return the run of this name, which is trained if it has not been: see `run_forked`."""
-        if name not in self.runs:
-            how = {"precision": precision, "deadline": self.deadline, **more}
-            self.runs[name] = run_forked(self.folder / name, yaml, settings, **how)
-        return self.runs[name]
-
-    @property
-    def digits(self) -> dict[str, Any]:
-        """Return the settings of MNIST's CNN on scikit-learn's digits."""
-        if self.is_smoke:
-            return {**SETTINGS, "task.data_dir": self.images(200), "task.dropout": 0, "global_batch_size": 8}
-        return {**SETTINGS, "task.source": "digits", "task.dropout": 0}
-
-    def images(self, count: int) -> Path:
-        """Return a folder with random images in place of MNIST's: `count` to train on, 100 to test."""
-        folder = self.folder / f"images_{count}"
-        if not folder.exists():
-            write_images(folder, count)
-        return folder
-
-    @property
-    def text(self) -> dict[str, Any]:
-        """Return the settings of a small Llama on documents of many lengths, packed."""
-        length, file = 64 if self.is_smoke else 512, self.folder / "documents.jsonl"
-        if not file.exists():
-            draw = random.Random(0)
-            texts = ["".join(draw.choices("etaoin shrdlu", k=draw.randint(1, length))) for _ in range(1000)]
-            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        model = {"task.name": "causal_lm", "task.dataset": file, "task.sequence_length": length}
-        shape = json.dumps({"model_type": "llama", **(SMOKE if self.is_smoke else TINY)})
-        return {**SETTINGS, **model, "task.architecture": shape, "global_batch_size": 8}
+    def __init__(self, folder: Path, deadline: float, data_dir: Path, gpu: dict[str, Any], is_smoke: bool) -> None:
+        digits: dict[str, Any] = {**SETTINGS, "task.dropout": 0, "task.source": "digits"}
+        if is_smoke:
+            digits |= {"task.source": "mnist", "task.data_dir": images(folder, 200), "global_batch_size": 8}
+        super().__init__(folder, deadline, digits, small_text(folder, is_smoke))
+        self.data_dir, self.gpu, self.is_smoke = data_dir, gpu, is_smoke
 
     def large(self) -> Plan:
         """Return what the Llama of the last rows, and Trainer's, trains."""
@@ -139,145 +81,28 @@ class Bench:
         return Plan(shape, length=4096, batch=8, micro=micro, interval=INTERVAL, lr=1e-4, is_cuda=True)
 
     def large_settings(self) -> dict[str, Any]:
-        plan, folder = self.large(), self.folder / "large"
+        plan, folder = self.large(), self.folder / "sequences"
         if not folder.exists():  # a step more, in which the run is ended
             write_text(folder, (INTERVAL * INTERVALS + 1) * plan.batch, plan.length)
         return {**plan.settings(folder / "data"), "save_every": NEVER, "micro_batch_size": plan.micro}
 
 
-# ----------------------------------------------------------------------------------------------------------- right
-def exact() -> None:
-    """Compute convolutions in fp32 proper: TF32 has 10 bits."""
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+def images(folder: Path, count: int) -> Path:
+    """Return a folder with random images in place of MNIST's: `count` to train on, 100 to test."""
+    made = folder / f"images_{count}"
+    if not made.exists():
+        write_images(made, count)
+    return made
 
 
-def mnist_in_fp32(bench: Bench) -> Iterator[Finding]:
-    cpu = bench.train("mnist_cpu", "cpu", bench.digits)
-    gpu = bench.train("mnist_fp32", "single_gpu", bench.digits, "no", begin=exact)
-    yield Finding("MNIST's CNN in fp32 against the CPU", drift(gpu.losses, cpu.losses), at_most=CURVE)
-
-
-def llama_in_fp32(bench: Bench) -> Iterator[Finding]:
-    cpu = bench.train("llama_cpu", "cpu", bench.text)
-    gpu = bench.train("llama_fp32", "single_gpu", bench.text, "no")
-    yield Finding("a Llama in fp32 against the CPU", drift(gpu.losses, cpu.losses), at_most=CURVE)
-
-
-def llama_in_bf16(bench: Bench) -> Iterator[Finding]:
-    half = bench.train("llama_bf16", "single_gpu", bench.text)
-    off, tuned = drift(half.losses, bench.runs["llama_fp32"].losses), ", ".join(half.summary["tuned"])
-    yield Finding("a Llama in bf16 against fp32", off, at_most=BF16, note=tuned)
-
-
-def llama_sharded(bench: Bench) -> Iterator[Finding]:
-    for yaml in ("fsdp", "fsdp_offload"):
-        run = bench.train(f"llama_{yaml}", yaml, bench.text, "no")
-        off = drift(run.losses, bench.runs["llama_fp32"].losses)
-        yield Finding(f"a Llama in fp32 under {yaml}.yaml against single_gpu.yaml", off, at_most=CURVE)
-
-
-def attention_and_loss(bench: Bench) -> Iterator[Finding]:
-    """Of one batch, in bf16: what is off the gradients in fp32, beside what masks and plain cross-entropy are off."""
-    found = bench.train("masks", "single_gpu", bench.text, acts={1: compare_with_masks}).found
-    what = "varlen attention and chunked loss: error of the gradients in bf16"
-    note = f"{found['plain']:.1e} with masks and plain cross-entropy"
-    yield Finding(what, found["ours"], at_most=1.5 * found["plain"], note=note)
-
-
-def compare_with_masks(run: Any, micro_batches: Any, take: Callable[[], Any], found: dict[str, Any]) -> Any:
-    (batch,) = micro_batches
-    config = run.config.model_copy(update={"task": run.task.reference()})
-    plain: Any = new_model(config, "cuda", "bf16")[0].to(run.device)
-    plain.load_state_dict(run.accelerator.unwrap_model(run.model).state_dict())
-    inputs = dict(batch.data["inputs"])
-    index, targets = inputs.pop("index"), inputs.pop("targets")
-
-    def gradients(is_half: bool) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=is_half):
-            logits = plain.logits(**inputs).flatten(0, 1)[index]
-        loss = F.cross_entropy(logits.float(), targets, reduction="sum")
-        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, [*plain.parameters()])])
-
-    loss = run.task.loss(run.model, batch.data)
-    ours = torch.cat([part.flatten() for part in torch.autograd.grad(loss, run.parameters)])
-    expected = gradients(is_half=False)
-    for name, part in (("ours", ours), ("plain", gradients(is_half=True))):
-        found[name] = ((part - expected).norm() / expected.norm()).item()
-    return take()
-
-
-def recorded_steps(bench: Bench) -> Iterator[Finding]:
-    eager = bench.train("mnist_bf16", "single_gpu", bench.digits)
-    graphs = bench.train("mnist_graphs", "single_gpu", bench.digits | {"cuda_graphs": True})
-    yield Finding("MNIST's CNN, cuda_graphs against eager", drift(graphs.losses, eager.losses), at_most=CURVE)
-
-
-def killed_mnist(bench: Bench) -> Iterator[Finding]:
-    yield killed(bench, "MNIST's CNN", "mnist", bench.digits | {"task.dropout": 1.0})
-
-
-def killed_llama(bench: Bench) -> Iterator[Finding]:
-    yield killed(bench, "a Llama, deterministic kernels", "llama", bench.text, begin=be_deterministic)
-
-
-def be_deterministic() -> None:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-
-
-def killed(bench: Bench, what: str, name: str, settings: dict[str, Any], **more: Any) -> Finding:
-    settings = settings | {"save_every": SAVED}
-    whole = bench.train(f"{name}_whole", "single_gpu", settings, **more)
-    bench.train(f"{name}_killed", "single_gpu", settings, acts={SAVED + 2: die_once_it_has_saved}, **more)
-    del bench.runs[f"{name}_killed"]
-    resumed = bench.train(f"{name}_killed", "single_gpu", settings, **more)
-    assert resumed.found  # it has come to its end
-    same = sum(a == b for a, b in zip(resumed.losses, whole.losses, strict=True))
-    return Finding(f"{what}, killed and resumed: losses the same to the last bit", same, f"of {STEPS}", at_least=STEPS)
-
-
-def die_once_it_has_saved(run: Any, micro_batches: Any, take: Callable[[], Any], found: dict[str, Any]) -> Any:
-    checkpoint = run.config.folder / "checkpoints" / f"step_{SAVED:08d}"
-    while not checkpoint.exists():
-        time.sleep(0.01)
-    take()  # the GPU is busy
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def check(bench: Bench) -> Iterator[Finding]:
-    bench.train("check", "single_gpu", bench.text | {"check": True})
-    checks = json.loads((bench.folder / "check" / "check.json").read_text())["checks"]
-    failed = [row["what"] for row in checks if row["result"] == "FAIL"]
-    yield Finding("train.py --check: findings that fail", len(failed), f"of {len(checks)}", at_most=0)
-
-
-def four_bits(bench: Bench) -> Iterator[Finding]:
-    files = {**bench.text, "task.model": bench.runs["llama_fp32"].folder / "model", "task.lora.r": 4}
-    del files["task.architecture"]
-    half = bench.train("adapters", "single_gpu", files)
-    nf4 = bench.train("adapters_nf4", "single_gpu", files | {"task.lora.base_dtype": "nf4"})
-    yield Finding("adapters over weights in 4 bits against fp32", drift(nf4.losses, half.losses), at_most=0.05)
-
-
-def fp8(bench: Bench) -> Iterator[Finding]:
-    half, eighth = (bench.train(f"llama_{yaml}_bf16", yaml, bench.text) for yaml in ("fsdp", "fsdp_fp8"))
-    note = eighth.summary["precision"]
-    yield Finding("a Llama in fp8 against bf16", drift(eighth.losses, half.losses), at_most=0.05, note=note)
-
-
-# ----------------------------------------------------------------------------------------- waits, memory and speed
-def waits(bench: Bench) -> Iterator[Finding]:
-    for name, settings in (("mnist", bench.digits), ("llama", bench.text)):
-        bench.train(f"waits_{name}", "single_gpu", settings, acts={SAVED: refuse_waits})
-        yield Finding(f"{name}: waits in a step, as set_sync_debug_mode sees them", 0, at_most=0)
-
-
-def refuse_waits(run: Any, micro_batches: Any, take: Callable[[], Any], found: dict[str, Any]) -> Any:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        return take()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def small_text(folder: Path, is_smoke: bool) -> dict[str, Any]:
+    """Return the settings of a small Llama on 1,000 documents of many lengths."""
+    length, file, draw = 64 if is_smoke else 512, folder / "documents.jsonl", random.Random(0)
+    texts = ["".join(draw.choices("etaoin shrdlu", k=draw.randint(1, length))) for _ in range(1000)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model = {"task.name": "causal_lm", "task.dataset": file, "task.sequence_length": length}
+    shape = json.dumps({"model_type": "llama", **(SMOKE if is_smoke else TINY)})
+    return {**SETTINGS, **model, "task.architecture": shape, "global_batch_size": 8}
 
 
 def count_kernels(run: Any, micro_batches: Any, take: Callable[[], Any], found: dict[str, Any]) -> Any:
@@ -298,7 +123,7 @@ def end_here(run: Any, micro_batches: Any, take: Callable[[], Any], found: dict[
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_large(bench: Bench, name: str, **settings: Any) -> tuple[Forked, list[float]]:
+def train_large(bench: LargeBench, name: str, **settings: Any) -> tuple[Forked, list[float]]:
     """Return a run of the Llama, and its tokens per second in each interval but the first."""
     acts: dict[int, Act] = {INTERVAL - 1: count_kernels, INTERVAL * INTERVALS: end_here}
     run = bench.train(name, "single_gpu", bench.large_settings() | settings, acts=acts)
@@ -307,7 +132,7 @@ def train_large(bench: Bench, name: str, **settings: Any) -> tuple[Forked, list[
     return run, [record["perf/tokens_per_second"] for record in run.records[1:INTERVALS]]
 
 
-def speed(bench: Bench, what: str, speeds: list[float], peak: float, parameters: int) -> Iterator[Finding]:
+def speed(bench: LargeBench, what: str, speeds: list[float], peak: float, parameters: int) -> Iterator[Finding]:
     """Yield tokens per second, the share of the GPU's peak, and memory.
 
     MFU = tokens/s x (6 N + 12 L H Q T) / the GPU's dense bf16 peak, as PaLM and nanochat have it: N parameters without
@@ -325,7 +150,7 @@ def speed(bench: Bench, what: str, speeds: list[float], peak: float, parameters:
     yield Finding(f"{what}: peak memory", peak / 1e9, "GB")
 
 
-def llama_eager(bench: Bench) -> Iterator[Finding]:
+def llama_eager(bench: LargeBench) -> Iterator[Finding]:
     run, speeds = train_large(bench, "large")
     yield from speed(bench, "large Llama, eager", speeds, run.found["allocated"], parameters_of(run))
     yield Finding("large Llama, eager: kernels in a step", run.found["kernels"])
@@ -338,26 +163,22 @@ def parameters_of(run: Forked) -> int:
     return int(line.split()[1].replace(",", ""))
 
 
-def beside_the_plan(bench: Bench) -> Iterator[Finding]:
+def beside_the_plan(bench: LargeBench) -> Iterator[Finding]:
     """What src.tools.plan has found out on a null GPU about the same run."""
     if reason := null_gpu.reason_to_skip():
-        raise RuntimeError(reason)
+        raise ModuleNotFoundError(reason)
     settings = bench.large_settings() | {"output_dir": bench.folder / "planned"}
     words = [
         sys.executable,
-        "-m",
-        "src.tools.plan",
-        "--gpus=1",
-        "--yamls",
-        "single_gpu",
-        f"--output={bench.folder}/plan",
+        *["-m", "src.tools.plan", "--gpus=1", "--yamls", "single_gpu", "--output"],
+        bench.folder / "plan",
     ]
     here = {name: value for name, value in os.environ.items() if not name.startswith(("NULL_GPU", "LD_PRELOAD"))}
     left = max(1.0, bench.deadline - time.monotonic())
-    log = bench.folder / "plan.log"
-    with log.open("w") as output:
-        how: Any = {"stdout": output, "stderr": output, "env": here, "cwd": PROJECT, "timeout": left}
-        subprocess.run([*words, "--", *arguments(settings)], check=True, **how)
+    how: Any = {"capture_output": True, "text": True, "env": here, "cwd": PROJECT, "timeout": left}
+    done = subprocess.run([*words, "--", *arguments(settings)], **how)
+    if done.returncode:
+        raise RuntimeError(f"src.tools.plan: {done.stderr.strip()}")
     (file,) = (bench.folder / "plan").glob("*/plan.json")
     ((planned,), found) = json.loads(file.read_text()), bench.runs["large"].found
     phases = [planned["measured"]["memory"][phase] for phase in ("load", "step")]
@@ -373,12 +194,12 @@ def beside_the_plan(bench: Bench) -> Iterator[Finding]:
     )
 
 
-def llama_compiled(bench: Bench) -> Iterator[Finding]:
+def llama_compiled(bench: LargeBench) -> Iterator[Finding]:
     run, speeds = train_large(bench, "large_compiled", compile=True)
     yield from speed(bench, "large Llama, compiled", speeds, run.found["allocated"], parameters_of(run))
 
 
-def run_side(bench: Bench, side: Side) -> None:
+def run_side(bench: LargeBench, side: Side) -> None:
     """Start it and wait for its end, or for that of the minutes.
 
     Raises:
@@ -395,8 +216,8 @@ def is_over(side: Side) -> bool:
     return side.process is not None and side.process.poll() == 0
 
 
-def llama_by_trainer(bench: Bench) -> Iterator[Finding]:
-    plan, folder, first = bench.large(), bench.folder / "large", bench.runs["large"]
+def llama_by_trainer(bench: LargeBench) -> Iterator[Finding]:
+    plan, folder, first = bench.large(), bench.folder / "sequences", bench.runs["large"]
     side = Side(plan.peer("trainer", folder), folder / "trainer", None)
     run_side(bench, side)
     off = drift(side.values[:INTERVALS], [record["train/loss"] for record in first.records[:INTERVALS]])
@@ -408,15 +229,15 @@ def llama_by_trainer(bench: Bench) -> Iterator[Finding]:
     )
 
 
-def mnist_fast(bench: Bench) -> Iterator[Finding]:
+def mnist_fast(bench: LargeBench) -> Iterator[Finding]:
     """By the real launcher, as a user starts it. The clock is `seconds` in summary.json: from the first step to the
     end, with warm-up, evaluations, the last checkpoint and the export, without start-up."""
     is_real = (bench.data_dir / "MNIST" / "raw" / "train-images-idx3-ubyte").exists()
-    data = bench.data_dir if is_real else bench.images(2000 if bench.is_smoke else 60_000)
+    data = bench.data_dir if is_real else images(bench.folder, 2000 if bench.is_smoke else 60_000)
     settings = {"config": PROJECT / "configs" / "mnist_reference.yaml", "task.data_dir": data, "save_every": NEVER}
-    settings |= (
-        {"max_steps": 12, "log_every": 4, "global_batch_size": 8} if bench.is_smoke else {"log_every": 134}
-    )  # a seventh of an epoch
+    settings["log_every"] = 134  # a seventh of an epoch
+    if bench.is_smoke:
+        settings |= {"max_steps": 12, "log_every": 4, "global_batch_size": 8}
     side = Side(train_py(settings | {"cuda_graphs": True}, "single_gpu"), bench.folder / "mnist14", None)
     run_side(bench, side)
     yield Finding("MNIST, 14 epochs with cuda_graphs", side.summary["seconds"], "s", at_most=10)
@@ -429,29 +250,14 @@ def mnist_fast(bench: Bench) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------------------------------------------------- the proof
-Measure = Callable[[Bench], Iterator[Finding]]
-ROWS: list[tuple[str, str, int, Measure]] = [
-    ("right", "MNIST's CNN in fp32 against the CPU", 10, mnist_in_fp32),
-    ("right", "a Llama in fp32 against the CPU", 14, llama_in_fp32),
-    ("right", "a Llama in bf16", 6, llama_in_bf16),
-    ("right", "FSDP and offload on one process", 14, llama_sharded),
-    ("right", "varlen attention and chunked loss", 6, attention_and_loss),
-    ("right", "cuda_graphs", 8, recorded_steps),
-    ("right", "killed and resumed: MNIST's CNN", 12, killed_mnist),
-    ("right", "killed and resumed: a Llama", 15, killed_llama),
-    ("right", "train.py --check", 15, check),
-    ("waits", "no step waits for the GPU", 10, waits),
-    ("memory", "the large Llama, eager: 20 steps of 0.9 s, and its start", 45, llama_eager),
-    ("memory", "the same run by src.tools.plan", 30, beside_the_plan),
-    ("fast", "MNIST: 14 epochs", 40, mnist_fast),
-    ("fast", "the large Llama, compiled: 60 s to compile, and 20 steps of 0.7 s", 100, llama_compiled),
-    ("fast", "the large Llama by transformers' Trainer", 60, llama_by_trainer),
-    ("right", "weights in 4 bits", 12, four_bits),
-    ("right", "fp8", 20, fp8),
+MEASURED: list[tuple[str, int, Measure]] = [
+    ("the large Llama, eager: 20 steps of 0.9 s, and its start", 45, llama_eager),
+    ("the same run by src.tools.plan", 30, beside_the_plan),
+    ("MNIST: 14 epochs", 40, mnist_fast),
+    ("the large Llama, compiled: 60 s to compile, and 20 steps of 0.7 s", 100, llama_compiled),
+    ("the large Llama by transformers' Trainer", 60, llama_by_trainer),
 ]
-"""Part, what is asked, seconds on an H100 by an estimate, and what answers it; the most important first. A forked run
-takes 3 to 6 s, most of them to make CUDA's context and to load kernels; one by the launcher 10 s more."""
-NEEDS: dict[Measure, str] = {four_bits: "bitsandbytes", fp8: "torchao"}
+ROWS = [*RIGHT, *MEASURED, *OPTIONAL]
 
 
 def describe() -> dict[str, Any]:
@@ -486,12 +292,11 @@ def output_of(*command: str) -> str:
     return done.stdout.partition("\n")[0]
 
 
-def prove(bench: Bench, proof: dict[str, Any], output: Path) -> None:
+def prove(bench: LargeBench, proof: dict[str, Any], output: Path) -> None:
     """Answer each row that there is time for; write and print what was found as soon as it is known."""
-    for part, title, estimate, measure in ROWS:
+    for title, estimate, measure in ROWS:
         started = time.monotonic()
-        found: list[Finding] = []
-        row = {"part": part, "row": title}
+        row = {"row": title}
         left = bench.deadline - started
         try:
             if (needed := NEEDS.get(measure)) and not find_spec(needed):
@@ -499,20 +304,21 @@ def prove(bench: Bench, proof: dict[str, Any], output: Path) -> None:
             if left < estimate:
                 raise TimeoutError(f"left out: {left:.0f} s are left, and it takes {estimate}")
             for finding in measure(bench):
-                found.append(finding)
                 seconds = round(time.monotonic() - started, 1)
                 proof["rows"].append(row | asdict(finding) | {"is_right": finding.is_right, "seconds": seconds})
-                print(line(part, finding, seconds), flush=True)
+                print(line(finding, seconds), flush=True)
                 output.write_text(json.dumps(proof, indent=1) + "\n")
         except Exception as error:  # the other rows are still worth something
-            is_missing = isinstance(error, TimeoutError | ModuleNotFoundError)
-            says = " ".join(str(error).split()) or type(error).__name__
+            is_missing = isinstance(error, TimeoutError | subprocess.TimeoutExpired | ModuleNotFoundError | KeyError)
+            says = cause(error)
+            if isinstance(error, KeyError):
+                says = f"needs the run {says}, which there is not"
             proof["rows"].append(row | {"says": says[-2000:], "is_right": None if is_missing else False})
-            print(f"{'--' if is_missing else 'NO':3} {part:7} {title}: {says[-600:]}", flush=True)
+            print(f"{'--' if is_missing else 'NO':3} {title}: {says[-600:]}", flush=True)
             output.write_text(json.dumps(proof, indent=1) + "\n")
 
 
-def line(part: str, finding: Finding, seconds: float) -> str:
+def line(finding: Finding, seconds: float) -> str:
     """Return what the terminal shows of a finding."""
     value = f"{finding.value:,.0f}" if abs(finding.value) >= 1000 else f"{finding.value:.3g}"
     asked = "".join(
@@ -522,7 +328,7 @@ def line(part: str, finding: Finding, seconds: float) -> str:
     )
     note = f" ({finding.note})" if finding.note else ""
     is_right = "ok" if finding.is_right else "NO"
-    return f"{is_right:3} {part:7} {finding.what}: {f'{value} {finding.unit}'.strip()}{asked}{note} [{seconds:.0f} s]"
+    return f"{is_right:3} {finding.what}: {f'{value} {finding.unit}'.strip()}{asked}{note} [{seconds:.0f} s]"
 
 
 def main() -> None:
@@ -537,19 +343,19 @@ def main() -> None:
     warm()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), chosen.data_dir.absolute(), chosen.smoke, deadline)
         try:
-            bench.gpu = fork(describe, Path(folder, "gpu.log"), deadline)
+            gpu = fork(describe, Path(folder, "gpu.log"), deadline)
         except RuntimeError as error:
             sys.exit(f"benchmarks.gpu: no NVIDIA GPU that this torch {torch.__version__} can use: {error}")
-        proof = {"gpu": bench.gpu, **machine(), "is_smoke": chosen.smoke, "rows": []}
+        bench = LargeBench(Path(folder), deadline, chosen.data_dir.absolute(), gpu, chosen.smoke)
+        proof = {"gpu": gpu, **machine(), "is_smoke": chosen.smoke, "rows": []}
         for name, value in proof.items():
             if name != "rows":
                 print(f"{name:10} {value}")
-        total = sum(estimate for _, _, estimate, _ in ROWS)
+        total = sum(estimate for _, estimate, _ in ROWS)
         print(f"\nplan: {total} s on an H100, of {60 * chosen.minutes:.0f}")
-        for part, title, estimate, _ in ROWS:
-            print(f"{estimate:7} s  {part:7} {title}")
+        for title, estimate, _ in ROWS:
+            print(f"{estimate:7} s  {title}")
         print(flush=True)
         prove(bench, proof, chosen.output)
     wrong = [row for row in proof["rows"] if row["is_right"] is False]

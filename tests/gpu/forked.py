@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 import train
-from benchmarks.runs import PROJECT, arguments
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import Setup, launcher_environment
 from src.training.batches import MicroBatch
 from src.training.run import Run
 
+PROJECT = Path(__file__).parents[2]
 Act = Callable[[Run, list[MicroBatch], Callable[[], Any], dict[str, Any]], Any]
 """What is done in place of a step: it is given the run, the step's micro-batches, what takes the step, and a dictionary
 for what it finds out."""
@@ -87,7 +87,8 @@ def run_forked(
             return act(run, micro_batches, take, found) if act else take()
 
         train.train_step = take_or_act
-        sys.argv = ["train.py", *arguments({**settings, "output_dir": folder})]
+        given = {"wandb.mode": "disabled", **settings, "output_dir": folder}
+        sys.argv = ["train.py", *(f"--{name}={value}" for name, value in given.items())]
         begin()
         train.main()
         return found | peaks()
