@@ -168,15 +168,12 @@ def beside_the_plan(bench: LargeBench) -> Iterator[Finding]:
     if reason := null_gpu.reason_to_skip():
         raise ModuleNotFoundError(reason)
     settings = bench.large_settings() | {"output_dir": bench.folder / "planned"}
-    words = [
-        sys.executable,
-        *["-m", "src.tools.plan", "--gpus=1", "--yamls", "single_gpu", "--output"],
-        bench.folder / "plan",
-    ]
+    words = [sys.executable, "-m", "src.tools.plan", "--gpus=1", f"--output={bench.folder}/plan"]
+    words += ["--yamls", "single_gpu", "--", *arguments(settings)]
     here = {name: value for name, value in os.environ.items() if not name.startswith(("NULL_GPU", "LD_PRELOAD"))}
     left = max(1.0, bench.deadline - time.monotonic())
     how: Any = {"capture_output": True, "text": True, "env": here, "cwd": PROJECT, "timeout": left}
-    done = subprocess.run([*words, "--", *arguments(settings)], **how)
+    done = subprocess.run(words, **how)
     if done.returncode:
         raise RuntimeError(f"src.tools.plan: {done.stderr.strip()}")
     (file,) = (bench.folder / "plan").glob("*/plan.json")
