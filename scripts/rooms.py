@@ -26,7 +26,7 @@ FILES = {
     "familiar": "src/config/familiar.py tests/test_familiar.py",
     "four_bit": "src/tasks/text/four_bit.py tests/text/test_four_bit.py configs/chat_qlora.yaml",
     "generate": "src/tools/generate.py examples/chat.mk tests/text/test_generate.py tests/text/test_chat.py",
-    "gpu": "tests/gpu tests/gpu.mk docs/gpu.md",
+    "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu.py .github/ISSUE_TEMPLATE/gpu.yml",
     "hub": "src/checkpoint/hub.py",
     "integrity": "tests/faults/test_damage.py",
     "launch_guard": "src/distributed/launch_guard.py tests/test_guard.py",

@@ -1,9 +1,12 @@
 """What comes with the project for GitHub, git, Docker and coding assistants names what is there."""
 
 import re
+import subprocess
 import tomllib
+from pathlib import Path
 from typing import Any
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -75,3 +78,29 @@ def test_the_lock_is_of_what_is_required() -> None:  # room: template
         (one["name"], SpecifierSet(one.get("specifier", ""))) for one in locked
     }
     assert set(project["metadata"]["provides-extras"]) == extras.keys()
+
+
+@pytest.mark.parametrize("has_uv", [True, False])
+def test_make_setup_installs_by_uv_and_says_why_where_it_takes_pip(tmp_path: Path, has_uv: bool) -> None:
+    """With a Python that only notes how it is called. Tried without the fall back to pip."""
+    for name in ("Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt"):
+        (tmp_path / name).write_text(read(name))
+    stub = tmp_path / "python"
+    stub.write_text(
+        f"""#!/bin/sh
+echo "$*" >> {tmp_path}/calls
+case "$*" in
+  *config*) exit 1;;
+  "-m venv"*) mkdir -p {tmp_path}/.venv/bin; cp $0 {tmp_path}/.venv/bin/python; cp $0 {tmp_path}/.venv/bin/uv;;
+  *"pip install"*uv\\>*) {"true" if has_uv else "echo no such index; exit 1"};;
+esac
+"""
+    )
+    stub.chmod(0o755)
+    done = subprocess.run(["make", "setup", f"PYTHON={stub}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *_, last = (tmp_path / "calls").read_text().splitlines()
+    assert last.endswith("-r requirements.txt -r requirements-dev.txt")
+    assert last.startswith("pip install --quiet --compile-bytecode" if has_uv else "-m pip install --quiet")
+    assert ("uv could not install it: no such index" in done.stdout) != has_uv
+    assert (tmp_path / ".venv" / "installed").exists()
