@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -71,6 +72,7 @@ class LargeBench(Bench):
             digits |= {"task.source": "mnist", "task.data_dir": images(folder, 200), "global_batch_size": 8}
         super().__init__(folder, deadline, digits, small_text(folder, is_smoke))
         self.data_dir, self.gpu, self.is_smoke = data_dir, gpu, is_smoke
+        self.cnn_precision = "no" if is_smoke else None
 
     def large(self) -> Plan:
         """Return what the Llama of the last rows, and Trainer's, trains."""
@@ -235,12 +237,13 @@ def mnist_fast(bench: LargeBench) -> Iterator[Finding]:
     settings["log_every"] = 134  # a seventh of an epoch
     if bench.is_smoke:
         settings |= {"max_steps": 12, "log_every": 4, "global_batch_size": 8}
-    side = Side(train_py(settings | {"cuda_graphs": True}, "single_gpu"), bench.folder / "mnist14", None)
+    command = train_py(settings | {"cuda_graphs": True}, "single_gpu", precision=bench.cnn_precision or "")
+    side = Side(command, bench.folder / "mnist14", None)
     run_side(bench, side)
     yield Finding("MNIST, 14 epochs with cuda_graphs", side.summary["seconds"], "s", at_most=10)
     if is_real:
         yield Finding("MNIST: accuracy", 100 * side.summary["eval/accuracy"], "%", at_least=99.1)
-    eager = bench.train("mnist_eager", "single_gpu", {"max_steps": 938} | settings)
+    eager = bench.train("mnist_eager", "single_gpu", {"max_steps": 938} | settings, bench.cnn_precision)
     for what, records in (("recorded", side.records), ("eager", eager.records)):
         each = [64e3 / record["perf/samples_per_second"] for record in records[1:]]
         yield Finding(f"MNIST: a step, {what}", statistics.median(each), "ms")
@@ -339,12 +342,13 @@ def main() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else some libraries touch the GPU when they are imported
     warm()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with tempfile.TemporaryDirectory() as folder:
+    folder = Path(tempfile.mkdtemp())  # a TemporaryDirectory would also be deleted by processes that are forked
+    try:
         try:
-            gpu = fork(describe, Path(folder, "gpu.log"), deadline)
+            gpu = fork(describe, folder / "gpu.log", deadline)
         except RuntimeError as error:
             sys.exit(f"benchmarks.gpu: no NVIDIA GPU that this torch {torch.__version__} can use: {error}")
-        bench = LargeBench(Path(folder), deadline, chosen.data_dir.absolute(), gpu, chosen.smoke)
+        bench = LargeBench(folder, deadline, chosen.data_dir.absolute(), gpu, chosen.smoke)
         proof = {"gpu": gpu, **machine(), "is_smoke": chosen.smoke, "rows": []}
         for name, value in proof.items():
             if name != "rows":
@@ -355,6 +359,8 @@ def main() -> None:
             print(f"{estimate:7} s  {title}")
         print(flush=True)
         prove(bench, proof, chosen.output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     wrong = [row for row in proof["rows"] if row["is_right"] is False]
     print(f"\n{chosen.output}: {len(proof['rows'])} rows, {len(wrong)} of them not as asked")
     sys.exit(bool(wrong))

@@ -5,6 +5,7 @@ process that was forked after that.
 """
 
 import json
+import math
 import os
 import signal
 import socket
@@ -47,8 +48,9 @@ class Forked:
 
     @property
     def losses(self) -> list[float]:
-        """By step; of a step that was taken again after a kill, the last."""
-        return [*{record["step"]: record["train/loss"] for record in self.records}.values()]
+        """By step; of a step that was taken again after a kill, the last. NaN where it was not finite."""
+        by_step = {record["step"]: record["train/loss"] for record in self.records}
+        return [math.nan if loss is None else loss for loss in by_step.values()]
 
     @property
     def summary(self) -> dict[str, Any]:
