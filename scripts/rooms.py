@@ -37,7 +37,8 @@ FILES = {
     "performance": "src/tracking/performance.py tests/test_performance.py tests/text/test_performance.py"
     " docs/performance.md",
     "plan": "src/tools/plan src/training/out_of_memory.py tests/test_plan.py tests/planning.py docs/plan.md"
-    " docs/published.md docs/scaling.md docs/sizes.md",
+    " docs/published.md docs/scaling.md docs/sizes.md tests/gpu/forked.py tests/gpu/right.py"
+    " tests/gpu/test_benchmark.py benchmarks/gpu.py",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
     "safeguards": "src/checkpoint/occupied.py src/checkpoint/same_run.py tests/test_occupied.py"
     " tests/faults/test_same_run.py",
