@@ -1,5 +1,6 @@
 """What comes with the project for GitHub, git, Docker and coding assistants names what is there."""
 
+import os
 import re
 import subprocess
 import tomllib
@@ -97,7 +98,9 @@ esac
 """
     )
     stub.chmod(0o755)
-    done = subprocess.run(["make", "setup", f"PYTHON={stub}"], cwd=tmp_path, capture_output=True, text=True)
+    environment = {"PATH": os.environ["PATH"]}  # without what the `make` that runs the tests was given
+    command = ["make", "setup", f"PYTHON={stub}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *_, last = (tmp_path / "calls").read_text().splitlines()
     assert last.endswith("-r requirements.txt -r requirements-dev.txt")

@@ -51,7 +51,8 @@ def kernel(
     behind = places[:, None] - places
     mask = (documents[:, None] == documents) & (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
     q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    is_grouped = enable_gqa or not attention.HAS_GQA_SWITCH  # torch 2.11's kernel takes fewer heads of keys unasked
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
     return output.transpose(0, 1)
 
 
