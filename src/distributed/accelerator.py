@@ -100,7 +100,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     refuse_another_strategy(accelerator, asked)  # room: launch_guard
     if mesh := accelerator.torch_device_mesh:  # its groups have not taken over the timeout
         for group in mesh.get_all_groups():
-            torch.distributed.set_timeout(timeout, group)
+            group.set_timeout(timeout)
 
     config_file, yaml = (launcher.config_file, launcher.config) if launcher else (None, {})
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
