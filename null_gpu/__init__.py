@@ -85,7 +85,7 @@ def compile_null_gpu(folder: Path) -> None:
     """Compile null_gpu.c into a folder, as the driver and, under a second name, as NVML."""
     library = folder / "libcuda.so.1"
     options = ["-std=gnu17", "-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    options += [f"-I{folder}" for folder in headers()]
+    options += [f"-I{include}" for include in headers()]
     subprocess.run(["gcc", *options, "-o", library, SOURCE, "-ldl"], check=True)
     (folder / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
 
@@ -137,8 +137,12 @@ def join_alone(gpus: int) -> None:
     # `fake` first: torch 2.11 gives a backend the options of the one before it
     # the null GPU's NCCL takes all others to do as this process does; gloo would wait for them
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=gpus)
-    # torch 2.15 copies what was gathered by a kernel, which is not run: DDP would find the others without parameters
     torch_distributed: Any = dist
+    # torch 2.15 would split groups from this one, of a size that only the others could tell
+    torch_distributed.group.WORLD.bound_device_id = None
+    # `fake` refuses it before torch 2.14
+    torch_distributed.ProcessGroup.set_timeout = lambda *_: None
+    # torch 2.15 copies what was gathered by a kernel, which is not run: DDP would find the others without parameters
     torch_distributed._verify_params_across_processes = lambda *_: None
     new_group: Any = dist.new_group
 

@@ -9,7 +9,8 @@
  * Signatures, structs and numbers are those of CUDA 13's public headers (driver_types.h, cuda.h), cublas_api.h,
  * cublasLt.h, cudnn_graph.h, nvml.h and nccl.h. Their statuses are ints in which 0 is success.
  *
- * Environment: NULL_GPU_COUNT devices, of which CUDA_VISIBLE_DEVICES may hide some; NULL_GPU_GIB memory of each, of which another process holds NULL_GPU_TAKEN_GIB;
+ * Environment: NULL_GPU_COUNT devices, of which CUDA_VISIBLE_DEVICES may hide some; NULL_GPU_GIB memory of each, of
+ * which another process holds NULL_GPU_TAKEN_GIB;
  * NULL_GPU_NAME; NULL_GPU_CAPABILITY (9.0); NULL_GPU_DRIVER, the CUDA version the driver knows (13000);
  * NULL_GPU_EMULATE=1 if values matter; NULL_GPU_NCCL=shm if the ranks are processes of this machine. */
 #define _GNU_SOURCE
