@@ -98,9 +98,10 @@ def images(folder: Path, count: int) -> Path:
 
 
 def small_text(folder: Path, is_smoke: bool) -> dict[str, Any]:
-    """Return the settings of a small Llama on 1,000 documents of many lengths."""
-    length, file, draw = 64 if is_smoke else 512, folder / "documents.jsonl", random.Random(0)
-    texts = ["".join(draw.choices("etaoin shrdlu", k=draw.randint(1, length))) for _ in range(1000)]
+    """Return the settings of a small Llama on documents of many lengths."""
+    length, count = (64, 200) if is_smoke else (512, 1000)
+    file, draw = folder / "documents.jsonl", random.Random(0)
+    texts = ["".join(draw.choices("etaoin shrdlu", k=draw.randint(1, length))) for _ in range(count)]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     model = {"task.name": "causal_lm", "task.dataset": file, "task.sequence_length": length}
     shape = json.dumps({"model_type": "llama", **(SMOKE if is_smoke else TINY)})
@@ -169,6 +170,7 @@ def beside_the_plan(bench: LargeBench) -> Iterator[Finding]:
     """What src.tools.plan has found out on a null GPU about the same run."""
     if reason := null_gpu.reason_to_skip():
         raise ModuleNotFoundError(reason)
+    found = bench.ended("large").found
     settings = bench.large_settings() | {"output_dir": bench.folder / "planned"}
     words = [sys.executable, "-m", "src.tools.plan", "--gpus=1", f"--output={bench.folder}/plan"]
     words += ["--yamls", "single_gpu", "--", *arguments(settings)]
@@ -179,7 +181,7 @@ def beside_the_plan(bench: LargeBench) -> Iterator[Finding]:
     if done.returncode:
         raise RuntimeError(f"src.tools.plan: {done.stderr.strip()}")
     (file,) = (bench.folder / "plan").glob("*/plan.json")
-    ((planned,), found) = json.loads(file.read_text()), bench.runs["large"].found
+    (planned,) = json.loads(file.read_text())
     phases = [planned["measured"]["memory"][phase] for phase in ("load", "step")]
     for i, kind in enumerate(("allocated", "reserved")):
         expected = max(phase[i] for phase in phases)
@@ -216,7 +218,7 @@ def is_over(side: Side) -> bool:
 
 
 def llama_by_trainer(bench: LargeBench) -> Iterator[Finding]:
-    plan, folder, first = bench.large(), bench.folder / "sequences", bench.runs["large"]
+    plan, folder, first = bench.large(), bench.folder / "sequences", bench.ended("large")
     side = Side(plan.peer("trainer", folder), folder / "trainer", None)
     run_side(bench, side)
     off = drift(side.values[:INTERVALS], [record["train/loss"] for record in first.records[:INTERVALS]])
@@ -234,9 +236,10 @@ def mnist_fast(bench: LargeBench) -> Iterator[Finding]:
     is_real = (bench.data_dir / "MNIST" / "raw" / "train-images-idx3-ubyte").exists()
     data = bench.data_dir if is_real else images(bench.folder, 2000 if bench.is_smoke else 60_000)
     settings = {"config": PROJECT / "configs" / "mnist_reference.yaml", "task.data_dir": data, "save_every": NEVER}
-    settings["log_every"] = 134  # a seventh of an epoch
+    batch = 8 if bench.is_smoke else 64  # the recipe's
+    settings |= {"global_batch_size": batch, "log_every": 134}  # a seventh of an epoch
     if bench.is_smoke:
-        settings |= {"max_steps": 12, "log_every": 4, "global_batch_size": 8}
+        settings |= {"max_steps": 12, "log_every": 4}
     command = train_py(settings | {"cuda_graphs": True}, "single_gpu", precision=bench.cnn_precision or "")
     side = Side(command, bench.folder / "mnist14", None)
     run_side(bench, side)
@@ -245,7 +248,7 @@ def mnist_fast(bench: LargeBench) -> Iterator[Finding]:
         yield Finding("MNIST: accuracy", 100 * side.summary["eval/accuracy"], "%", at_least=99.1)
     eager = bench.train("mnist_eager", "single_gpu", {"max_steps": 938} | settings, bench.cnn_precision)
     for what, records in (("recorded", side.records), ("eager", eager.records)):
-        each = [64e3 / record["perf/samples_per_second"] for record in records[1:]]
+        each = [1e3 * batch / record["perf/samples_per_second"] for record in records[1:]]
         yield Finding(f"MNIST: a step, {what}", statistics.median(each), "ms")
 
 
@@ -296,29 +299,34 @@ def prove(bench: LargeBench, proof: dict[str, Any], output: Path) -> None:
     """Answer each row that there is time for; write and print what was found as soon as it is known."""
     for title, estimate, measure in ROWS:
         started = time.monotonic()
-        row = {"row": title}
-        left = bench.deadline - started
-        try:
-            if (needed := NEEDS.get(measure)) and not find_spec(needed):
-                raise ModuleNotFoundError(f"{needed} is not installed")
-            if left < estimate:
-                raise TimeoutError(f"left out: {left:.0f} s are left, and it takes {estimate}")
-            for finding in measure(bench):
-                seconds = round(time.monotonic() - started, 1)
-                proof["rows"].append(row | asdict(finding) | {"is_right": finding.is_right, "seconds": seconds})
-                print(line(finding, seconds), flush=True)
-                output.write_text(json.dumps(proof, indent=1) + "\n")
-        except Exception as error:  # the other rows are still worth something
-            is_missing = isinstance(error, TimeoutError | subprocess.TimeoutExpired | ModuleNotFoundError | KeyError)
-            says = cause(error)
-            if isinstance(error, KeyError):
-                says = f"needs the run {says}, which there is not"
-            proof["rows"].append(row | {"says": says[-2000:], "is_right": None if is_missing else False})
-            print(f"{'--' if is_missing else 'NO':3} {title}: {says[-600:]}", flush=True)
+        for found, shown in answers(bench, title, estimate, measure):
+            seconds = round(time.monotonic() - started, 1)
+            proof["rows"].append({"row": title, **found, "seconds": seconds})
             output.write_text(json.dumps(proof, indent=1) + "\n")
+            print(f"{shown} [{seconds:.0f} s]", flush=True)
 
 
-def line(finding: Finding, seconds: float) -> str:
+def answers(bench: LargeBench, title: str, estimate: int, measure: Measure) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield what a row finds out, or why it doesn't: for the file, and for the terminal. `is_right` is None where it
+    was left out."""
+    left = bench.deadline - time.monotonic()
+    try:
+        if (needed := NEEDS.get(measure)) and not find_spec(needed):
+            raise ModuleNotFoundError(f"{needed} is not installed")
+        if left < estimate:
+            raise TimeoutError(f"left out: {left:.0f} s are left, and it takes {estimate}")
+        for finding in measure(bench):
+            yield asdict(finding) | {"is_right": finding.is_right}, line(finding)
+    except Exception as error:  # the other rows are still worth something
+        is_left_out = isinstance(error, TimeoutError | subprocess.TimeoutExpired | ModuleNotFoundError)
+        says = cause(error)
+        yield (
+            {"says": says[-2000:], "is_right": None if is_left_out else False},
+            (f"{'--' if is_left_out else 'NO':3} {title}: {says[-600:]}"),
+        )
+
+
+def line(finding: Finding) -> str:
     """Return what the terminal shows of a finding."""
     value = f"{finding.value:,.0f}" if abs(finding.value) >= 1000 else f"{finding.value:.3g}"
     asked = "".join(
@@ -328,7 +336,7 @@ def line(finding: Finding, seconds: float) -> str:
     )
     note = f" ({finding.note})" if finding.note else ""
     is_right = "ok" if finding.is_right else "NO"
-    return f"{is_right:3} {finding.what}: {f'{value} {finding.unit}'.strip()}{asked}{note} [{seconds:.0f} s]"
+    return f"{is_right:3} {finding.what}: {f'{value} {finding.unit}'.strip()}{asked}{note}"
 
 
 def main() -> None:
@@ -340,7 +348,6 @@ def main() -> None:
     chosen = parser.parse_args()
     deadline = time.monotonic() + 60 * chosen.minutes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else some libraries touch the GPU when they are imported
-    warm()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     folder = Path(tempfile.mkdtemp())  # a TemporaryDirectory would also be deleted by processes that are forked
     try:
@@ -348,6 +355,7 @@ def main() -> None:
             gpu = fork(describe, folder / "gpu.log", deadline)
         except RuntimeError as error:
             sys.exit(f"benchmarks.gpu: no NVIDIA GPU that this torch {torch.__version__} can use: {error}")
+        warm()
         bench = LargeBench(folder, deadline, chosen.data_dir.absolute(), gpu, chosen.smoke)
         proof = {"gpu": gpu, **machine(), "is_smoke": chosen.smoke, "rows": []}
         for name, value in proof.items():

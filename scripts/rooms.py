@@ -37,8 +37,7 @@ FILES = {
     "performance": "src/tracking/performance.py tests/test_performance.py tests/text/test_performance.py"
     " docs/performance.md",
     "plan": "src/tools/plan src/training/out_of_memory.py tests/test_plan.py tests/planning.py docs/plan.md"
-    " docs/published.md docs/scaling.md docs/sizes.md tests/gpu/forked.py tests/gpu/right.py"
-    " tests/gpu/test_benchmark.py benchmarks/gpu.py",
+    " docs/published.md docs/scaling.md docs/sizes.md",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
     "safeguards": "src/checkpoint/occupied.py src/checkpoint/same_run.py tests/test_occupied.py"
     " tests/faults/test_same_run.py",
@@ -56,7 +55,8 @@ FILES = {
     " tests/test_wandb_sweep.py",
     "workers": "src/training/workers.py",
     "wsd": "tests/test_wsd.py",
-    "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py",
+    "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/forked.py tests/gpu/right.py"
+    " tests/gpu/test_benchmark.py",
     "examples": "examples/*.py examples/*.yaml docs/examples.md tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
     "rooms": "scripts/rooms.py scripts/new* docs/make-it-yours.md tests/test_new_project.py tests/test_rooms.py",

@@ -41,9 +41,9 @@ def lacking(extra: str = "") -> list[str]:
     if missing:
         return [f"not installed: {', '.join(missing)}: {hint}"]
     return [
-        f"{asked.name} {versions[asked.name]} is installed, and {asked} is needed: {hint}"
-        for asked in map(import_module("packaging.requirements").Requirement, lines)
-        if not asked.specifier.contains(versions[asked.name], prereleases=True)
+        f"{one.name} {versions[one.name]} is installed, and {one} is needed: {hint}"
+        for one in map(import_module("packaging.requirements").Requirement, lines)
+        if not one.specifier.contains(versions[one.name], prereleases=True)
     ]
 
 

@@ -8,10 +8,8 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,12 +19,11 @@ from typing import Any
 import torch
 
 import train
-from src.tools.plan.gpus import find_gpu
-from src.tools.plan.measure import Setup, launcher_environment
+from benchmarks.runs import arguments, launch
 from src.training.batches import MicroBatch
 from src.training.run import Run
+from tests.warm_ranks import end, launched
 
-PROJECT = Path(__file__).parents[2]
 Act = Callable[[Run, list[MicroBatch], Callable[[], Any], dict[str, Any]], Any]
 """What is done in place of a step: it is given the run, the step's micro-batches, what takes the step, and a dictionary
 for what it finds out."""
@@ -66,7 +63,7 @@ def run_forked(
     begin: Callable[[], object] = lambda: None,
     deadline: float = float("inf"),
 ) -> Forked:
-    """Train into this folder, in place of a run that is there, as one process under the yaml.
+    """Train into this folder, as one process under the yaml; a run that is there goes on.
 
     Args:
         precision: the mixed precision, in place of the yaml's.
@@ -79,7 +76,9 @@ def run_forked(
     """
 
     def work() -> dict[str, Any]:
-        os.environ.update(environment(yaml), **({"ACCELERATE_MIXED_PRECISION": precision} if precision else {}))
+        words = launch(yaml, precision=precision or "")
+        _, _, (environment,) = launched([*words[words.index("accelerate.commands.launch") + 1 :], "train.py"])
+        os.environ |= environment
         found: dict[str, Any] = {}
         take_step = train.train_step
 
@@ -89,8 +88,7 @@ def run_forked(
             return act(run, micro_batches, take, found) if act else take()
 
         train.train_step = take_or_act
-        given = {"wandb.mode": "disabled", **settings, "output_dir": folder}
-        sys.argv = ["train.py", *(f"--{name}={value}" for name, value in given.items())]
+        sys.argv = ["train.py", *arguments({**settings, "output_dir": folder})]
         begin()
         train.main()
         return found | peaks()
@@ -105,18 +103,9 @@ def peaks() -> dict[str, int]:
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
-def environment(yaml: str) -> dict[str, str]:
-    """Return what Accelerate's launcher puts into the environment of one process under this yaml."""
-    if yaml == "cpu":
-        return {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    setup = Setup((), f"{PROJECT}/accelerate_configs/{yaml}.yaml", 1, find_gpu("h100"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return launcher_environment(setup) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
 def fork(work: Callable[[], Any], log: Path, deadline: float = float("inf")) -> Any:
-    """Return what `work` returns in a process of its own, as JSON; None if it was killed. Its output goes to `log`.
+    """Return what `work` returns in a process of its own, as JSON; None if it was killed, or ended by sys.exit(0). Its
+    output goes to `log`.
 
     Raises:
         RuntimeError: it failed; with its last line.
@@ -140,23 +129,19 @@ def fork(work: Callable[[], Any], log: Path, deadline: float = float("inf")) -> 
     if code:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
         raise RuntimeError(f"exit code {code}: {next(filter(None, reversed(lines)), 'it has said nothing')}")
-    return json.loads(answer.read_text())
+    return json.loads(answer.read_text()) if answer.exists() else None
 
 
 def _work_and_leave(work: Callable[[], Any], log: Path, answer: Path) -> None:
-    code: Any = 1
+    failure: BaseException | None = None
     try:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, sys.stdout.fileno())
         os.dup2(output, sys.stderr.fileno())
         answer.write_text(json.dumps(work()))
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-        answer.write_text("null")
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    except BaseException as error:
+        failure = error
+    try:
+        end(failure)
+    finally:  # nothing may get back to what this process was forked from
+        os._exit(1)

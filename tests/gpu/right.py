@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from benchmarks.pairs import drift
+from benchmarks.runs import NEVER
 from src.training.run import new_model
 from tests.gpu.forked import Forked, run_forked
 
@@ -24,7 +26,6 @@ BF16 = 2**-8
 """Relative distance of two neighbouring numbers in bf16."""
 CURVE = 1e-5
 """How far apart the project promises that two curves are, at most."""
-NEVER = 1_000_000_000
 SETTINGS = {"optim.lr": 1e-4, "log_every": 1, "max_steps": STEPS, "save_every": NEVER, "eval_every": NEVER}
 """What all of these runs have in common."""
 
@@ -72,14 +73,15 @@ class Bench:
             self.runs[name] = run_forked(self.folder / name, yaml, settings, **how)
         return self.runs[name]
 
+    def ended(self, name: str) -> Forked:
+        """Return the run of this name; raise a TimeoutError if the row that it belongs to had no time or failed."""
+        if name not in self.runs:
+            raise TimeoutError(f"needs the run {name}, which has not ended")
+        return self.runs[name]
+
 
 Measure = Callable[[Any], Iterator[Finding]]
 """A row: it is given the Bench, and yields what it has found out."""
-
-
-def drift(run: Forked, other: Forked) -> float:
-    """Return the largest relative difference of two losses of a step."""
-    return max(abs(a / b - 1) for a, b in zip(run.losses, other.losses, strict=True))
 
 
 def exact() -> None:
@@ -90,25 +92,25 @@ def exact() -> None:
 def mnist_in_fp32(bench: Bench) -> Iterator[Finding]:
     cpu = bench.train("mnist_cpu", "cpu", bench.digits)
     gpu = bench.train("mnist_fp32", "single_gpu", bench.digits, "no", begin=exact)
-    yield Finding("MNIST's CNN in fp32 against the CPU", drift(gpu, cpu), at_most=CURVE)
+    yield Finding("MNIST's CNN in fp32 against the CPU", drift(gpu.losses, cpu.losses), at_most=CURVE)
 
 
 def llama_in_fp32(bench: Bench) -> Iterator[Finding]:
     cpu = bench.train("llama_cpu", "cpu", bench.text)
     gpu = bench.train("llama_fp32", "single_gpu", bench.text, "no")
-    yield Finding("a Llama in fp32 against the CPU", drift(gpu, cpu), at_most=CURVE)
+    yield Finding("a Llama in fp32 against the CPU", drift(gpu.losses, cpu.losses), at_most=CURVE)
 
 
 def llama_in_bf16(bench: Bench) -> Iterator[Finding]:
     half = bench.train("llama_bf16", "single_gpu", bench.text)
-    off, tuned = drift(half, bench.runs["llama_fp32"]), ", ".join(half.summary["tuned"])
+    off, tuned = drift(half.losses, bench.ended("llama_fp32").losses), ", ".join(half.summary["tuned"])
     yield Finding("a Llama in bf16 against fp32", off, at_most=BF16, note=tuned)
 
 
 def llama_sharded(bench: Bench) -> Iterator[Finding]:
     for yaml in ("fsdp", "fsdp_offload"):
         run = bench.train(f"llama_{yaml}", yaml, bench.text, "no")
-        off = drift(run, bench.runs["llama_fp32"])
+        off = drift(run.losses, bench.ended("llama_fp32").losses)
         yield Finding(f"a Llama in fp32 under {yaml}.yaml against single_gpu.yaml", off, at_most=CURVE)
 
 
@@ -145,7 +147,7 @@ def compare_with_masks(run: Any, micro_batches: Any, take: Callable[[], Any], fo
 def recorded_steps(bench: Bench) -> Iterator[Finding]:
     eager = bench.train("mnist_half", "single_gpu", bench.digits, bench.cnn_precision)
     graphs = bench.train("mnist_graphs", "single_gpu", bench.digits | {"cuda_graphs": True}, bench.cnn_precision)
-    yield Finding("MNIST's CNN, cuda_graphs against eager", drift(graphs, eager), at_most=CURVE)
+    yield Finding("MNIST's CNN, cuda_graphs against eager", drift(graphs.losses, eager.losses), at_most=CURVE)
 
 
 def killed_mnist(bench: Bench) -> Iterator[Finding]:
@@ -190,17 +192,17 @@ def check(bench: Bench) -> Iterator[Finding]:
 
 
 def four_bits(bench: Bench) -> Iterator[Finding]:
-    files = {**bench.text, "task.model": bench.runs["llama_fp32"].folder / "model", "task.lora.r": 4}
+    files = {**bench.text, "task.model": bench.ended("llama_fp32").folder / "model", "task.lora.r": 4}
     del files["task.architecture"]
     half = bench.train("adapters", "single_gpu", files)
     nf4 = bench.train("adapters_nf4", "single_gpu", files | {"task.lora.base_dtype": "nf4"})
-    yield Finding("adapters over weights in 4 bits against fp32", drift(nf4, half), at_most=0.05)
+    yield Finding("adapters over weights in 4 bits against fp32", drift(nf4.losses, half.losses), at_most=0.05)
 
 
 def fp8(bench: Bench) -> Iterator[Finding]:
     half, eighth = (bench.train(f"llama_{yaml}_bf16", yaml, bench.text) for yaml in ("fsdp", "fsdp_fp8"))
     note = eighth.summary["precision"]
-    yield Finding("a Llama in fp8 against bf16", drift(eighth, half), at_most=0.05, note=note)
+    yield Finding("a Llama in fp8 against bf16", drift(eighth.losses, half.losses), at_most=0.05, note=note)
 
 
 def waits(bench: Bench) -> Iterator[Finding]:
