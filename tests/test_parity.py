@@ -42,8 +42,8 @@ def assert_same_curve(run: Run, examples: int, whole: Whole, rounding: Rounding,
 @pytest.mark.parametrize(
     ("yaml", "processes", "micro_batch_size"),
     [
-        ("ddp", 4, 4), ("fsdp", 2, 16), ("hsdp", 4, 16), slow("cpu", 1, 16), slow("ddp", 4, 1), slow("ddp", 2, 4), slow("fsdp", 4, 4),
-        slow("fsdp_grad_op", 2, 16), slow("fsdp_offload", 2, 16),
+        ("ddp", 4, 4), ("fsdp", 2, 16), ("hsdp", 4, 16), slow("cpu", 1, 16), slow("ddp", 4, 1), slow("ddp", 2, 4),
+        slow("fsdp", 4, 4), slow("fsdp_grad_op", 2, 16), slow("fsdp_offload", 2, 16),
     ],
 )  # fmt: skip
 def test_digits_with_accumulation_clipping_and_ragged_windows(

@@ -54,8 +54,7 @@ class Task(Settings, ABC):
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:  # room: text
         """Choose what depends on the kind of device and the dtype that it computes in, before `build_model`. Return
-        what was chosen, for the start-up summary. Raise a UserError if the settings ask for what can't be. The device
-        `meta` stands for a GPU that isn't there: choose as for one that can do all."""
+        what was chosen, for the start-up summary. Raise a UserError if the settings ask for what can't be."""
         return []
 
     def reference(self) -> "Task":  # room: check

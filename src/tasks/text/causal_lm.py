@@ -69,7 +69,7 @@ class CausalLM(Decoder):
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
         self._attention, reason = "sdpa", ""
-        if self.attention == "auto" and self.packing and device in ("cuda", "meta") and dtype != torch.float32:
+        if self.attention == "auto" and self.packing and device == "cuda" and dtype != torch.float32:
             refusal = device == "cuda" and failure(self._config, "varlen", self.packing, device, dtype)
             if refusal:
                 reason = f" (not varlen: {refusal})"

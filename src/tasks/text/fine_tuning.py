@@ -89,7 +89,7 @@ class FineTuning(
         torch.backends.cuda.enable_cudnn_sdp(False)
         is_bf16 = dtype == torch.bfloat16
         if self.lora.r and self.lora.base_dtype is None:
-            self.lora.base_dtype = "bf16" if device in ("cuda", "meta") and is_bf16 else "fp32"
+            self.lora.base_dtype = "bf16" if device == "cuda" and is_bf16 else "fp32"
         if self.lora.base_dtype in ("bf16", "nf4") and not is_bf16:
             raise UserError(
                 f"task.lora.base_dtype={self.lora.base_dtype}: needs --mixed_precision bf16 before train.py"

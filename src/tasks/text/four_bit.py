@@ -44,9 +44,7 @@ def loading_options(base_dtype: str | None) -> dict[str, Any]:
 
 def give_four_bits(model: Any) -> None:  # room: plan
     """Put layers of 4 bits in the place of a model's linear layers, except for the output, on the GPU, with no values.
-    Raise a UserError where `load_model` would, or without a GPU."""
-    if not torch.cuda.is_available():
-        raise UserError("task.lora.base_dtype=nf4: is planned on the null GPU alone, not calculated")
+    Raise a UserError where `load_model` would."""
     require_four_bits(AcceleratorState().distributed_type == DistributedType.FSDP)
     options: Any = loading_options("nf4")["quantization_config"]
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), options)

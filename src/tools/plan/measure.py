@@ -18,6 +18,7 @@ import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from null_gpu import WAITS, NullGpu, join_alone, null_environment
@@ -175,6 +176,20 @@ def measure(setup: Setup, share: float) -> Measured:
     return Trial(build(config), setup.gpu).measured(share)
 
 
+def optimizer_bytes(config: Config) -> int:
+    """Return what the optimizer keeps of all parameters, by an update of tensors without data."""
+    model = config.task.build_skeleton()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fill(model, torch.device("cpu"))
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        optimizers = build_optimizers(config.optim, model)
+        for optimizer in optimizers:
+            optimizer.step()
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return sum(value.nbytes for state in states for value in state.values())
+
+
 def require_examples(there: int, needed: int) -> None:
     """Raise a UserError if there are fewer examples than all processes pass through the model at once."""
     if there < needed:
@@ -239,7 +254,12 @@ class Trial:
         memory, accumulation = self._memory(size), batch // size
         parts = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in tensors_of(run).items()}
         parts["gradients"] = self._gradients
-        on_the_gpu = 0 if self._is_offloaded else sum(parts.values())
+        host_bytes = self._host + max(self._saved, parts["parameters"])
+        on_the_gpu = sum(parts.values())
+        if self._is_offloaded:
+            parts["optimizer"] = optimizer_bytes(run.config) // world_size
+            host_bytes += parts["gradients"] + parts["optimizer"]
+            on_the_gpu = 0
         parts["activations"] = memory["step"][0] - on_the_gpu
         flops = tokens = 0.0
         first, model = self._micro_batches[0].data, run.accelerator.unwrap_model(run.model)  # room: performance
@@ -255,7 +275,7 @@ class Trial:
             total_steps=run.total_steps,
             memory=memory,
             parts=parts,
-            host_bytes=self._host + max(self._saved, parts["parameters"]),
+            host_bytes=host_bytes,
             work=self._work(accumulation),
             notes=run.facts["tuned"],
         )

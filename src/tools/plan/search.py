@@ -1,8 +1,7 @@
 """Which strategies and numbers of GPUs a run fits on, each tried in a process of its own."""
 
 import multiprocessing
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ import torch
 from src.config.config import Config
 from src.config.errors import UserError
 from src.config.terminal import bar
-from src.tools.plan.arithmetic import calculate
 from src.tools.plan.gpus import Gpu
 from src.tools.plan.measure import Measured, Setup, measure
 
@@ -74,25 +72,12 @@ def explore(setup: Setup) -> Row:
     """Find out what a setup takes, or why it can't be run."""
     share = 1.0
     try:
-        if "NULL_GPU_GIB" not in os.environ:
-            return Row(setup, apart(calculate, setup))
         while True:
-            with suppress(torch.OutOfMemoryError):
-                found = apart(measure, setup, share)
-                break
+            with suppress(torch.OutOfMemoryError), ProcessPoolExecutor(1, FORK) as pool:
+                return Row(setup, pool.submit(measure, setup, share).result())
             share -= 0.05  # fragmentation takes the rest
-        if found.strategy.endswith("offload"):  # the update on the host was left out
-            found.parts["optimizer"] = apart(calculate, setup).parts["optimizer"]
-            found.host_bytes += found.parts["gradients"] + found.parts["optimizer"]
-        return Row(setup, found)
     except UserError as error:
         return Row(setup, None, str(error))
-
-
-def apart(function: Callable[..., Measured], *arguments: Any) -> Measured:
-    """Return what a function does, in a process of its own, which a run changes for good."""
-    with ProcessPoolExecutor(1, FORK) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def explore_all(setups: list[Setup]) -> list[Row]:
