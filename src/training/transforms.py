@@ -31,7 +31,7 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
     """Apply what the settings ask for, in place.
 
     Raises:
-        UserError: the model names no blocks, or this machine has no compiler.
+        UserError: the model names no blocks, or this machine has no compiler that can do it.
     """
     blocks = repeating_blocks(model)
     if config.activation_checkpointing:
@@ -47,6 +47,10 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.compile:
         _require_compiler()
+        drops = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+        if config.activation_checkpointing and drops and torch.__version__ < "2.13":
+            hint = "leave out one of the three"
+            raise UserError(f"compile: with activation_checkpointing and dropout it needs torch 2.13 or newer: {hint}")
         blocks = [block for block in blocks if any(block.children())]
         # One compilation serves all blocks, however many. Single layers have nothing to fuse: then the whole model.
         # A CPU trains a transformer in bf16 1.14 times as fast with it (docs/figures.md); on a GPU, a step of a Llama

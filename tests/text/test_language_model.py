@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from src.config.errors import UserError
 from src.tasks.text import language_model as causal_lm
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.language_model import LanguageModel
@@ -136,10 +137,14 @@ def test_recomputing_activations_draws_the_same_dropout(  # room: compile
     monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     """The loss falls along its gradients as they say: tried with other dropout in the backward pass, by 0.57 of that.
-    One compilation serves all blocks.
+    One compilation serves all blocks. Before 2.13, torch's compiler fails at it.
     """
     monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")  # without optimizing what is compiled: half the time
     model = build("gpt2", dropout=0.5, n_layer=3)
+    if compiled and torch.__version__ < "2.13":
+        with pytest.raises(UserError, match="compile: with activation_checkpointing and dropout it needs torch 2.13"):
+            transformed(model, compile=compiled, activation_checkpointing=True)
+        return
     transformed(model, compile=compiled, activation_checkpointing=True)
     _, found = gradients(model, batch())
     assert counters["stats"]["unique_graphs"] == int(compiled)
