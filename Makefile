@@ -40,7 +40,7 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml train.py --config configs/digits.yaml \
 		--run_name=$$name $(ARGS)
 
-test: setup  ## run all but the slow tests, 5 to 10 minutes; ARGS='-k parity' for some of them
+test: setup  ## run all but the slow tests, 10 to 15 minutes; ARGS='-k parity' for some of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
 test-oldest:  ## the same in an environment of its own, .venv-oldest, with the oldest versions that the bounds allow
