@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import null_gpu
 from benchmarks.runs import PROJECT
 from src.config.config import load_config
 from src.tasks import TASKS
@@ -300,9 +299,7 @@ def in_own_process(number: int) -> list[dict[str, Any]]:
     """Predict a run in a process whose GPUs are of its kind: they take the place of CUDA's libraries before these are
     loaded."""
     gpu = find_gpu(RUNS[number].gpu)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if not null_gpu.reason_to_skip():
-        environment |= environment_for(gpu)
+    environment = {**os.environ, **environment_for(gpu), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "benchmarks.published", f"--row={number}"]
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
     if done.returncode:

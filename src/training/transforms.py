@@ -47,8 +47,8 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.compile:
         _require_compiler()
-        drops = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
-        if config.activation_checkpointing and drops and torch.__version__ < "2.13":
+        has_dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+        if config.activation_checkpointing and has_dropout and torch.__version__ < "2.13":
             hint = "leave out one of the three"
             raise UserError(f"compile: with activation_checkpointing and dropout it needs torch 2.13 or newer: {hint}")
         blocks = [block for block in blocks if any(block.children())]

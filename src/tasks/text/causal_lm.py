@@ -70,8 +70,7 @@ class CausalLM(Decoder):
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
         self._attention, reason = "sdpa", ""
         if self.attention == "auto" and self.packing and device == "cuda" and dtype != torch.float32:
-            refusal = device == "cuda" and failure(self._config, "varlen", self.packing, device, dtype)
-            if refusal:
+            if refusal := failure(self._config, "varlen", self.packing, device, dtype):
                 reason = f" (not varlen: {refusal})"
             else:
                 self._attention = "varlen"
