@@ -62,7 +62,7 @@ format: setup  ## let the linter and the formatter change what they can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
--include examples/chat.mk  # make chat
+-include examples/text.mk  # make chat, make classify
 -include benchmarks/bench.mk  # make bench, make bench-check
 -include tests/gpu.mk  # make test-gpu
 -include scripts/new.mk  # make new

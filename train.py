@@ -229,6 +229,8 @@ def finish(run: Run, tracker: Tracker, checkpoints: CheckpointWriter) -> None:
     metrics = run.progress.evaluation
     if run.config.checkpoint.export_best:  # room: best
         metrics = load_best(run, tracker.say) or metrics
+    run.model.eval()
+    metrics = metrics | tracker.log_report(*run.task.report(run.model, run.device))  # room: tables
     export_model(run)
     if run.is_main:  # room: hub
         write_card(run.config, metrics, run.config.folder / "model")
@@ -280,7 +282,6 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     accelerator, task = run.accelerator, run.task
     run.model.eval()
     scores = evaluate_batches(task, run.model, evaluation_batches(run), run.device, stop)
-    report = task.report(run.model, run.device) if scores else {}  # room: tables
     run.model.train()
     if scores is None:
         return None
@@ -294,7 +295,6 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     (metrics,) = broadcast_object_list([metrics])
     return Evaluation(
         metrics,
-        report,  # room: tables
         outputs,  # room: tables
     )
 

@@ -25,7 +25,7 @@ FILES = {
     "examine": "src/tasks/returned.py tests/test_returned.py",
     "familiar": "src/config/familiar.py tests/test_familiar.py",
     "four_bit": "src/tasks/text/four_bit.py tests/text/test_four_bit.py configs/chat_qlora.yaml",
-    "generate": "src/tools/generate.py examples/chat.mk tests/text/test_generate.py tests/text/test_chat.py",
+    "generate": "src/tools/generate.py tests/text/test_generate.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu.py .github/ISSUE_TEMPLATE/gpu.yml",
     "hub": "src/checkpoint/hub.py",
     "integrity": "tests/faults/test_damage.py",
@@ -47,7 +47,7 @@ FILES = {
     "tables": "src/tasks/tables.py tests/test_tables.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
-    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/dpo.* examples/token_classification.*"
+    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_text.py src/tools/generate.py"
     " docs/transformers.md docs/after-training.md",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
@@ -57,7 +57,7 @@ FILES = {
     "wsd": "tests/test_wsd.py",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/forked.py tests/gpu/right.py"
     " tests/gpu/test_benchmark.py",
-    "examples": "examples/*.py examples/*.yaml docs/examples.md tests/test_examples.py tests/text/test_examples.py",
+    "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml docs/examples.md tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
     "rooms": "scripts/rooms.py scripts/new* docs/make-it-yours.md tests/test_new_project.py tests/test_rooms.py",
     "template": "scripts/new* scripts/stub* tests/test_new_project.py tests/test_rooms.py .ci CITATION.cff"

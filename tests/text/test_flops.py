@@ -18,7 +18,7 @@ def counted(model: LanguageModel, length: int) -> tuple[int, float]:
     index = torch.tensor([i for i in range(2 * length) if i % 3])
     model.hf.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
-        model("loss", index, index % 64, input_ids=tokens, position_ids=positions).backward()
+        model("loss", index=index, targets=index % 64, input_ids=tokens, position_ids=positions).backward()
     assert model.flops
     return counter.get_total_flops(), model.flops.total(2 * length, len(index), 2 * length**2)
 

@@ -215,7 +215,7 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
 def a_loss(model: torch.nn.Module) -> torch.Tensor:
     """Of two documents in a row."""
     tokens = torch.arange(16)
-    return model("loss", tokens, tokens.flip(0), input_ids=tokens[None], position_ids=tokens[None] % 8)
+    return model("loss", index=tokens, targets=tokens.flip(0), input_ids=tokens[None], position_ids=tokens[None] % 8)
 
 
 def resident(what: str) -> int:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
-from src.tasks.base import Tensors
+from src.tasks.base import Table, Tensors
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn
 from src.tasks.text.decoder import Decoder
@@ -25,6 +25,7 @@ from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.new_tokens import add_rows, add_tokens
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
+from src.tasks.text.questions import Question, ask, read_questions
 from src.tasks.text.streaming.blocks import Mixture
 from src.tasks.text.streaming.sources import by_source
 from src.tasks.text.trial import failure, require_decoder
@@ -59,6 +60,9 @@ class CausalLM(Decoder):
     """Tokens that the model sees at once. Longer text makes several sequences, longer prompts and chats are cut off."""
     packing: bool = True
     """Put several short documents into one sequence. They don't see each other."""
+    questions: ResumeSafe[str | None] = None
+    """A .jsonl file of questions, each with the facts that a right answer names, literally:
+    {"question": "Which flag …?", "facts": ["--check"]}. They are answered at the end, without the adapters too."""
     attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
     """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
     precision on a GPU, if the model can, else by a mask."""
@@ -126,7 +130,7 @@ class CausalLM(Decoder):
             tokens = ", with --task.new_tokens='[<|im_start|>, <|im_end|>]' if the model has no such tokens"
             hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
             raise UserError(f"the tokenizer has no chat template: {hint}")
-        _ = self._config  # sequence_length is checked before the work begins
+        _ = self._config, self._questions  # checked before the work begins
         if isinstance(train, Mixture):  # room: streaming
             return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
@@ -159,6 +163,17 @@ class CausalLM(Decoder):
         if not self.streaming:  # what is loaded has been encoded
             columns = dict.fromkeys(columns, as_is)
         return self.stream(mixture, columns, self._chunker, capacity)
+
+    @cached_property
+    def _questions(self) -> list[Question]:
+        if self.questions and not self._tokenizer.chat_template:
+            raise UserError("task.questions: the tokenizer has no chat template; set --task.chat_template")
+        return read_questions(self.questions) if self.questions else []
+
+    def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], dict[str, Table]]:  # room: tables
+        if not self._questions:
+            return super().report(model, device)
+        return ask(model, self._tokenizer, self._questions, device, bool(self.lora.r))
 
     def fingerprint(self, dataset: Sequences) -> str:
         return dataset.fingerprint()

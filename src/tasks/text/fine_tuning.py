@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.utils import get_int_from_env
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +29,7 @@ from src.config.groups import Share
 from src.tasks.base import Indices, Task, parameters_on
 from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
-from src.tasks.text.lean import empty_pretrained, load, start_heads, weight_files
+from src.tasks.text.lean import bytes_in_fp32, empty_pretrained, load, start_heads, weight_files
 from src.tasks.text.lora import Lora
 from src.tasks.text.pretrained import fsdp_blocks, save_sharded, without_adapters
 from src.tasks.text.source import TextSource
@@ -82,6 +84,9 @@ class FineTuning(
             yield "task.lora.r is not set: without it the other settings of task.lora do nothing"
         if self.model and not Path(self.model).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
             yield f"task.model={self.model}: no such folder"
+        if Path(str(self.model), "adapter_config.json").exists():
+            hint = "name the model that they belong to, or one that they were merged into (task.lora.merge=true)"
+            yield f"task.model={self.model}: holds adapters, not a model; {hint}"
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         """Have no attention computed by cuDNN: under a mask its gradients may be NaN, if length % 128 is 64 (pytorch
@@ -169,6 +174,8 @@ class FineTuning(
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
         four_bits = loading_options(self.lora.base_dtype)  # room: four_bit
+        if self.lora.base_dtype != "nf4":  # of which a tensor at a time is loaded
+            self._require_memory()
         with loading("model", self.model):
             model, loaded = self.auto_class.from_pretrained(
                 self.model,
@@ -183,6 +190,17 @@ class FineTuning(
         keep_layout(model)  # room: four_bit
         self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
         return model
+
+    def _require_memory(self) -> None:
+        """Raise a UserError if what `load_model` needs, here or in all processes of this machine, is more than it has:
+        the kernel would kill the process without a word."""
+        with loading("model", self.model):
+            needed = bytes_in_fp32(weight_files(str(self.model), self.revision))
+        memory, processes = psutil.virtual_memory(), get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+        if needed > memory.available or needed * processes > memory.total:
+            says = f"its weights take {needed / 1e9:.1f} GB in each of {processes} processes"
+            free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free"
+            raise UserError(f"task.model={self.model}: {says}, and {free}; take a smaller model, or fsdp.yaml")
 
     def load_dense_model(self) -> Any:
         """Return what `load_model` does, with weights in 4 bits as the bf16 numbers that they stand for."""

@@ -1,5 +1,6 @@
 """Decoders of transformers and their loss, in little memory."""
 
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -69,8 +70,12 @@ class LanguageModel(nn.Module):
         """Return the last layer, to be gathered with the norm before it."""
         return None if self._has_tied_rows else self.hf.get_output_embeddings()
 
-    def forward(self, method: Literal["loss", "score"], index: Tensor, targets: Tensor, **inputs: Any) -> Any:
-        """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone.
+    def forward(self, method: Literal["loss", "score", "generate"], **inputs: Any) -> Any:
+        """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone."""
+        return getattr(self, f"_{method}")(**inputs)
+
+    def _loss(self, index: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
+        """Return the loss summed over the targets, shape (), fp32.
 
         Args:
             index: positions with a target, in the flattened batch; shape (targets,), int64.
@@ -78,17 +83,14 @@ class LanguageModel(nn.Module):
             inputs: those of `logits`.
         """
         states = self._states(**inputs).flatten(0, 1).index_select(0, index)
-        return self._loss(states, targets) if method == "loss" else self._score(states, targets)
-
-    def _loss(self, states: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss summed over the targets, shape (), fp32."""
         if self._is_plain_head:
             return self.hf.get_output_embeddings()(states, targets)
         return F.cross_entropy(self._logits(states).float(), targets, reduction="sum")
 
-    def _score(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(self, index: Tensor, targets: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """Return what each target contributes to the loss, and 1 if it was the likeliest token, else 0; both of shape
-        (targets,), fp32. Without gradients."""
+        (targets,), fp32. Without gradients. The arguments are those of `_loss`."""
+        states = self._states(**inputs).flatten(0, 1).index_select(0, index)
         losses, correct = [], []
         rows = self._rows_at_once(states)
         for chunk, expected in zip(states.split(rows), targets.split(rows), strict=True):
@@ -96,6 +98,17 @@ class LanguageModel(nn.Module):
             losses.append(F.cross_entropy(logits, expected, reduction="none"))
             correct.append((logits.argmax(-1) == expected).float())
         return torch.cat(losses), torch.cat(correct)
+
+    def _generate(self, with_adapters: bool, **options: Any) -> Tensor:
+        """Return what `generate` of transformers does with these options, of the model with its adapters or without."""
+        if self._takes_lengths:  # of documents, of which there are none here
+            self.hf.set_attn_implementation("sdpa")
+        adapters = nullcontext() if with_adapters else self.lm.disable_adapter()
+        with adapters, torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+            tokens = self.lm.generate(**options)
+        if self._takes_lengths:
+            self.hf.set_attn_implementation("varlen")
+        return tokens
 
     def logits(self, **inputs: Any) -> Tensor:
         """Return the logits of all tokens.

@@ -4,6 +4,7 @@
 a checkpoint's files. The few that no file has, such as a classifier's new head, every process draws, all of them alike.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,11 @@ def weight_files(source: str, revision: str | None) -> list[str]:
         return [whole]
     index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, **optional)
     return get_checkpoint_shard_files(source, index, revision=revision)[0] if index else []
+
+
+def bytes_in_fp32(files: list[str]) -> int:
+    """Return what all weights in these files take as fp32."""
+    return sum(4 * math.prod(weight.get_shape()) for weight in _slices(files).values())
 
 
 def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None:

