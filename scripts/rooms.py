@@ -47,7 +47,8 @@ FILES = {
     "tables": "src/tasks/tables.py tests/test_tables.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
-    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
+    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics"
+    " examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_text.py src/tools/generate.py"
     " docs/transformers.md docs/after-training.md",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
@@ -57,7 +58,8 @@ FILES = {
     "wsd": "tests/test_wsd.py",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/forked.py tests/gpu/right.py"
     " tests/gpu/test_benchmark.py",
-    "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml docs/examples.md tests/test_examples.py tests/text/test_examples.py",
+    "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml docs/examples.md"
+    " tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",
     "rooms": "scripts/rooms.py scripts/new* docs/make-it-yours.md tests/test_new_project.py tests/test_rooms.py",
     "template": "scripts/new* scripts/stub* tests/test_new_project.py tests/test_rooms.py .ci CITATION.cff"
