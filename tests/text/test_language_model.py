@@ -197,6 +197,20 @@ def test_activations_inside_of_the_blocks_are_not_kept() -> None:  # room: compi
     assert kept(checkpointed=True) < kept(checkpointed=False) / 2
 
 
+def test_nothing_is_computed_backward_below_the_first_adapters() -> None:
+    """Of two blocks the second one has adapters. Tried with adapters in both."""
+    lora = Lora(r=2, exclude_modules=r".*\.0\..*")
+    model = LanguageModel(lora.add_adapters(build("llama").hf, None, task_type="CAUSAL_LM"))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 14
+    assert all(".layers.1." in name for name in trained)
+    needs_grad = []
+    for block in model.hf.model.layers:
+        block.register_forward_hook(lambda _block, _inputs, states: needs_grad.append(states.requires_grad))
+    model("loss", **batch())
+    assert needs_grad == [False, True]
+
+
 def test_adapters_say_the_revision_of_the_model_that_they_belong_to() -> None:
     adapted: Any = Lora(r=2).add_adapters(build("llama").hf, "v2", task_type="CAUSAL_LM")
     assert adapted.peft_config["default"].revision == "v2"

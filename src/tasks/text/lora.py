@@ -1,5 +1,6 @@
 """Low-rank adapters: their settings, and how a model gets them."""
 
+import re
 import warnings
 from typing import Any, Literal
 
@@ -26,8 +27,8 @@ class Lora(Settings):
     target_modules: list[str] = []
     """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
     exclude_modules: str | None = None
-    r"""A regular expression: layers with such a name get no adapters. `.*\.\d\..*` spares blocks 0 to 9 theirs. Below
-    the first adapters there is no backward pass, and nothing is kept for one."""
+    r"""A regular expression: layers with such a name get no adapters; .*\.\d\..* leaves out blocks 0 to 9. Below the
+    first adapters there is no backward pass, and nothing is kept for one."""
     base_dtype: ResumeSafe[Literal["nf4", "bf16", "fp32"] | None] = None
     """Type in which the frozen weights are kept; null: bf16 if a GPU computes in it, else fp32. nf4: 4 bits, on one
     device or under DDP; embedding and output are bf16. Adapters, and a classifier's head, are fp32."""
@@ -45,15 +46,9 @@ class Lora(Settings):
         if absent:
             raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
         targets = self.target_modules or "all-linear"
-        config = LoraConfig(
-            r=self.r,
-            lora_alpha=self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=targets,
-            exclude_modules=self.exclude_modules,
-            **options,
-        )
-        with explained("task.lora.target_modules: ", ValueError), warnings.catch_warnings():
+        modules = {"target_modules": targets, "exclude_modules": self.exclude_modules}
+        config = LoraConfig(r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, **modules, **options)
+        with explained("task.lora.target_modules, exclude_modules: ", (ValueError, re.error)), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
             adapted = get_peft_model(model, config, revision=revision)
