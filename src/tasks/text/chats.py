@@ -48,7 +48,10 @@ class ChatEncoder:
     template: str
 
     def __call__(self, value: Any) -> str:
-        chat, known = normalize_chat(value), role_names(self.template)
+        if not isinstance(value, list) or not value:
+            raise ValueError("is not a list of messages")
+        chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
+        known = role_names(self.template)
         counts = Counter(message["role"] for message in chat if message["role"] not in known)
         if counts:
             says = ", ".join(f"{count} of the role {role}" for role, count in counts.items())
@@ -68,21 +71,19 @@ def role_names(template: str) -> dict[str, str]:
 
 
 def as_tools(value: Any) -> str | None:
-    """Return a chat's tools as JSON; None if there are none. Raise a ValueError if it is anything else."""
-    tools = normalize_tools(value)
+    """Return a chat's tools, a list or its JSON, as JSON; None if there are none. Raise a ValueError if it is
+    neither."""
+    with explained("is not JSON: ", ValueError):
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+    if tools and not isinstance(tools, list):
+        raise ValueError("is not a list of tools")
     return as_json(tools) if tools else None
 
 
-def normalize_chat(chat: Any) -> Chat:
-    """Return messages in OpenAI's or ShareGPT's format as templates take them: roles in lower case, content as text,
-    without nulls but for those in what tools are called with. Raise a ValueError that says what is wrong if one is
-    anything else."""
-    if not isinstance(chat, list) or not chat:
-        raise ValueError("is not a list of messages")
-    return [_normalize_message(message, f"has a message {number}") for number, message in enumerate(chat, start=1)]
-
-
 def _normalize_message(message: Any, where: str) -> dict[str, Any]:
+    """Return a message in OpenAI's or ShareGPT's format as templates take it: its role in lower case, content as text,
+    without nulls but for those in what tools are called with. Raise a ValueError that says what is wrong if it is
+    anything else."""
     message = _without_nulls(message) if isinstance(message, dict) else {}
     if "from" in message:
         message = {"role": message["from"], "content": message.get("value")}
@@ -112,15 +113,6 @@ def _normalize_call(call: dict[str, Any]) -> dict[str, Any]:
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     """Return fields of a message without nulls: templates ask if one is there."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def normalize_tools(tools: Any) -> Tools | None:
-    """Return a chat's tools, a list or its JSON, as templates take them; raise a ValueError if it is neither."""
-    with explained("is not JSON: ", ValueError):
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    if tools and not isinstance(tools, list):
-        raise ValueError("is not a list of tools")
-    return tools or None
 
 
 def render_chat(

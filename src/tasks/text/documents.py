@@ -169,24 +169,20 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
     sizes = np.cumsum([end - start for _, start, end in slices]) // (SLICE * TOGETHER)
     numbered = groupby(zip(sizes.tolist(), slices, strict=True), itemgetter(0))
     groups = ([part for _, part in group] for _, group in numbered)
-    if not has_offsets:
-        fast = tokenizer.backend_tokenizer
-        fast.no_truncation()
-        fast.no_padding()
-        tokens: list[list[int]] = [[] for _ in texts]
-        for group in groups:
-            parts = [texts[i][start:end] for i, start, end in group]
-            for (i, *_), encoding in zip(group, fast.encode_batch_fast(parts, add_special_tokens=False), strict=True):
-                tokens[i] += encoding.ids
-        return [np.array([ids], np.int32) for ids in tokens]
-    found = [[_without_text([], 0)] for _ in texts]
-    options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
+    fast = tokenizer.backend_tokenizer  # which does not warn of "longer than the model's maximum": we cut
+    fast.no_truncation()
+    fast.no_padding()
+    fast.encode_special_tokens = tokenizer.split_special_tokens
+    encode = fast.encode_batch if has_offsets else fast.encode_batch_fast
+    found = [[_without_text([], 0)[: 3 if has_offsets else 1]] for _ in texts]
     for group in groups:
         parts = [texts[i][start:end] for i, start, end in group]
-        encoded = tokenizer(parts, verbose=False, **options)  # not "longer than the model's maximum": we cut
-        for (i, start, _), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            positions = np.array(offsets, np.int32).reshape(-1, 2).T + start
-            found[i].append(np.vstack([np.array(ids, np.int32), positions]))
+        for (i, start, _), encoding in zip(group, encode(parts, add_special_tokens=False), strict=True):
+            tokens = np.array([encoding.ids], np.int32)
+            if has_offsets:
+                positions = np.array(encoding.offsets, np.int32).reshape(-1, 2).T + start
+                tokens = np.vstack([tokens, positions])
+            found[i].append(tokens)
     return [np.hstack(parts) for parts in found]
 
 
