@@ -2,15 +2,15 @@
 count how often the processes communicate in a step."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from src.check.findings import EXACT, Row, finding, gather, none_differ, norm, relative_error, relative_errors, worst
 from src.check.reference import all_reduce, average_gradients, backward
 from src.check.subject import Subject, checksum, named_tensors, whole
+from src.tasks.base import Tensors
 from src.training.batches import MicroBatch
 from src.training.optim import lr_at
 from src.training.progress import mean_loss
@@ -60,7 +60,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     own, optim = config.micro_batch(run.world_size), config.optim
     update_bound = MUON_UPDATE if optim.name == "muon" and run.accelerator.is_fsdp2 else UPDATE
     errors: dict[tuple[str, float], dict[str, float]] = defaultdict(dict)  # by what is compared, and the bound
-    found: dict[str, Tensor] = {}
+    found: Tensors = {}
 
     def capture(*_: Any) -> None:
         for name, parameter in subject.unwrapped.named_parameters():
@@ -114,7 +114,7 @@ def check_cost(subject: Subject) -> Iterator[Row]:
     yield finding(what, says, f"at most {most}", two <= most, CAUSES["collectives"])
 
 
-def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:
+def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[Tensors, float]:
     """Return a step's gradients, by name, and its loss. Collective."""
     subject.seed()
     model, task = subject.reference, subject.run.task
@@ -129,7 +129,7 @@ def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tup
     return gradients, (loss_sum / num_targets.clamp(min=1)).item()
 
 
-def _update_errors(subject: Subject, gradients: Mapping[str, Tensor], where: str) -> dict[str, float]:
+def _update_errors(subject: Subject, gradients: Tensors, where: str) -> dict[str, float]:
     """Update the reference with the run's gradients. Return by name how far the run's weights then are from its own, as
     a share of how far these have moved."""
     reference, before, errors = dict(subject.reference.named_parameters()), {}, {}

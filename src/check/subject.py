@@ -1,7 +1,7 @@
 """The subject of the checks: the run, and the copy of its model that it is compared with."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from src.distributed.stop import StopSignal
-from src.training.batches import CountedSteps, MicroBatch, TrainStep, training_steps
+from src.training.batches import CountedSteps, MicroBatch, Steps, TrainStep, training_steps
 from src.training.evaluation import Evaluation
 from src.training.gradients import to_local
 from src.training.optim import build_optimizers
@@ -51,7 +51,7 @@ class Subject:
         """Return the run as it would be after `step` steps, with these settings changed."""
         return replace(self.run, progress=Progress(step=step), config=self.run.config.model_copy(update=settings))
 
-    def micro_batches(self, first: int, **settings: Any) -> Iterator[list[MicroBatch]]:
+    def micro_batches(self, first: int, **settings: Any) -> Steps:
         """Yield this process's micro-batches for each step from `first` on, without end."""
         return training_steps(self.at(first, **settings), first, 10**12)
 

@@ -2,14 +2,13 @@
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ruamel.yaml.error import YAMLError
 
-from src.checkpoint.format import is_checkpoint, step_of
+from src.checkpoint.format import Json, is_checkpoint, step_of
 from src.config.config import Config
 from src.config.settings import read_yaml
 
@@ -19,7 +18,7 @@ def is_number(value: Any) -> TypeGuard[float]:  # room: report sweep
     return isinstance(value, int | float) and abs(value) < 1e308
 
 
-def parse(content: str | bytes) -> dict[str, Any]:
+def parse(content: str | bytes) -> Json:
     """Return the JSON object that is written there; an empty one if there is none."""
     try:
         found = json.loads(content)
@@ -28,11 +27,11 @@ def parse(content: str | bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_lines(file: Path, end: float = math.inf) -> Iterator[dict[str, Any]]:  # room: report sweep
-    """Yield each record of metrics.jsonl up to the byte `end`, if it is there: an empty one for a line that is damaged,
-    and none for a last one that a kill cut short."""
+def read_lines(file: Path) -> Iterator[Json]:  # room: report sweep
+    """Yield each record of metrics.jsonl, if it is there: an empty one for a line that is damaged, and none for a last
+    one that a kill cut short."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
-        while (line := stream.readline()) and stream.tell() <= end:
+        for line in stream:
             record = parse(line)
             if is_number(record.get("step")):
                 yield record
@@ -46,7 +45,7 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def saved_settings(folder: Path) -> dict[str, Any]:
+def saved_settings(folder: Path) -> Json:
     """Return the settings of the run in an output folder; empty if there are none."""
     try:
         saved = read_yaml((folder / "config.yaml").read_text())

@@ -17,6 +17,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
 """Prefix of the names of folders that are being written or deleted; a crash leaves them behind."""
+Json = dict[str, Any]
+"""A JSON object."""
 
 
 def is_checkpoint(name: str) -> bool:
@@ -49,7 +51,7 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f"{INCOMPLETE}{path.name}")
 
 
-def file_facts(file: Path) -> dict[str, Any]:
+def file_facts(file: Path) -> Json:
     """Return the file's entry in the manifest: size in bytes and SHA-256."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
@@ -71,7 +73,7 @@ def write_text(file: Path, text: str) -> None:
     incomplete.replace(file)
 
 
-def publish(incomplete: Path, files: dict[str, Any], checkpoint: Path) -> None:
+def publish(incomplete: Path, files: Json, checkpoint: Path) -> None:
     """Write the manifest, with these entries, into a folder that lacks nothing else, and rename that to `checkpoint`;
     raise an OSError if that exists."""
     write_json(incomplete / MANIFEST, {"files": files})

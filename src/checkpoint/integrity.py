@@ -2,22 +2,24 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from src.checkpoint.format import MANIFEST, STATE, file_facts
+from src.checkpoint.format import MANIFEST, STATE, Json, file_facts
 from src.config.config import Config
 from src.config.errors import UserError
 
 RECORD = ("metrics.jsonl", "config.yaml")
 """Files of the run that a mirror keeps beside each checkpoint."""
+Damaged = dict[Path, str]
+"""Damaged checkpoints, with what is wrong with each."""
 
 
-def manifest(checkpoint: Path) -> dict[str, Any]:
+def manifest(checkpoint: Path) -> Json:
     """Return the facts about each of its files, by name."""
     return json.loads((checkpoint / MANIFEST).read_text())["files"]
 
@@ -61,19 +63,14 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
         yield f"{error.filename} cannot be read, {error.strerror}"
 
 
-def is_whole(checkpoint: Path) -> bool:
-    """Return whether all its files are there; their checksums are not compared."""
-    return not any(problems(checkpoint, contents=False))
-
-
 def first_valid(
     accelerator: Accelerator,
     candidates: list[Path],
     mirror: Any,  # room: mirror
-) -> tuple[Path | None, dict[Path, str]]:
+) -> tuple[Path | None, Damaged]:
     """Return the first whole one of the candidates, which are the same on all processes, and what is wrong with those
     before it. Collective: each process reads its share of the files. What one lacks is fetched from the mirror."""
-    damaged: dict[Path, str] = {}
+    damaged: Damaged = {}
     share = accelerator.process_index, accelerator.num_processes
     for checkpoint in candidates:
         wrong = gather_object(list(problems(checkpoint, share=share)))
@@ -85,7 +82,7 @@ def first_valid(
     return None, damaged
 
 
-def require_none_damaged(config: Config, damaged: dict[Path, str]) -> None:
+def require_none_damaged(config: Config, damaged: Damaged) -> None:
     """Raise a UserError if there are checkpoints, all of them damaged."""
     if damaged:
         lines = [f"{path}: {why}" for path, why in damaged.items()]
@@ -96,7 +93,7 @@ def require_none_damaged(config: Config, damaged: dict[Path, str]) -> None:
         raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
 
 
-def passed_over(config: Config, damaged: Mapping[Path, str]) -> list[str]:
+def passed_over(config: Config, damaged: Damaged) -> list[str]:
     """Return a note about each damaged checkpoint, by what is wrong with it."""
     done = "passed over and set aside" if config.saves else "passed over"
     return [f"{done}: {path}, {why}" for path, why in damaged.items()]

@@ -28,6 +28,7 @@ from src.checkpoint.format import (
     INCOMPLETE,
     MANIFEST,
     STATE,
+    Json,
     file_facts,
     is_checkpoint,
     publish,
@@ -130,7 +131,7 @@ class Mirror:
             say(f"fetched from {self.url}/{checkpoint.name}")
         return checkpoint, wrong
 
-    def _fetch(self, checkpoint: Path, files: dict[str, Any]) -> list[str]:
+    def _fetch(self, checkpoint: Path, files: Json) -> list[str]:
         """Replace the local checkpoint by the mirrored one. Return what is wrong with the mirrored one."""
         incomplete = unfinished(checkpoint)
         incomplete.mkdir(parents=True, exist_ok=True)
@@ -197,7 +198,7 @@ class Mirror:
         for name in files:
             self._fs.put_file(str(folder / name), self._path(folder, name))
 
-    def complete(self, folder: Path, files: dict[str, Any]) -> None:
+    def complete(self, folder: Path, files: Json) -> None:
         """Copy state.json and the run's record as it was then, add the manifest, and delete superfluous checkpoints."""
         state = read_state(folder)
         self.put(folder, [STATE])
@@ -229,7 +230,7 @@ class Mirror:
     def _path(self, checkpoint: Path, file: str) -> str:
         return f"{self._root}/{checkpoint.name.removeprefix(INCOMPLETE)}/{file}"
 
-    def _manifests(self) -> dict[Path, dict[str, Any]]:
+    def _manifests(self) -> dict[Path, Json]:
         """Return the facts about the files of each complete checkpoint in the mirror, the newest first."""
         self._fs.invalidate_cache()
         found = {}

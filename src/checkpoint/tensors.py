@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -
         optimizer.zero_grad()
 
 
-def read(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
+def read(checkpoint: Path, tensors: Tensors) -> None:
     """Fill `tensors` with what the checkpoint has under their names. Collective if there are several processes."""
     dcp.load(dict(tensors), storage_reader=StorageReader(str(checkpoint)))
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import STATE, file_facts, publish, sync, unfinished, write_json
-from src.checkpoint.integrity import is_whole
+from src.checkpoint.integrity import problems
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.rotation import delete, superfluous
 from src.checkpoint.status import write_unfinished
@@ -162,7 +162,7 @@ class StorageWriter(HuggingFaceStorageWriter):
     def rotate(self) -> None:
         """Delete the checkpoints here that are not to be kept."""
         whole = list_checkpoints(self.checkpoint.parent)
-        whole = [path for path in whole if is_whole(path)]  # room: integrity
+        whole = [path for path in whole if not any(problems(path, contents=False))]  # room: integrity
         paths = superfluous(
             whole,
             self._run.config.checkpoint,

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
-from src.tasks.base import Table
-from src.tracking.guard import Record, Recorder, describe
+from src.tracking.guard import Record, Recorder, Tables, describe
 from src.training.run import Run
 
 PROJECT = "accelerate-template"
@@ -24,7 +23,7 @@ class AccelerateRecorder(Recorder):
     def start(self) -> None:
         self.tracker.start()
 
-    def log(self, record: Record, tables: dict[str, Table]) -> None:
+    def log(self, record: Record, tables: Tables) -> None:
         numbers = {name: value for name, value in record.items() if name != "step"}
         self.tracker.log(numbers, step=record["step"])
 

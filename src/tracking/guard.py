@@ -17,6 +17,8 @@ HANG_SECONDS = 180.0
 """Seconds that a call may then take. W&B gives up on uploads at the end of a run after 120."""
 
 Record = dict[str, Any]
+Tables = dict[str, Table]
+"""Tables to record, by name."""
 
 
 class Recorder:
@@ -31,7 +33,7 @@ class Recorder:
     def start(self) -> None:
         """Begin or continue the run."""
 
-    def log(self, record: Record, tables: dict[str, Table]) -> None:
+    def log(self, record: Record, tables: Tables) -> None:
         """Record numbers, `step` among them, and tables."""
 
     def finish(self, summary: Record | None, crash: str | None) -> None:

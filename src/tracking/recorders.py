@@ -7,9 +7,8 @@ import uuid
 from collections.abc import Callable
 
 from src.config.errors import cause
-from src.tasks.base import Table
 from src.tracking.accelerate_trackers import accelerate_recorders
-from src.tracking.guard import Guarded, Record, Recorder
+from src.tracking.guard import Guarded, Record, Recorder, Tables
 from src.tracking.wandb import wandb_recorders
 from src.training.run import Run
 
@@ -38,7 +37,7 @@ class Recorders:
             of.recorder.title: f"not recorded: {of.failure}" if of.failure else of.recorder.where for of in self._all
         }
 
-    def log(self, record: Record, tables: dict[str, Table]) -> None:
+    def log(self, record: Record, tables: Tables) -> None:
         """Record numbers, `step` among them, and tables."""
         for of in self._all:
             of.tell(of.recorder.log, record, tables)

@@ -23,7 +23,7 @@ from src.config.config import Config
 from src.config.errors import explained
 from src.config.tracking import Keep
 from src.tasks.base import PICTURE, Table
-from src.tracking.guard import Record, Recorder, describe
+from src.tracking.guard import Record, Recorder, Tables, describe
 from src.training.run import Run
 
 ARTIFACTS = Path("artifacts")
@@ -122,7 +122,7 @@ class WandbRecorder(Recorder):
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
 
-    def log(self, record: Record, tables: dict[str, Table]) -> None:
+    def log(self, record: Record, tables: Tables) -> None:
         self._wandb_run.log(record | {name: self._table(rows) for name, rows in tables.items()})
         self._save_checkpoints()
 

@@ -59,6 +59,8 @@ class MicroBatch(NamedTuple):
         return 1.0 if self.num_examples else 0.0
 
 
+Steps = Iterator[list[MicroBatch]]
+"""This process's micro-batches of each optimizer step."""
 TrainStep = Callable[[Run, list[MicroBatch], StepCounts], StepResult]
 """The type of train_step in train.py."""
 
@@ -113,7 +115,7 @@ def epoch_order(run: Run, epoch: int, done: int) -> Indices:
     return order[done * config.global_batch_size :]
 
 
-def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[list[MicroBatch]]:
+def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
     """Return this process's micro-batches of each optimizer step after `first` steps, up to and including `last` (None:
     the run's last one). Nothing is replayed."""
     if last is None:
@@ -121,7 +123,7 @@ def training_steps(run: Run, first: int, last: int | None = None) -> Iterator[li
     return _on_device(run, _training_steps(run, first, last))
 
 
-def _training_steps(run: Run, first: int, last: int) -> Iterator[list[MicroBatch]]:
+def _training_steps(run: Run, first: int, last: int) -> Steps:
     config, step = run.config, first
     sizes = config.global_batch_size, config.micro_batch(run.world_size)
     while step < last:
@@ -143,7 +145,7 @@ class CountedSteps:
     Asking then would hold all of them up: the counts are exchanged while they compute the step before.
     """
 
-    def __init__(self, steps: Iterator[list[MicroBatch]], stop: StopSignal) -> None:
+    def __init__(self, steps: Steps, stop: StopSignal) -> None:
         self._steps, self._stop = steps, stop
         self._begin_next()
 
@@ -219,7 +221,7 @@ def _load(
     global_batch_size: int,
     micro_batch_size: int,
     epoch: int = 0,
-) -> Iterator[list[MicroBatch]]:
+) -> Steps:
     config = run.config
     sampler = ShardedBatchSampler(
         order,
@@ -238,7 +240,7 @@ def _load(
         yield [micro_batch(config.task, next(batches), len(indices)) for indices in step]
 
 
-def _on_device(run: Run, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+def _on_device(run: Run, steps: Steps) -> Steps:
     """Return the steps with their data on the device. On a GPU, a thread collates and copies the next step's data while
     the device is at work on the step before."""
     # a CPU needs no copy, and the cores that would collate in the background are those that compute

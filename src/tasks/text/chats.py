@@ -15,11 +15,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from src.config.errors import UserError, explained
 from src.tasks.text.values import as_json
 
-Chat = list[dict[str, Any]]
+Message = dict[str, Any]
+Chat = list[Message]
 Tools = list[Any]
 """Descriptions of tools, each a mapping."""
-Spans = list[tuple[int, int]]
-"""Parts of a text, each from one character up to another."""
+Span = tuple[int, int]
+"""A part of a text, from one character up to another."""
+Spans = list[Span]
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 """Roles of ShareGPT's format and others, as templates call them."""
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -80,7 +82,7 @@ def as_tools(value: Any) -> str | None:
     return as_json(tools) if tools else None
 
 
-def _normalize_message(message: Any, where: str) -> dict[str, Any]:
+def _normalize_message(message: Any, where: str) -> Message:
     """Return a message in OpenAI's or ShareGPT's format as templates take it: its role in lower case, content as text,
     without nulls but for those in what tools are called with. Raise a ValueError that says what is wrong if it is
     anything else."""
@@ -100,7 +102,7 @@ def _normalize_message(message: Any, where: str) -> dict[str, Any]:
     return message | {"tool_calls": calls} if calls else message
 
 
-def _normalize_call(call: dict[str, Any]) -> dict[str, Any]:
+def _normalize_call(call: Message) -> Message:
     """Return a tool call with its arguments as a mapping: some data hold them as JSON, which templates would quote."""
     call = _without_nulls(call)
     function = call.get("function", call)
@@ -110,7 +112,7 @@ def _normalize_call(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(fields: Message) -> Message:
     """Return fields of a message without nulls: templates ask if one is there."""
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -155,7 +157,7 @@ def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return [added[token].content for token in after if token in added and added[token].special]
 
 
-def _without_empty_thought(message: dict[str, Any], turn: tuple[int, int], text: str) -> tuple[int, int]:
+def _without_empty_thought(message: Message, turn: Span, text: str) -> Span:
     """Return the part of the text that is the turn, without the empty thought that templates of models which may think
     or not write into one without any: in the loss, it would teach such a model not to think (NeMo Automodel issue
     3738)."""
@@ -172,7 +174,7 @@ def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None,
         return str(tokenizer.apply_chat_template(chat, tools, tokenize=False, add_generation_prompt=prompts_answer))
 
 
-def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> tuple[int, int]:
+def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span:
     """Return the part of the text that is the assistant's message `i`, from the generation prompt up to and including
     the mark that ends the turn.
 

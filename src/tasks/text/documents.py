@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, listed
 from src.tasks.text.chats import Spans, render_chat
+from src.tasks.text.packing import Chunk
 from src.tasks.text.source import cached_map
+from src.tasks.text.values import Rows
 
 SLICE, TOGETHER = 2**16, 16
 """Characters in a slice of text, and how many slices' worth is tokenized at once: a tokenizer's Python objects take 260
@@ -65,7 +67,7 @@ class Chunker:
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
     train_on_prompts: bool
-    filler: ClassVar[dict[str, Any]] = {"input_ids": [], "labels": [], "length": 0}  # room: streaming
+    filler: ClassVar[Chunk] = {"input_ids": [], "labels": [], "length": 0}  # room: streaming
     """What stands for a row without a chunk."""
 
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
@@ -74,12 +76,12 @@ class Chunker:
         rows = rows.select_columns([*self.columns.values()])
         return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def __call__(self, batch: Rows) -> Rows:
         """Return the columns of CHUNK_FEATURES for a batch of rows with the columns of `columns`, in that order."""
         chunks = [*chain.from_iterable(self.chunks_by_row(batch))]
         return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
 
-    def chunks_by_row(self, batch: dict[str, list[Any]]) -> list[list[dict[str, Any]]]:
+    def chunks_by_row(self, batch: Rows) -> list[list[Chunk]]:
         """Return the chunks of each row."""
         rows = [self._render(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
@@ -103,9 +105,7 @@ class Chunker:
         text = values["prompt"] + values["completion"]
         return text, None if self.train_on_prompts else [(len(values["prompt"]), len(text))]
 
-    def _cut(
-        self, spans: Spans | None, tokens: np.ndarray, num_suffix: int, had_ends: bool
-    ) -> Iterator[dict[str, Any]]:
+    def _cut(self, spans: Spans | None, tokens: np.ndarray, num_suffix: int, had_ends: bool) -> Iterator[Chunk]:
         """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
         the last `num_suffix` always contribute to the loss."""
         ids = labels = tokens[0]

@@ -48,9 +48,12 @@ class Group(NamedTuple):
     """First line; of kinds that are not made of lines, first row."""
 
 
-def grouped(records: Iterable[tuple[int, int, int]], position: int) -> list[Group]:
-    """Return groups of GROUP_ROWS rows, or a few more, of records: the bytes, lines and rows of each. The first record
-    begins at this byte."""
+Record = tuple[int, int, int]
+"""Bytes, lines and rows of what belongs together."""
+
+
+def grouped(records: Iterable[Record], position: int) -> list[Group]:
+    """Return groups of GROUP_ROWS rows, or a few more. The first record begins at this byte."""
     groups, start, first, line, rows = [], position, 1, 1, 0
     for size, lines, number in records:
         position += size
@@ -114,7 +117,7 @@ def _lines(file: io.BufferedReader, start: int) -> tuple[dict[str, Any], list[Gr
     """Return the columns in the first lines, each with its last value, and the groups."""
     head: list[bytes] = []
 
-    def records() -> Iterator[tuple[int, int, int]]:
+    def records() -> Iterator[Record]:
         for line in file:
             if len(head) < GROUP_ROWS:
                 head.append(line)
@@ -188,7 +191,7 @@ def index_table(file: io.BufferedReader, start: int, names: list[str], **dialect
             while pending:
                 yield pending.popleft()
 
-    def records() -> Iterator[tuple[int, int, int]]:
+    def records() -> Iterator[Record]:
         nonlocal columns, longest, number
         while batch := [*pending] or file.readlines(PIECE if columns else 1):
             pending.clear()

@@ -2,13 +2,13 @@
 
 import re
 from functools import partial
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from src.tasks.text.source import cached_map
+from src.tasks.text.values import Rows
 
 MEGA_BATCH = 50
 """Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
@@ -30,9 +30,7 @@ def tokenize_texts(
     return tokenized.add_column("label", labels).add_column("row", range(len(rows)))
 
 
-def encode_texts(
-    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerFast, sequence_length: int
-) -> dict[str, list[Any]]:
+def encode_texts(batch: Rows, tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> Rows:
     """Return the model's inputs for texts, or pairs of them, with `length` and `truncated`."""
     encoded = tokenizer(*batch.values(), truncation=True, max_length=sequence_length)
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer that remembers it has another fingerprint

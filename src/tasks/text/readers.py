@@ -16,7 +16,7 @@ from src.config.errors import UserError
 from src.tasks.text.files import list_files, patiently
 from src.tasks.text.formats import HAVE_LINES, TABLES, TEXT_FORMATS, Group, Parsed, merge, read_table
 from src.tasks.text.index import Shard
-from src.tasks.text.values import Encoders, Rows, are_texts, arrow_values, as_text, declared_features
+from src.tasks.text.values import Encoders, Found, are_texts, arrow_values, as_text, declared_features
 
 Part = tuple[int, int, int]
 """Rows of a source: the group, the first one in it, and that after the last one."""
@@ -41,7 +41,7 @@ class ShardReader:
         self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()
         """Changes with the content of any file and with their order, not with the folder that they are in."""
 
-    def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> tuple[Rows, dict[int, str]]:
+    def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> Found:
         """Return rows of a group, and why some of these are unreadable, by place. What is not there is None.
 
         Raises:
@@ -100,7 +100,7 @@ class TableReader:
         """Return the mean bytes of a row of each group, in all columns; shape (groups,), float64."""
         return np.array([rows.nbytes / len(rows) for rows in self._table.iter(BLOCK)])
 
-    def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> tuple[Rows, dict[int, str]]:
+    def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> Found:
         """Return rows of a group, and why some of these are unreadable, by place."""
         before = number * BLOCK
         return arrow_values(self._table[before + first : before + last], columns, self._table.features)
@@ -137,7 +137,7 @@ def parts_of(source: Source) -> list[Part]:
     ]
 
 
-def read_text(source: Source, part: Part, columns: Encoders) -> tuple[Rows, dict[int, str]]:
+def read_text(source: Source, part: Part, columns: Encoders) -> Found:
     """Return the rows of a part as the text that is kept of them, and why some of them cannot be used, by place."""
     number, first, last = part
     rows, bad = source.read(number, first, last, [*columns])

@@ -21,7 +21,7 @@ from src.tasks.text.files import EVALUATION, KINDS, by_split, declared_splits, f
 from src.tasks.text.hub import loading
 from src.tasks.text.index import index_files
 from src.tasks.text.readers import Part, ShardReader, Source, TableReader, parts_of, read_text
-from src.tasks.text.values import Encoders
+from src.tasks.text.values import Encoders, Rows
 
 CODE = [file.read_text() for file in sorted(Path(__file__).parent.rglob("*.py"))]
 """The source of what makes the cached tables: when it changes, they are made again."""
@@ -139,17 +139,18 @@ class TextSource(Settings):
         """Return the usable rows to train on and to evaluate on, splitting the first if there is no evaluation split:
         tables with these columns, all text. Raise a UserError if there are unusable rows and they may not be skipped,
         or too few rows are left."""
-        train = train.merged()
-        rows = self.usable_rows(train, parts_of(train), columns, "train")
+        rows = self.usable_rows(train, columns, "train")
         if evaluation is None:
             return self.split(rows)
-        evaluation = evaluation.merged()
-        return rows, self.usable_rows(evaluation, parts_of(evaluation), columns, "eval")
+        return rows, self.usable_rows(evaluation, columns, "eval")
 
     def usable_rows(
-        self, source: Source, parts: list[Part], columns: Encoders, part: Literal["train", "eval"]
+        self, source: Source, columns: Encoders, part: Literal["train", "eval"], parts: list[Part] | None = None
     ) -> Dataset:
-        """Return the usable rows of some parts of a source as a table."""
+        """Return the usable rows of a source, or of some parts of it, as a table."""
+        if parts is None:
+            source = source.merged()
+            parts = parts_of(source)
         where = PART_NAMES[part]
         self.require_columns(columns, source, where)
         table = self._read(source, parts, columns, f"reading {where}")
@@ -227,14 +228,14 @@ class TextSource(Settings):
         return size
 
 
-def cached_map(rows: Dataset, function: Callable[..., dict[str, list[Any]]], desc: str, **options: Any) -> Dataset:
+def cached_map(rows: Dataset, function: Callable[..., Rows], desc: str, **options: Any) -> Dataset:
     """Return what `function` makes of batches of all columns; the second time, even in another process, from the cache,
     as long as the rows, the function with its arguments (a partial's, or its object's fields) and CODE are the same."""
     key = Hasher.hash([rows._fingerprint, function, CODE])
     names = rows.column_names
     with bar(desc, total=len(rows)) as progress:
 
-        def counted(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        def counted(batch: Rows) -> Rows:
             progress.update(len(batch[names[0]]))
             return function(batch)
 

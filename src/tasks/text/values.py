@@ -11,6 +11,8 @@ from src.config.errors import cause
 
 Rows = dict[str, list[Any]]
 """Values of rows, by column."""
+Found = tuple[Rows, dict[int, str]]
+"""Rows as they were read, and why some of them cannot be used, by place."""
 Encoder = Callable[[Any], str | None]
 """Returns a value as the text that is kept of it; raises a ValueError that says why it cannot be used."""
 Encoders = Mapping[str, Encoder]
@@ -65,7 +67,7 @@ def encodable(text: str) -> str:
     return text
 
 
-def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str, Any]) -> tuple[Rows, dict[int, str]]:
+def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str, Any]) -> Found:
     """Return the values of a table, and why some rows are unreadable, by place. The features are those of datasets."""
     rows: Rows = {}
     unreadable: dict[int, str] = {}

@@ -7,7 +7,6 @@ import bisect
 import gc
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -50,6 +49,9 @@ LONG = 20
 KERNELS = ("launch", "gemm", "conv", "triton", "graph_launch")
 """Names that null_gpu.c gives to what computes."""
 
+Peaks = dict[str, tuple[int, int]]
+"""Bytes that were allocated and reserved at most, by phase: load, step, evaluation, save."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -80,8 +82,7 @@ class Measured:
     tokens: float
     """Of a step, over all processes, without padding; 0 if it is not text."""
     total_steps: int
-    memory: dict[str, tuple[int, int]]
-    """Bytes that were allocated and reserved at most, by phase: load, step, evaluation, save."""
+    memory: Peaks
     parts: dict[str, int]
     """The step's bytes by what they hold: parameters, gradients, optimizer, and the rest: activations."""
     host_bytes: int
@@ -190,25 +191,6 @@ def optimizer_bytes(config: Config) -> int:
     return sum(value.nbytes for state in states for value in state.values())
 
 
-def require_examples(there: int, needed: int) -> None:
-    """Raise a UserError if there are fewer examples than all processes pass through the model at once."""
-    if there < needed:
-        hint = "plan with as many, or smaller micro-batches"
-        raise UserError(f"the training data have {there:,} examples, and micro-batches take {needed:,} at once: {hint}")
-
-
-def choose(sizes: list[int], own: int, limit: float, peak_of: Callable[[int], float]) -> tuple[int, int]:
-    """Return which of the micro-batches to plan with, the run's own if it fits, and the largest whose peak does."""
-    count = bisect.bisect_right(sizes, limit, key=peak_of)
-    largest = sizes[count - 1] if count else 0
-    return min(own, max(largest, 1)), largest
-
-
-def divisors(number: int) -> list[int]:
-    """Return the whole numbers that divide `number`, the smallest first."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
 def peak() -> tuple[int, int]:
     """Return the bytes that were allocated and reserved at most since this was last asked."""
     most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -216,7 +198,7 @@ def peak() -> tuple[int, int]:
     return most
 
 
-def highest(memory: dict[str, tuple[int, int]]) -> int:
+def highest(memory: Peaks) -> int:
     """Return the bytes that have to fit: what is allocated at most, in any phase."""
     return max(allocated for allocated, _ in memory.values())
 
@@ -241,10 +223,17 @@ class Trial:
         """Return what `measure` does."""
         run, world_size = self._run, self._run.world_size
         batch, own = run.config.global_batch_size // world_size, run.config.micro_batch(world_size)
-        require_examples(len(run.train_set), own * world_size)
-        sizes = [size for size in divisors(batch) if size * world_size <= len(run.train_set)]
+        there, needed = len(run.train_set), own * world_size  # what all processes pass through the model at once
+        if there < needed:
+            hint = "plan with as many, or smaller micro-batches"
+            raise UserError(
+                f"the training data have {there:,} examples, and micro-batches take {needed:,} at once: {hint}"
+            )
+        sizes = [size for size in range(1, batch + 1) if batch % size == 0 and size * world_size <= there]
         capacity = self._gpu.capacity
-        size, largest = choose(sizes, own, share * capacity, lambda size: highest(self._memory(size)))
+        fitting = bisect.bisect_right(sizes, share * capacity, key=lambda size: highest(self._memory(size)))
+        largest = sizes[fitting - 1] if fitting else 0
+        size = min(own, max(largest, 1))
         if largest:
             torch.cuda.set_per_process_memory_fraction((capacity - self._kept) / (NO_LIMIT << 30))
             self._memory(largest)
@@ -280,7 +269,7 @@ class Trial:
             notes=run.facts["tuned"],
         )
 
-    def _memory(self, size: int) -> dict[str, tuple[int, int]]:
+    def _memory(self, size: int) -> Peaks:
         """Return the peaks of each phase with micro-batches of this size."""
         run = self._run
         run.accelerator.free_memory()

@@ -11,7 +11,7 @@ from pydantic import PositiveFloat, PositiveInt
 from src.config.errors import refuse
 from src.config.settings import ResumeSafe
 from src.tasks.text.files import KINDS
-from src.tasks.text.readers import Part, Source, TableReader, parts_of
+from src.tasks.text.readers import Part, Source, TableReader
 from src.tasks.text.source import CODE, TextSource, cache_folder
 from src.tasks.text.streaming.blocks import Blocks, Mixture
 from src.tasks.text.streaming.labelling import Maker
@@ -75,8 +75,8 @@ class Streaming(BySource):
         for place, (part, source, rows) in enumerate(zip(self._parts(), train, evaluation, strict=True)):
             if self.streaming:
                 part.require_columns(columns, source)
-                held_out, parts = (source, part.hold_out(source)) if rows is None else (rows, parts_of(rows))
-                usable.append(part.usable_rows(held_out, parts, columns, "eval"))
+                held_out = part.hold_out(source) if rows is None else None
+                usable.append(part.usable_rows(rows or source, columns, "eval", held_out))
             else:
                 loaded, evaluated = TextSource.usable_parts(part, source, rows, columns)
                 train[place] = TableReader(loaded, part.dataset)
