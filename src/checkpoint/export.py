@@ -20,10 +20,8 @@ def export_model(run: Run) -> None:
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
     with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished(folder.resolve())) as incomplete:
         accelerator.wait_for_everyone()
-        if accelerator.is_fsdp2:  # room: text
-            is_done = run.task.export_sharded(model, incomplete, accelerator)
-            if is_done:
-                return
+        if accelerator.is_fsdp2 and run.task.export_sharded(model, incomplete, accelerator):  # room: text
+            return
         weights = accelerator.get_state_dict(run.model)
         if run.is_main:
             export_weights(run.config, model, weights, incomplete)

@@ -233,9 +233,8 @@ def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
         return
     product = f"{micro} (micro_batch_size) x {world_size} processes = {unit}" if micro else f"{unit} processes"
     nearest_sizes = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
-    line = f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size="
-    line += " or ".join(map(str, nearest_sizes))
-    yield line
+    sizes = " or ".join(map(str, nearest_sizes))
+    yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
 
 
 def metric_errors(config: Config, names: Collection[str]) -> list[str]:  # room: best

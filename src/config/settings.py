@@ -27,6 +27,8 @@ class Change(Enum):
     REOPENS = "a finished run goes on, or exports its model anew"
 
 
+Values = dict[str, Any]
+"""What settings are set to, by their names."""
 T = TypeVar("T")
 ResumeSafe = Annotated[T, Change.SAFE]
 Length = Annotated[T, Change.LENGTH, Change.REOPENS]
@@ -57,7 +59,7 @@ class Settings(BaseModel):
         return os.path.expanduser(value) if value.startswith("~/") else value
 
 
-def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, dict[str, str]]:
     """Merge the files that `--config` names, in order, and then the other arguments.
 
     Returns:
@@ -85,7 +87,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[dict[str, Any]
         else:
             mistakes.append(f"{argument}: not understood; settings are written --name=value")
 
-    values: dict[str, Any] = {}
+    values: Values = {}
     written: dict[str, str] = {}
     for file in files:
         for name, value in flatten(_read_file(file, mistakes)):
@@ -200,7 +202,7 @@ def nearest(name: str, names: list[str]) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
-def _read_file(file: str, mistakes: list[str]) -> dict[str, Any]:
+def _read_file(file: str, mistakes: list[str]) -> Values:
     path = Path(file)
     try:
         content = read_yaml(path.read_text(encoding="utf-8")) or {}
@@ -256,8 +258,8 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+def _unflatten(values: Mapping[str, Any]) -> Values:
+    tree: Values = {}
     for name, value in values.items():
         *groups, last = name.split(".")
         branch = tree

@@ -30,8 +30,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import SGD
 
 from src.config.config import Config
-from src.config.errors import UserError, explained
-from src.distributed.launch_guard import refuse_another_strategy, refuse_wrong_launch
+from src.config.errors import UserError, explained, refuse
+from src.distributed.launch_guard import launch_errors, refuse_another_strategy
 from src.distributed.launcher import Launcher, find_launcher, what_is_asked
 from src.distributed.process import SIGNALS
 
@@ -77,7 +77,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     precision, note = choose_precision(launcher, asked.precision, is_stand_in)
     if config.check and precision != "no":  # room: check
         precision, note = "no", f"--check compares in fp32: the run itself computes in {precision}"
-    refuse_wrong_launch(launcher, config, asked, on_cpu, precision)  # room: launch_guard
+    refuse(launch_errors(launcher, config, asked, on_cpu, precision))  # room: launch_guard
 
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)
     if precision != "fp8":

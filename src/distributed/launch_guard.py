@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from src.config.config import Config
-from src.config.errors import UserError, refuse
+from src.config.errors import UserError
 from src.config.settings import nearest
 from src.distributed.launcher import Asked, Launcher, is_set
 
@@ -20,17 +20,6 @@ OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE
 """Environment variables that Accelerate puts above the script's arguments and the yaml, and its launcher never sets."""
 SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of what only the launcher should set, from the yaml; set in the shell, they add to what the yaml says."""
-
-
-def refuse_wrong_launch(launcher: Launcher | None, config: Config, asked: Asked, on_cpu: bool, precision: str) -> None:
-    """Raise a UserError if what would run is not what was asked for; one line per reason.
-
-    Args:
-        on_cpu: whether the processes will train on the CPU.
-        precision: the mixed precision that will run.
-    """
-    # where a variable overrides the settings, the others would judge its effect
-    refuse([*_overriding(launcher)] or _errors(launcher, config, asked, on_cpu, precision))
 
 
 def refuse_another_strategy(accelerator: Accelerator, asked: Asked) -> None:
@@ -60,15 +49,22 @@ def unusable_gpu() -> str | None:
     return f"{there} needs {built_for}: update the driver, or install a torch for CUDA {driver} or older"
 
 
-def _overriding(launcher: Launcher | None) -> Iterator[str]:
+def launch_errors(
+    launcher: Launcher | None, config: Config, asked: Asked, on_cpu: bool, precision: str
+) -> Iterator[str]:
+    """Yield why what would run is not what was asked for, one line per reason: what overrides the settings or, if
+    nothing does, what the devices of this machine cannot run, and what is wrong with the launcher and its yaml.
+
+    Args:
+        on_cpu: whether the processes will train on the CPU.
+        precision: the mixed precision that will run.
+    """
     shell = launcher.environment if launcher else os.environ
-    for name, value in shell.items():
-        if name in OVERRIDING or (launcher and name.startswith(SWITCHES)):
-            yield f"{name}={value} is set in the environment and would override the settings: unset it"
-
-
-def _errors(launcher: Launcher | None, config: Config, asked: Asked, on_cpu: bool, precision: str) -> Iterator[str]:
-    """Yield what the devices of this machine cannot run, and what is wrong with the launcher and its yaml."""
+    overriding = [name for name in shell if name in OVERRIDING or (launcher and name.startswith(SWITCHES))]
+    for name in overriding:
+        yield f"{name}={shell[name]} is set in the environment and would override the settings: unset it"
+    if overriding:
+        return  # the others would judge its effect
     if on_cpu and not asked.cpu and (reason := unusable_gpu()):
         yield f"{reason}; accelerate_configs/cpu.yaml trains on the CPU"
     gpus = torch.accelerator.device_count()

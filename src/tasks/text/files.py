@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 from datasets import load_dataset_builder
@@ -14,6 +14,8 @@ from huggingface_hub import metadata_load
 from src.config.errors import RunError, UserError, cause
 
 T = TypeVar("T")
+Splits = dict[str, list[str]]
+"""Names of files, by the split that they are of."""
 KINDS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 TOGETHER = {".jsonl", ".parquet"}
 """Kinds that a folder may mix: values in both have types."""
@@ -74,11 +76,11 @@ def list_files(url: str) -> dict[str, str]:
     return files
 
 
-def by_split(files: Iterable[str]) -> dict[str, list[str]]:
+def by_split(files: Iterable[str]) -> Splits:
     """Return the files of a folder by the split that their names say, or those of the folders in it; where none does,
     all are to train on."""
     files = [*files]
-    splits: dict[str, list[str]] = {}
+    splits: Splits = {}
     depth = len(PurePosixPath(os.path.commonpath([PurePosixPath(file).parent for file in files])).parts)
     for file in files:
         *folders, _ = PurePosixPath(file).parts[depth:]
@@ -88,14 +90,19 @@ def by_split(files: Iterable[str]) -> dict[str, list[str]]:
     return splits or {"train": files}
 
 
-def declared_splits(folder: Path, config: str | None) -> dict[str, list[str]] | None:
+def declared_splits(folder: str, config: str | None) -> Splits | None:
     """Return the files of a folder by split, as its dataset card declares them: a folder as `hf download` leaves it may
     have several configurations. None if there is no card, or it declares none."""
-    card = folder / "README.md"
+    card = Path(folder, "README.md")
     if not card.is_file() or "configs" not in (metadata_load(card) or {}):
         return None
-    files = load_dataset_builder(str(folder), config).config.data_files
-    return {str(split): [*names] for split, names in files.items()}
+    return splits_of(folder, config)
+
+
+def splits_of(dataset: str, config: str | None) -> Splits:
+    """Return the files of a dataset on the Hub, or in a folder, by split, as `datasets` finds them."""
+    found: Any = load_dataset_builder(dataset, config).config.data_files or {}
+    return {str(split): [*names] for split, names in found.items()}
 
 
 def patiently(url: str, read: Callable[[], T]) -> T:

@@ -1,13 +1,10 @@
 """Labelled texts for a classifier: the labels' names, the texts' tokens, batches of similar lengths."""
 
 import re
-from functools import partial
 
 import numpy as np
-from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from src.tasks.text.source import cached_map
 from src.tasks.text.values import Rows
 
 MEGA_BATCH = 50
@@ -18,16 +15,6 @@ def sorted_labels(labels: list[str]) -> list[str]:
     """Return each label once, sorted: numbers by value, names alphabetically."""
     are_numbers = all(re.fullmatch("-?[0-9]+", label) for label in set(labels))
     return sorted(set(labels), key=int if are_numbers else None)
-
-
-def tokenize_texts(
-    rows: Dataset, labels: list[int], tokenizer: PreTrainedTokenizerFast, sequence_length: int, desc: str
-) -> Dataset:
-    """Return a table of the model's inputs, made from all columns (on a second call, from the cache), with `label`,
-    `row`, `length` in tokens, and whether the text was `truncated`."""
-    tokenize = partial(encode_texts, tokenizer=tokenizer, sequence_length=sequence_length)
-    tokenized = cached_map(rows, tokenize, f"tokenizing {desc}")
-    return tokenized.add_column("label", labels).add_column("row", range(len(rows)))
 
 
 def encode_texts(batch: Rows, tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> Rows:

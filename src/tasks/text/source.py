@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 import datasets
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset, load_dataset_builder
+from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset
 from datasets.fingerprint import Hasher
 from pydantic import Field
 
 from src.config.errors import UserError, listed, refuse
 from src.config.settings import Settings
 from src.config.terminal import bar, is_first, say
-from src.tasks.text.files import EVALUATION, KINDS, by_split, declared_splits, find_files, path_error
+from src.tasks.text.files import EVALUATION, KINDS, Splits, by_split, declared_splits, find_files, path_error, splits_of
 from src.tasks.text.hub import loading
 from src.tasks.text.index import index_files
 from src.tasks.text.readers import Part, ShardReader, Source, TableReader, parts_of, read_text
@@ -82,34 +82,31 @@ class TextSource(Settings):
 
     def _find_splits(self) -> dict[str, Any]:
         """Return the files of each split, each with its version; or a table, where `datasets` has to read them."""
-        if "://" not in self.dataset and not Path(self.dataset).exists():
-            return self._find_on_hub()
-        found = find_files(self.dataset)
-        if self.dataset.lower().endswith(KINDS):
-            return {"train": found}
+        if "://" in self.dataset or Path(self.dataset).exists():
+            versions = find_files(self.dataset)
+            if self.dataset.lower().endswith(KINDS):
+                return {"train": versions}
+            with loading("dataset", self.dataset):
+                files = declared_splits(self.dataset, self.dataset_config) or by_split(versions)
+        else:
+            with loading("dataset", self.dataset):
+                files = splits_of(self.dataset, self.dataset_config)
+            # a .txt there has a document a line, and what is compressed would have to be unpacked
+            others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
+            if others or not files:
+                return self.tables_of_hub(others)
+            files = self.fetched(files)
+            folders = {name.rpartition("/")[0] for names in files.values() for name in names}
+            versions = {name: version for folder in folders for name, version in find_files(folder).items()}
         with loading("dataset", self.dataset):
-            splits = declared_splits(Path(self.dataset), self.dataset_config) or by_split(found)
-            return {split: {name: found[name] for name in names} for split, names in splits.items()}
-
-    def _find_on_hub(self) -> dict[str, Any]:
-        with loading("dataset", self.dataset):
-            found: Any = load_dataset_builder(self.dataset, self.dataset_config).config.data_files or {}
-        files = {str(split): [*names] for split, names in found.items()}
-        # a .txt there has a document a line, and what is compressed would have to be unpacked
-        others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
-        if others or not files:
-            return self.tables_of_hub(others)
-        files = self.fetched(files)
-        folders = {name.rpartition("/")[0] for names in files.values() for name in names}
-        versions = {name: version for folder in folders for name, version in find_files(folder).items()}
-        return {split: {name: versions[name] for name in names} for split, names in files.items()}
+            return {split: {name: versions[name] for name in names} for split, names in files.items()}
 
     def tables_of_hub(self, _others: list[str]) -> Any:
         """Return the splits of a dataset on the Hub that has files of other kinds than are read here."""
         with loading("dataset", self.dataset):
             return load_dataset(self.dataset, self.dataset_config)
 
-    def fetched(self, files: dict[str, list[str]]) -> Any:
+    def fetched(self, files: Splits) -> Any:
         """Return the names that files on the Hub, by split, have once they are on this machine."""
         with loading("dataset", self.dataset):
             return DownloadManager().download(files)

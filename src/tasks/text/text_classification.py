@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,11 +19,11 @@ from src.tasks import load_metric
 from src.tasks.base import Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
-from src.tasks.text.labels import length_grouped, sorted_labels, tokenize_texts
+from src.tasks.text.labels import encode_texts, length_grouped, sorted_labels
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
 from src.tasks.text.pretrained import check_fit, save, save_merged
-from src.tasks.text.source import table_checksum
+from src.tasks.text.source import cached_map, table_checksum
 from src.tasks.text.streaming.blocks import Mixture
 from src.tasks.text.streaming.labelling import KnownLabel, Labelling
 from src.tasks.text.streaming.stream import Stream
@@ -68,12 +68,18 @@ class TextClassification(FineTuning):
         if isinstance(train, Mixture):  # room: streaming
             return self._stream(train, evaluation, columns)
         train_ids, eval_ids = self._label_ids(*(rows[self.label_column][:] for rows in (train, evaluation)))
-        tokenizer, length = self._tokenizer, self.sequence_length
-        train = tokenize_texts(train.select_columns(texts), train_ids, tokenizer, length, "training data")
+        train = self._tokenized(train.select_columns(texts), train_ids, "training data")
         return train, self._evaluation_set(evaluation.select_columns(texts), eval_ids)
 
+    def _tokenized(self, texts: Dataset, labels: list[int], desc: str) -> Dataset:
+        """Return a table of the model's inputs, made from all columns (on a second call, from the cache), with `label`,
+        `row`, `length` in tokens, and whether the text was `truncated`."""
+        tokenize = partial(encode_texts, tokenizer=self._tokenizer, sequence_length=self.sequence_length)
+        tokenized = cached_map(texts, tokenize, f"tokenizing {desc}")
+        return tokenized.add_column("label", labels).add_column("row", range(len(texts)))
+
     def _evaluation_set(self, texts: Dataset, labels: list[int]) -> Dataset:
-        evaluation = tokenize_texts(texts, labels, self._tokenizer, self.sequence_length, "evaluation data")
+        evaluation = self._tokenized(texts, labels, "evaluation data")
         by_length = np.argsort(evaluation["length"][:], kind="stable")
         self._texts = texts.select(by_length)
         return evaluation.select(by_length)  # batches of similar lengths need less padding
@@ -190,10 +196,9 @@ class TextClassification(FineTuning):
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
         labels = {name: outputs[name] for name in ("predictions", "references")}
-        f1 = load_metric("F1").compute(**labels, labels=len(self._labels))
         return {
             **load_metric("Accuracy").compute(**labels),
-            **f1,
+            **load_metric("F1").compute(**labels, labels=len(self._labels)),
             **load_metric("Matthews").compute(**labels),
             **self.losses_by_source(outputs),  # room: streaming
         }

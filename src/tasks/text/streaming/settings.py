@@ -10,7 +10,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from src.config.errors import refuse
 from src.config.settings import ResumeSafe
-from src.tasks.text.files import KINDS
+from src.tasks.text.files import KINDS, Splits
 from src.tasks.text.readers import Part, Source, TableReader
 from src.tasks.text.source import CODE, TextSource, cache_folder
 from src.tasks.text.streaming.blocks import Blocks, Mixture
@@ -60,7 +60,7 @@ class Streaming(BySource):
         opened = [TextSource.open_rows(part) for part in self._parts()]
         return Mixture(source for source, _ in opened), [evaluation for _, evaluation in opened]
 
-    def fetched(self, files: dict[str, list[str]]) -> Any:
+    def fetched(self, files: Splits) -> Any:
         return files if self.streaming else super().fetched(files)
 
     def tables_of_hub(self, others: list[str]) -> Any:
