@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,6 @@ def passed_over(config: Config, damaged: Damaged) -> list[str]:
     """Return a note about each damaged checkpoint, by what is wrong with it."""
     done = "passed over and set aside" if config.saves else "passed over"
     return [f"{done}: {path}, {why}" for path, why in damaged.items()]
-
-
-def set_aside(damaged: Iterable[Path]) -> None:
-    """Quarantine the damaged checkpoints of the run's own: none that it branches off from, the last candidate."""
-    for path in damaged:
-        if path.exists():  # not one that only the mirror has
-            quarantine(path)
 
 
 def quarantine(checkpoint: Path) -> None:

@@ -56,7 +56,6 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
         held.append("checkpoint.mirror")
     elsewhere = f"{ELSEWHERE}, or move that folder away"
     lost = f"output_dir={folder}: its run saved checkpoints, but none are there: restore {folder / 'checkpoints'}"
-    lost = f"{lost}; or {elsewhere}"
     holds, holds_run = f"output_dir={folder}: holds", f"a run already ({', '.join(held)})"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
@@ -64,7 +63,7 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
         if is_branch and checkpoints:
             return  # it continues from its own
         if is_branch and _had_checkpoints(folder, saved):
-            yield lost
+            yield f"{lost}; or {elsewhere}"
         elif not (source / "manifest.json").is_file():
             there = [str(path) for path in (*source.glob("step_*"), *source.glob("checkpoints/step_*"))]
             yield f"resume={source}: not a checkpoint{nearest(str(source), there)}; auto, never, or a folder step_…"
@@ -78,7 +77,7 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
         elif changed_settings(config, saved).keys() - LENGTH_SETTINGS:
             yield f"{holds} the beginning of a run with other settings; {elsewhere}"
         elif _had_checkpoints(folder, saved):
-            yield lost
+            yield f"{lost}; or {elsewhere}"
 
 
 def _is_held(path: Path) -> bool:

@@ -7,7 +7,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 
 from src.checkpoint import format
 from src.checkpoint.folder import list_checkpoints, parent_checkpoint, saved_settings
-from src.checkpoint.integrity import first_valid, passed_over, require_none_damaged, set_aside
+from src.checkpoint.integrity import first_valid, passed_over, quarantine, require_none_damaged
 from src.checkpoint.mirror import Mirror
 from src.checkpoint.occupied import claim, folder_errors
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
@@ -100,7 +100,10 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
         if point.mirror:  # room: mirror
             point.mirror.catch_up(checkpoint, point.is_finished)
     if accelerator.is_main_process and config.saves:  # room: integrity mirror
-        set_aside(damaged)
+        # of the run's own: the one that it branches off from is the last candidate
+        for path in damaged:
+            if path.exists():  # not one that only the mirror has
+                quarantine(path)
     return point
 
 

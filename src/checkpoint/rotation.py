@@ -5,13 +5,14 @@ from pathlib import Path
 
 from src.checkpoint.format import INCOMPLETE, step_of
 from src.config.groups import Checkpoint
+from src.training.progress import Evaluations
 from src.training.score import score
 
 
 def superfluous(
     whole: list[Path],
     settings: Checkpoint,
-    evaluations: dict[int, dict[str, float]],  # room: best
+    evaluations: Evaluations,  # room: best
 ) -> list[Path]:
     """Return which of the whole checkpoints, the newest first, the settings don't keep."""
     kept = whole[: settings.keep_last]
@@ -20,7 +21,7 @@ def superfluous(
 
 
 def best_first(  # room: best
-    checkpoints: list[Path], settings: Checkpoint, evaluations: dict[int, dict[str, float]]
+    checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations
 ) -> list[Path]:
     """Return those whose step was evaluated, sorted by checkpoint.metric, the best first; ties stay in their order."""
     scores = {}

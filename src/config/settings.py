@@ -29,6 +29,8 @@ class Change(Enum):
 
 Values = dict[str, Any]
 """What settings are set to, by their names."""
+Written = dict[str, str]
+"""How the user wrote each of them."""
 T = TypeVar("T")
 ResumeSafe = Annotated[T, Change.SAFE]
 Length = Annotated[T, Change.LENGTH, Change.REOPENS]
@@ -59,7 +61,7 @@ class Settings(BaseModel):
         return os.path.expanduser(value) if value.startswith("~/") else value
 
 
-def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, dict[str, str]]:
+def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Written]:
     """Merge the files that `--config` names, in order, and then the other arguments.
 
     Returns:
@@ -67,7 +69,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, dict[s
         `mistakes`.
     """
     files: list[str] = []
-    options: dict[str, str] = {}
+    options: Written = {}
     theirs = ""  # room: familiar
     arguments = iter(argv)
     for argument in arguments:
@@ -88,7 +90,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, dict[s
             mistakes.append(f"{argument}: not understood; settings are written --name=value")
 
     values: Values = {}
-    written: dict[str, str] = {}
+    written: Written = {}
     for file in files:
         for name, value in flatten(_read_file(file, mistakes)):
             values[name] = value
@@ -100,7 +102,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, dict[s
 
 
 def validate(
-    model: type[Settings], values: Mapping[str, Any], written: Mapping[str, str], mistakes: list[str]
+    model: type[Settings], values: Mapping[str, Any], written: Written, mistakes: list[str]
 ) -> tuple[Settings, set[str]]:
     """Build `model` from dotted names; append a line to `mistakes` for each name or value that it refuses. `written`
     says how the user wrote each value.

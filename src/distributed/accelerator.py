@@ -72,7 +72,8 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         UserError: what would run is not what was asked for; one line per reason.
     """
     launcher, asked = find_launcher(), what_is_asked()
-    on_cpu = asked.cpu or not has_gpu(asked.world_size)
+    are_apples = asked.world_size > 1 and torch.backends.mps.is_available()  # which have no collectives
+    on_cpu = asked.cpu or are_apples or not torch.accelerator.is_available()
     is_stand_in = on_cpu and not asked.cpu
     precision, note = choose_precision(launcher, asked.precision, is_stand_in)
     if config.check and precision != "no":  # room: check
@@ -125,11 +126,6 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         comm_hook=comm_hook,
         note=note,
     )
-
-
-def has_gpu(world_size: int) -> bool:
-    """Return whether there is an accelerator that this many processes can train on: Apple's has no collectives."""
-    return torch.accelerator.is_available() and not (world_size > 1 and torch.backends.mps.is_available())
 
 
 def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -> tuple[str, str | None]:

@@ -83,22 +83,17 @@ def write_report(folders: list[Path], target: Path) -> None:
     """
     says = f"{', '.join(map(str, folders))}: not as a run writes its files: "
     with explained(says, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
-        page = render([Recorded(folder) for folder in folders])
+        runs = sorted(map(Recorded, folders), key=lambda run: (run.settings["task.name"], -run.score))
+        facts = dict.fromkeys(name for run in runs for name in run.facts)
+        table = [{name: run.facts.get(name) for name in facts} for run in runs]
+        names = dict.fromkeys(name for run in runs for name in run.settings)
+        settings = [{"setting": name} | {run.name: run.settings.get(name) for run in runs} for name in names]
+        differing = [row for row in settings if len({str(row[run.name]) for run in runs}) > 1]
+        environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        page = environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
+            runs=runs, table_of_runs=table, PICTURE=PICTURE, figures=draw(runs), differing=differing, settings=settings
+        )
     write_text(target, page.encode(errors="replace").decode())
-
-
-def render(runs: list[Recorded]) -> str:
-    """Return the page."""
-    runs.sort(key=lambda run: (run.settings["task.name"], -run.score))
-    facts = dict.fromkeys(name for run in runs for name in run.facts)
-    table = [{name: run.facts.get(name) for name in facts} for run in runs]
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    settings = [{"setting": name} | {run.name: run.settings.get(name) for run in runs} for name in names]
-    differing = [row for row in settings if len({str(row[run.name]) for run in runs}) > 1]
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
-        runs=runs, table_of_runs=table, PICTURE=PICTURE, figures=draw(runs), differing=differing, settings=settings
-    )
 
 
 def draw(runs: list[Recorded]) -> dict[str, str]:

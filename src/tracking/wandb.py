@@ -101,12 +101,16 @@ class WandbRecorder(Recorder):
             if not wandb.login(prompt=False, verify=False):
                 self._mode, why = "offline", "no credentials: `wandb login` for online"
         arguments: dict[str, Any] = config.wandb.model_dump(exclude={"mode", "model", "checkpoints"})
-        arguments["project"] = config.wandb.project or os.environ.get("WANDB_PROJECT", "accelerate-template")
-        arguments |= {"id": self._id, "resume": "allow", "name": config.run_name, "config": describe(self._run)}
-        arguments["dir"] = config.folder
-        arguments["settings"] = wandb.Settings(
-            silent=True, save_code=True, finish_timeout=120.0, finish_timeout_raises=True
-        )
+        settings = wandb.Settings(silent=True, save_code=True, finish_timeout=120.0, finish_timeout_raises=True)
+        arguments |= {
+            "project": config.wandb.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
+            "id": self._id,
+            "resume": "allow",
+            "name": config.run_name,
+            "config": describe(self._run),
+            "dir": config.folder,
+            "settings": settings,
+        }
         try:
             run = wandb.init(mode=self._mode, **arguments)
         except wandb.errors.Error as error:

@@ -18,6 +18,8 @@ SMALLEST_LOSS_SCALE = 2.0**-24
 """The first loss scale, halved 40 times: from there on an overflow counts as a bad step."""
 GROWTH_INTERVAL = 2000
 """Finite steps in a row after which the loss scale is doubled."""
+Evaluations = dict[int, dict[str, float]]
+"""Results of each evaluation by name, by the step it came after."""
 
 
 class StepCounts(NamedTuple):
@@ -98,8 +100,7 @@ class Progress:
     """What else the task counts, since the first step."""
     train_loss: float | None = None
     """The loss in the last training record; None: no step in it had a finite one."""
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Results of each evaluation by name, by the step it came after."""
+    evaluations: Evaluations = field(default_factory=dict)
     best: float | None = None  # room: best
     """The score that early stopping compares with."""
     evaluations_without_gain: int = 0  # room: best

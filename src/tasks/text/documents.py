@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, listed
 from src.tasks.text.chats import Spans, render_chat
-from src.tasks.text.packing import Chunk
+from src.tasks.text.packing import Chunk, ChunkLists
 from src.tasks.text.source import cached_map
 from src.tasks.text.values import Rows
 
@@ -81,7 +81,7 @@ class Chunker:
         chunks = [*chain.from_iterable(self.chunks_by_row(batch))]
         return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
 
-    def chunks_by_row(self, batch: Rows) -> list[list[Chunk]]:
+    def chunks_by_row(self, batch: Rows) -> ChunkLists:
         """Return the chunks of each row."""
         rows = [self._render(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
@@ -90,8 +90,12 @@ class Chunker:
         encoded = _encode([text for text, _ in rows], self.tokenizer, has_spans)
         chunks = []
         for (text, spans), bare in zip(rows, encoded, strict=True):
-            tokens = _with_ends(bare, prefix, suffix, len(text))
-            had_ends = tokens.shape[1] < bare.shape[1] + len(prefix) + len(suffix)
+            # where a chat template wrote the text before, it has its ends, and a second one would be learnt
+            begin = [] if bare[0, : len(prefix)].tolist() == prefix else prefix
+            end = [] if bare[0, bare.shape[1] - len(suffix) :].tolist() == suffix else suffix
+            kinds = len(bare)
+            tokens = np.hstack([_without_text(begin, 0)[:kinds], bare, _without_text(end, len(text))[:kinds]])
+            had_ends = (begin, end) != (prefix, suffix)
             chunks.append([*self._cut(spans, tokens, len(suffix), had_ends)])
         return chunks
 
@@ -184,15 +188,6 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
                 tokens = np.vstack([tokens, positions])
             found[i].append(tokens)
     return [np.hstack(parts) for parts in found]
-
-
-def _with_ends(tokens: np.ndarray, prefix: list[int], suffix: list[int], length: int) -> np.ndarray:
-    """Return the tokens of a text of so many characters, as `_encode` returns them, between `prefix` and `suffix`:
-    where a chat template wrote the text before, it has them, and a second one would be learnt."""
-    begin = [] if tokens[0, : len(prefix)].tolist() == prefix else prefix
-    end = [] if tokens[0, tokens.shape[1] - len(suffix) :].tolist() == suffix else suffix
-    rows = len(tokens)
-    return np.hstack([_without_text(begin, 0)[:rows], tokens, _without_text(end, length)[:rows]])
 
 
 def _without_text(ids: list[int], position: int) -> np.ndarray:

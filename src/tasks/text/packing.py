@@ -15,6 +15,8 @@ Batch = dict[str, Any]
 """A batch, as a task's `collate` returns it."""
 Chunk = dict[str, Any]
 """A row of a table of chunks: `input_ids` and `labels` of shape (length,), int64, and what describes them."""
+ChunkLists = list[list[Chunk]]
+"""The chunks of each row of the data, or of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __getitems__(self, indices: list[int]) -> list[list[Chunk]]:
+    def __getitems__(self, indices: list[int]) -> ChunkLists:
         groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
         chunks = iter(self.chunks.__getitems__(np.concatenate(groups)))
         return [[next(chunks) for _ in group] for group in groups]
@@ -55,7 +57,7 @@ class Sequences:
         }
 
 
-def batch_tensors(samples: list[list[Chunk]], width: int, padding: int) -> tuple[Tensors, list[int]]:
+def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensors, list[int]]:
     """Return what LanguageModel.loss takes of examples, rows of `width` tokens with `padding` at their end; and where
     in the flattened batch each document ends, padding being one too."""
     places = np.arange(width)

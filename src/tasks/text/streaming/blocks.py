@@ -13,7 +13,7 @@ from filelock import FileLock
 from pyarrow import feather
 
 from src.config.errors import RunError, UserError, naming
-from src.tasks.text.packing import Chunk
+from src.tasks.text.packing import Chunk, ChunkLists
 from src.tasks.text.readers import BLOCK, Source, read_text
 from src.tasks.text.source import SKIP
 from src.tasks.text.streaming.labelling import Maker
@@ -69,7 +69,7 @@ class Blocks:
         for key, place in zip(keys, (places % BLOCK).tolist(), strict=True):
             yield blocks[key][place]
 
-    def _open(self, source: Source, group: int, number: int) -> list[list[Chunk]]:
+    def _open(self, source: Source, group: int, number: int) -> ChunkLists:
         """Return the chunks of each row of a block."""
         first = number * BLOCK
         last = min(first + BLOCK, int(source.sizes[group]))
@@ -87,7 +87,7 @@ class Blocks:
                 with naming(file):
                     feather.write_feather(table, unfinished)
                 self._publish(unfinished, file)
-        by_row: list[list[Chunk]] = [[] for _ in range(last - first)]
+        by_row: ChunkLists = [[] for _ in range(last - first)]
         for chunk in table.to_pandas().to_dict("records"):
             by_row[chunk.pop("row")].append(chunk)
         return by_row

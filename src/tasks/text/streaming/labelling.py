@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import listed
 from src.tasks.text.documents import Chunker
 from src.tasks.text.labels import encode_texts
-from src.tasks.text.packing import Chunk
+from src.tasks.text.packing import Chunk, ChunkLists
 from src.tasks.text.values import Rows, as_label
 
 
@@ -41,7 +41,7 @@ class Labelling:
         """Return what stands for a row that was skipped: its label is ignored by the loss."""
         return {name: [1] for name in self.tokenizer.model_input_names} | {"label": -100, "length": 0}
 
-    def chunks_by_row(self, rows: Rows) -> list[list[Chunk]]:
+    def chunks_by_row(self, rows: Rows) -> ChunkLists:
         """Return the chunk of each row."""
         texts = {name: values for name, values in rows.items() if name != self.label}
         encoded = encode_texts(texts, self.tokenizer, self.sequence_length)

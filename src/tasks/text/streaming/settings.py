@@ -56,7 +56,10 @@ class Streaming(BySource):
     def open_rows(self) -> tuple[Any, Any]:
         if not self.is_streamed:
             return super().open_rows()
-        self._source_names = unique_names([source.dataset for source in self.sources])
+        stems = [Path(source.dataset).stem for source in self.sources]
+        self._source_names = [
+            stem if stems.count(stem) == 1 else f"{stem}_{number}" for number, stem in enumerate(stems, start=1)
+        ]
         opened = [TextSource.open_rows(part) for part in self._parts()]
         return Mixture(source for source, _ in opened), [evaluation for _, evaluation in opened]
 
@@ -110,9 +113,3 @@ def masses_of(source: Source) -> np.ndarray:
     """Return what each group of a source counts for by its bytes, in rows of mean size; float64."""
     sizes = source.sizes * source.row_bytes
     return sizes * (source.sizes.sum() / sizes.sum())
-
-
-def unique_names(names: list[str]) -> list[str]:
-    """Return a name for each dataset: the last part of its path, and a number where that is not the only one."""
-    stems = [Path(name).stem for name in names]
-    return [stem if stems.count(stem) == 1 else f"{stem}_{number}" for number, stem in enumerate(stems, start=1)]

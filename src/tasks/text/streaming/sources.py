@@ -35,7 +35,7 @@ class BySource(TextSource):
     Weights share out the rows. An epoch has each row max_epochs times, 1 by default: a source that is used up leaves
     its share to the others."""
     _source_names: list[str] = []
-    """Those of a mixture."""
+    """Those of a mixture: the last part of each dataset's path, and a number where that is not the only one."""
 
     @property
     def is_streamed(self) -> bool:
