@@ -170,8 +170,7 @@ def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShard
     if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     if precision in HALF_PRECISION:  # Accelerate's default reduces gradients in half precision too
-        policy = MixedPrecisionPolicy(HALF_PRECISION[precision], reduce_dtype=torch.float32)
-        plugin.mixed_precision_policy = policy
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(HALF_PRECISION[precision], reduce_dtype=torch.float32)
     return plugin
 
 

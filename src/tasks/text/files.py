@@ -30,7 +30,6 @@ WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds to wait after each failure to read, before the next try."""
 LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError)
 """Errors that another try would not mend; pyarrow's ArrowInvalid is a ValueError."""
-SIZE = "size"
 VERSIONS = (
     "ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "Digest", "generation", "mtime", "LastModified",
     "Last-Modified", "created",
@@ -72,7 +71,7 @@ def list_files(url: str) -> dict[str, str]:
             # a listing by HTTP says of a file that it is there, no more, and a local one tells a link's own times
             is_enough = any(key in info for key in VERSIONS) and not info.get("islink")
             facts = info if is_enough else system.info(name)
-            files[full_name] = " ".join(str(facts[key]) for key in (SIZE, *VERSIONS) if key in facts)
+            files[full_name] = " ".join(str(facts[key]) for key in ("size", *VERSIONS) if key in facts)
     return files
 
 

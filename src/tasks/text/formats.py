@@ -5,11 +5,11 @@ is one document. Nothing is guessed: 1.10 and 001 stay so, a date is text, "NA" 
 """
 
 import csv
-import io
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from io import BufferedReader, StringIO
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -107,13 +107,13 @@ class Parsed(NamedTuple):
         return [row[place] if place < len(row) else None for row in self.rows]
 
 
-def index_lines(file: io.BufferedReader, start: int, _names: list[str]) -> Index:
+def index_lines(file: BufferedReader, start: int, _names: list[str]) -> Index:
     """Index a .jsonl file. Blank lines are no rows."""
     row, groups = _lines(file, start)
     return Index([*row], groups)
 
 
-def _lines(file: io.BufferedReader, start: int) -> tuple[dict[str, Any], list[Group]]:
+def _lines(file: BufferedReader, start: int) -> tuple[dict[str, Any], list[Group]]:
     """Return the columns in the first lines, each with its last value, and the groups."""
     head: list[bytes] = []
 
@@ -152,7 +152,7 @@ def _add(parsed: Parsed, row: Any, reason: str = "") -> None:
     parsed.rows.append(row)
 
 
-def index_json(file: io.BufferedReader, start: int, _names: list[str]) -> Index:
+def index_json(file: BufferedReader, start: int, _names: list[str]) -> Index:
     """Index a .json file: a list of objects, which is read whole, or an object a line. Raise a ValueError if it is
     other JSON."""
     if file.peek(GROUP_ROWS).lstrip()[:1] != b"[":
@@ -179,7 +179,7 @@ def parse_json(data: bytes, columns: Sequence[str]) -> Parsed:
     return parsed
 
 
-def index_table(file: io.BufferedReader, start: int, names: list[str], **dialect: Any) -> Index:
+def index_table(file: BufferedReader, start: int, names: list[str], **dialect: Any) -> Index:
     """Index a .csv or .tsv file, whose header are `names` or, where there are none, its first line that is not blank.
     Raise a ValueError if the header names a column twice."""
     columns, longest, number = names, (1, 0), 0
@@ -239,7 +239,7 @@ def _decoded(record: list[bytes], more: Iterator[bytes]) -> Iterator[str]:
 
 def parse_table(data: bytes, columns: Sequence[str], **dialect: Any) -> Parsed:
     """Return the rows of a .csv or .tsv file's group. A row may have fewer cells than there are columns."""
-    lines = [*io.StringIO(data.decode(*UTF8), newline=""), END]
+    lines = [*StringIO(data.decode(*UTF8), newline=""), END]
     reader, begin = csv.reader(lines, **dialect), 0
     parsed = Parsed([], [], {})
     for cells in reader:
@@ -279,7 +279,7 @@ def read_table(
     return table[:-1]
 
 
-def index_text(file: io.BufferedReader, start: int, _names: list[str]) -> Index:
+def index_text(file: BufferedReader, start: int, _names: list[str]) -> Index:
     """Index a .txt file."""
     size = sum(map(len, iter(partial(file.read, PIECE), b"")))
     return Index(["text"], [Group(1, size, start, start + size, 1)] if size else [])

@@ -51,8 +51,7 @@ def give_four_bits(model: Any) -> None:  # room: plan
     for layer in model.modules():
         weight: Any = getattr(layer, "weight", None)
         if getattr(weight, "quant_type", None):
-            shape = layer.out_features, layer.in_features
-            dense = torch.empty(shape, dtype=torch.bfloat16)
+            dense = torch.empty(layer.out_features, layer.in_features, dtype=torch.bfloat16)
             packed = type(weight)(dense, requires_grad=False, quant_type="nf4", compress_statistics=True)
             layer.weight = packed.to(AcceleratorState().device)
 

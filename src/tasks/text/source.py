@@ -77,7 +77,12 @@ class TextSource(Settings):
         datasets.disable_progress_bars()  # they would stay when they are done
         self._skipped_rows.update(train=0, eval=0)
         splits = self._find_splits()
-        train, *evaluation = [self._open(splits[split]) for split in self.used_splits([*splits])]
+        others = (name for name in EVALUATION if name in splits and name != self.train_split)
+        used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
+        for setting, split in used.items():
+            if split and split not in splits:
+                raise UserError(f"task.{setting}={split}: {self.dataset} has {listed(splits)}")
+        train, *evaluation = [self._open(splits[split]) for split in used.values() if split]
         return train, evaluation[0] if evaluation else None
 
     def _find_splits(self) -> dict[str, Any]:
@@ -121,16 +126,6 @@ class TextSource(Settings):
         if is_first():
             say(*(f"{shard.url}: {shard.note}" for shard in shards if shard.note), file=sys.stderr)
         return ShardReader(shards)
-
-    def used_splits(self, names: list[str]) -> list[str]:
-        """Return the split to train on and, if there is one, the split to evaluate on. Raise a UserError if the dataset
-        has none of that name."""
-        others = (name for name in EVALUATION if name in names and name != self.train_split)
-        used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
-        for setting, split in used.items():
-            if split and split not in names:
-                raise UserError(f"task.{setting}={split}: {self.dataset} has {listed(names)}")
-        return [split for split in used.values() if split]
 
     def usable_parts(self, train: Any, evaluation: Any, columns: Encoders) -> tuple[Any, Any]:
         """Return the usable rows to train on and to evaluate on, splitting the first if there is no evaluation split:

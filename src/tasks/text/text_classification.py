@@ -25,7 +25,7 @@ from src.tasks.text.packing import Batch
 from src.tasks.text.pretrained import check_fit, save, save_merged
 from src.tasks.text.source import cached_map, table_checksum
 from src.tasks.text.streaming.blocks import Mixture
-from src.tasks.text.streaming.labelling import KnownLabel, Labelling
+from src.tasks.text.streaming.labelling import Labelling, known_label
 from src.tasks.text.streaming.stream import Stream
 from src.tasks.text.values import Encoders, as_label, as_text
 
@@ -87,11 +87,12 @@ class TextClassification(FineTuning):
     def _stream(self, mixture: Mixture, parts: list[Dataset], columns: Encoders) -> Any:  # room: streaming
         """Return the streamed training set, whose labels are those of the rows to evaluate on, and the set of those."""
         rows = concatenate_datasets(parts)
-        _, ids = self._label_ids(rows[self.label_column][:], rows[self.label_column][:])
+        labels = rows[self.label_column][:]
+        _, ids = self._label_ids(labels, labels)
         evaluation = self._evaluation_set(rows.remove_columns(self.label_column), ids)
         sources = np.repeat(range(len(parts)), [len(part) for part in parts])[evaluation["row"][:]]
         labelling = Labelling(self.label_column, self._labels, self._tokenizer, self.sequence_length)
-        columns = {**columns, self.label_column: KnownLabel(tuple(self._labels))}
+        columns = {**columns, self.label_column: partial(known_label, labels=self._labels)}
         return self.stream(mixture, columns, labelling, None), evaluation.add_column("source", sources)
 
     def _label_ids(self, train: list[str], evaluation: list[str]) -> tuple[list[int], list[int]]:
@@ -144,10 +145,9 @@ class TextClassification(FineTuning):
         names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
         rows = [{name: sample[name] for name in names} for sample in samples]
         inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
-        labels = torch.tensor([sample["label"] for sample in samples])
         return {
             "inputs": dict(inputs),
-            "labels": labels,
+            "labels": torch.tensor([sample["label"] for sample in samples]),
             "tokens": sum(sample["length"] for sample in samples),
             **self.counts_by_source(samples, "label"),  # room: streaming
         }

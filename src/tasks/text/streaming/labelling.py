@@ -12,17 +12,12 @@ from src.tasks.text.packing import Chunk, ChunkLists
 from src.tasks.text.values import Rows, as_label
 
 
-@dataclass(frozen=True)
-class KnownLabel:
-    """Returns a label as text. Raises a ValueError if it is none of these."""
-
-    labels: tuple[str, ...]
-
-    def __call__(self, value: Any) -> str:
-        label = as_label(value)
-        if label not in self.labels:
-            raise ValueError(f"{label} is not among the evaluation data's ({listed(self.labels)})")
-        return label
+def known_label(value: Any, labels: list[str]) -> str:
+    """Return a label as text. Raise a ValueError if it is none of these."""
+    label = as_label(value)
+    if label not in labels:
+        raise ValueError(f"{label} is not among the evaluation data's ({listed(labels)})")
+    return label
 
 
 @dataclass(frozen=True)
