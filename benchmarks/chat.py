@@ -7,10 +7,8 @@ other's losses within 2%: the batches and the learning rate are the same, the ad
 train.py under `accelerate launch`; it computes logits of target tokens alone, the plain loop those of all.
 """
 
-import json
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,13 @@ def plain(arguments: list[str]) -> None:
     auto: Any = AutoModelForCausalLM
     base = auto.from_pretrained(task.model, dtype=torch.float32)
     targets = task.lora.target_modules or "all-linear"
-    lora = LoraConfig(r=task.lora.r, lora_alpha=task.lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=task.lora.r,
+        lora_alpha=task.lora.alpha,
+        target_modules=targets,
+        exclude_modules=task.lora.exclude_modules,
+        task_type="CAUSAL_LM",
+    )
     model = get_peft_model(base, lora).train()
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = AdamW(weights, lr=optim.lr, weight_decay=optim.weight_decay)
@@ -78,7 +82,7 @@ def plain(arguments: list[str]) -> None:
     print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def measure(_: Path, folder: Path) -> Iterator[Comparison]:
+def measure(_: Path, folder: Path) -> list[Comparison]:
     name = find(WEIGHTS["chat"])
     model = PROJECT / name if (PROJECT / name).exists() else name
     settings = SETTINGS | {"task.model": model}
@@ -90,10 +94,12 @@ def measure(_: Path, folder: Path) -> Iterator[Comparison]:
     off = drift(ours.values, theirs.values)
     assert off < 0.02, f"not the same losses: {ours.values}, {theirs.values}"
     print(f"losses {ours.values} {theirs.values}, seconds {seconds}")
-    yield Comparison("chat, plain peft", "s", *seconds, 1.0, is_gain=True)
-    peak = float(theirs.log.rsplit("peak ", 1)[1])
-    memory = [max(json.loads((ours.folder / "run/summary.json").read_text())["peak_memory_bytes"])]
-    yield Comparison("chat memory, plain peft", "GB", [memory[0] / 1e9], [peak / 1e9], 1.0, is_gain=False)
+    peaks = max(ours.summary["peak_memory_bytes"]) / 1e9, float(theirs.log.rsplit("peak ", 1)[1]) / 1e9
+    own_time, peers_time = seconds
+    return [
+        Comparison("chat, plain peft", "s", own_time, peers_time, 1.0, is_gain=True),
+        Comparison("chat memory, plain peft", "GB", [peaks[0]], [peaks[1]], 1.0, is_gain=False),
+    ]
 
 
 if __name__ == "__main__":

@@ -78,8 +78,8 @@ def test_a_model_from_the_hub_is_tuned_and_asked(
     """By its name, through the real launcher and the Hub's client, from a stand-in for the Hub, with our weights."""
     home = tmp_path / "home"
     with serving({NAME: untrained(tmp_path / "model")}, home) as environment:
-        few = ("--task.name=causal_lm", "--max_steps=3", "--log_every=1", "--trackers=[]", "--task.sequence_length=512")
-        few += ("--task.lora.exclude_modules=null",)
+        few = ["--task.name=causal_lm", "--max_steps=3", "--log_every=1", "--trackers=[]", "--task.sequence_length=512"]
+        few += ["--task.lora.exclude_modules=null"]  # it has two blocks
         run = launch("cpu", f"--config={CONFIG}", *few, real=True, **environment).succeeded()
     assert "of them trained" in run.stdout
     assert re.search(r"answers with the right facts: \d+ of 40 before, \d+ of 40 after", run.stdout)

@@ -46,9 +46,16 @@ class Lora(Settings):
         if absent:
             raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
         targets = self.target_modules or "all-linear"
-        modules = {"target_modules": targets, "exclude_modules": self.exclude_modules}
-        config = LoraConfig(r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, **modules, **options)
-        with explained("task.lora.target_modules, exclude_modules: ", (ValueError, re.error)), warnings.catch_warnings():
+        config = LoraConfig(
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=targets,
+            exclude_modules=self.exclude_modules,
+            **options,
+        )
+        says = "task.lora.target_modules, exclude_modules: "
+        with explained(says, (ValueError, re.error)), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
             adapted = get_peft_model(model, config, revision=revision)
