@@ -178,7 +178,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     # LoRA. Without a rank, its other settings would adapt nothing.
     ((*LORA, "lora.target_modules=[q_proj, q_prj]"), "task.lora.target_modules: * q_prj*"),
     ((*LORA, "lora.exclude_modules=("), "task.lora.target_modules, exclude_modules: *unterminated*"),
-    ((*LORA, "lora.exclude_modules=.*"), "task.lora.target_modules, exclude_modules: *No modules were targeted*"),
+    ((*LORA, "lora.exclude_modules=.*"), "task.lora.target_modules, exclude_modules: All modules were excluded*"),
     ((*NEW, "lora.r=2"), "task.lora adapts an existing model: set task.model, not task.architecture"),
     ((*LLAMA, "lora.merge=true"), "*task.lora.r*"),
     (LM, "task.model or task.architecture: set one, to start from that model, or to train that from scratch"),

@@ -13,26 +13,34 @@ from typing import Any
 import huggingface_hub
 import psutil
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import weights
 from examples.weights import WEIGHTS, find
 from src.config.errors import UserError
 from src.tasks.text import hub
 from src.tasks.text.causal_lm import CausalLM
-from src.tools.generate import main
-from tests.launching import BIN, PROJECT, Launch, needs
+from src.tools.generate import main  # room: generate
+from tests.launching import BIN, PROJECT, Launch
 from tests.text import tiny
 from tests.text.hub import serving
 
 CONFIG = PROJECT / "configs" / "chat_lora.yaml"
 CHAT = WEIGHTS["chat"]
 NAME = CHAT.name
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def untrained(folder: Path) -> Path:
     """A model for chats of 2,048 bytes, with fresh weights."""
-    return tiny.saved("llama", folder, max_position_embeddings=2048, **tiny.LLAMA)
+    tiny.saved("llama", folder, max_position_embeddings=2048, **tiny.LLAMA)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def rows(file: str) -> list[dict[str, Any]]:
@@ -71,8 +79,7 @@ def words(question: str) -> set[str]:
     return set(re.findall(r"[\w.-]+", question.lower()))
 
 
-@needs("src/tools/generate.py")
-def test_a_model_from_the_hub_is_tuned_and_asked(
+def test_a_model_from_the_hub_is_tuned_and_asked(  # room: generate
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By its name, through the real launcher and the Hub's client, from a stand-in for the Hub, with our weights."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.weights import MODELS, WEIGHTS, fetch
 from src.config.errors import UserError
-from src.tools.generate import main
+from src.tools.generate import main  # room: generate
 from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import PROJECT, Launch, Run, Whole, needs
 
@@ -107,7 +107,7 @@ def test_what_is_exported_is_what_transformers_and_peft_compute(trained: Run, sm
         assert (logits - first).abs().max() < 1e-4 * first.abs().max()
 
 
-def test_its_greedy_answer_is_that_of_transformers(
+def test_its_greedy_answer_is_that_of_transformers(  # room: generate
     trained: Run, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token by token, tuned and as it came."""

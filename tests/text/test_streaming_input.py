@@ -20,7 +20,6 @@ import pytest
 from pyarrow import parquet
 
 from src.config.errors import RunError, UserError
-from src.tasks.text import source
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.files import find_files
 from src.tasks.text.index import index_files
@@ -309,7 +308,7 @@ def test_a_dataset_on_the_hub_lacks_a_split_or_has_a_file_that_cannot_be_streame
     """Tried without: a TypeError, as splits are no text, and a KeyError."""
     write({"a/train.jsonl": ROWS, "a/more.txt": b"{}"})
     files = {"train": ["a/train.jsonl"]}
-    monkeypatch.setattr(source, "load_dataset_builder", lambda *_: OnTheHub(files))
+    monkeypatch.setattr("src.tasks.text.files.load_dataset_builder", lambda *_: OnTheHub(files))
     assert says(UserError, lm("org/a", train_split="all").build_datasets) == "task.train_split=all: org/a has train"
     assert len(built(lm("org/a"))[0]) > 0
     files["validation"] = ["a/more.txt"]

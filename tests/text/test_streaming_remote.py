@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from src.config.errors import RunError, UserError
-from src.tasks.text import files, readers, source
+from src.tasks.text import files, readers
 from src.tasks.text.files import find_files
 from src.tasks.text.index import index_files
 from src.tasks.text.readers import ShardReader
@@ -275,7 +275,7 @@ def test_a_dataset_of_the_hub_is_streamed_from_the_files_that_datasets_finds_for
         asked.append(name)
         return SimpleNamespace(config=SimpleNamespace(data_files={"train": train, "validation": validation}))
 
-    monkeypatch.setattr(source, "load_dataset_builder", builder)
+    monkeypatch.setattr("src.tasks.text.files.load_dataset_builder", builder)
     task = lm("someone/some", dataset_config="small")
     stream, _ = task.build_datasets()
     assert asked == [("someone/some", "small")]
