@@ -229,7 +229,7 @@ def finish(run: Run, tracker: Tracker, checkpoints: CheckpointWriter) -> None:
     metrics = run.progress.evaluation
     if run.config.checkpoint.export_best:  # room: best
         metrics = load_best(run, tracker.say) or metrics
-    run.model.eval()
+    run.model.eval()  # room: tables
     metrics = metrics | tracker.log_report(*run.task.report(run.model, run.device))  # room: tables
     export_model(run)
     if run.is_main:  # room: hub

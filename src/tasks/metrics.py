@@ -54,7 +54,7 @@ class Matthews(_LabelMetric):  # room: text
         return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}
 
 
-class Facts(_Metric):  # room: text
+class Facts(_Metric):  # room: tables+text
     """Tells which answers are right: those that have all of their facts, in capital or small letters."""
 
     def _info(self) -> evaluate.MetricInfo:

@@ -27,7 +27,7 @@ from src.checkpoint.load import config_of, find_model, is_checkpoint, load_model
 from src.config.errors import UserError, explained
 from src.distributed.process import exit_codes
 from src.tasks.text.byte_tokenizer import CHAT_TEMPLATE
-from src.tasks.text.pretrained import end_tokens, load_exported, max_length
+from src.tasks.text.pretrained import load_exported, max_length, stop_tokens
 
 
 def main(argv: list[str]) -> None:
@@ -91,13 +91,12 @@ def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, te
         raise UserError(
             f"{length} tokens, with all that was said before, and the model sees at most {limit}: write less"
         )
-    ends = {*end_tokens(model.generation_config), tokenizer.eos_token_id} - {None}  # of a turn too
     output = model.generate(
         tokens.to(model.device),
         attention_mask=torch.ones_like(tokens, device=model.device),
         max_new_tokens=min(max_new_tokens, limit - length),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        eos_token_id=list(ends) or None,
+        eos_token_id=stop_tokens(model, tokenizer.eos_token_id),  # of a turn too
         do_sample=temperature != 0,
         temperature=temperature or None,
     )

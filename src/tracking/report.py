@@ -55,8 +55,10 @@ class Recorded:
                     steps.append(self.step)
                     values.append(value)
             if "eval/loss" in record:
-                self.results = {name: value for name, value in record.items() if not isinstance(value, list)}
-                self.tables = {name: rows[:MOST_ROWS] for name, rows in record.items() if isinstance(rows, list)}
+                self.results, self.tables = {}, {}
+            if any(name.startswith("eval/") for name in record):  # Task.report's come in a record of their own
+                self.results |= {name: value for name, value in record.items() if not isinstance(value, list)}
+                self.tables |= {name: rows[:MOST_ROWS] for name, rows in record.items() if isinstance(rows, list)}
 
     @property
     def score(self) -> float:

@@ -209,6 +209,7 @@ class Tracker:
                 self._metrics.truncate(self._recorded)
             self._metrics.write(json.dumps(record | tables).encode() + b"\n")
             self._metrics.flush()
+            self._recorded = self._metrics.tell()
         self._elsewhere.log(record, tables)  # room: trackers wandb
 
     def __enter__(self) -> "Tracker":

@@ -12,7 +12,7 @@ from src.config.errors import UserError
 from src.tasks import load_metric
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.questions import MOST_TOKENS
-from tests.launching import Run, Whole
+from tests.launching import Run, Whole, slow
 from tests.text.conftest import EARLY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # as in lora.py
@@ -42,7 +42,7 @@ def answers(run: Run) -> list[dict[str, Any]]:
     return record["eval/answers"]
 
 
-@pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
+@pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp", "fsdp_grad_op", slow("fsdp_offload"), slow("hsdp")])
 def test_answers_are_those_of_transformers_before_and_after(
     whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str
 ) -> None:

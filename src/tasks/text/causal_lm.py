@@ -60,7 +60,7 @@ class CausalLM(Decoder):
     """Tokens that the model sees at once. Longer text makes several sequences, longer prompts and chats are cut off."""
     packing: bool = True
     """Put several short documents into one sequence. They don't see each other."""
-    questions: ResumeSafe[str | None] = None
+    questions: ResumeSafe[str | None] = None  # room: tables
     """A .jsonl file of questions, each with the facts that a right answer names, literally:
     {"question": "Which flag …?", "facts": ["--check"]}. They are answered at the end, without the adapters too."""
     attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
@@ -130,7 +130,8 @@ class CausalLM(Decoder):
             tokens = ", with --task.new_tokens='[<|im_start|>, <|im_end|>]' if the model has no such tokens"
             hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
             raise UserError(f"the tokenizer has no chat template: {hint}")
-        _ = self._config, self._questions  # checked before the work begins
+        _ = self._config  # sequence_length is checked before the work begins
+        _ = self._questions  # room: tables
         if isinstance(train, Mixture):  # room: streaming
             return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
@@ -165,10 +166,10 @@ class CausalLM(Decoder):
         return self.stream(mixture, columns, self._chunker, capacity)
 
     @cached_property
-    def _questions(self) -> list[Question]:
+    def _questions(self) -> list[Question]:  # room: tables
         if self.questions and not self._tokenizer.chat_template:
             raise UserError("task.questions: the tokenizer has no chat template; set --task.chat_template")
-        return read_questions(self.questions) if self.questions else []
+        return read_questions(self.questions, self._tokenizer) if self.questions else []
 
     def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], dict[str, Table]]:  # room: tables
         if not self._questions:

@@ -118,6 +118,8 @@ class FineTuning(
         return config
 
     def build_model(self) -> Any:
+        if self.model and self.lora.base_dtype != "nf4":  # of which a tensor at a time is loaded
+            self._require_memory()
         return self.finish(self.load_model())
 
     def build_empty_model(self) -> Any:
@@ -174,8 +176,6 @@ class FineTuning(
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
         four_bits = loading_options(self.lora.base_dtype)  # room: four_bit
-        if self.lora.base_dtype != "nf4":  # of which a tensor at a time is loaded
-            self._require_memory()
         with loading("model", self.model):
             model, loaded = self.auto_class.from_pretrained(
                 self.model,
@@ -192,13 +192,13 @@ class FineTuning(
         return model
 
     def _require_memory(self) -> None:
-        """Raise a UserError if what `load_model` needs, here or in all processes of this machine, is more than it has:
-        the kernel would kill the process without a word."""
+        """Raise a UserError if the weights take more memory than this process, or all of this machine's, can have: the
+        kernel would kill them without a word."""
         with loading("model", self.model):
             needed = bytes_in_fp32(weight_files(str(self.model), self.revision))
         memory, processes = psutil.virtual_memory(), get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
         if needed > memory.available or needed * processes > memory.total:
-            says = f"its weights take {needed / 1e9:.1f} GB in each of {processes} processes"
+            says = f"its weights take {needed / 1e9:.1f} GB per process, {processes} on this machine"
             free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free"
             raise UserError(f"task.model={self.model}: {says}, and {free}; take a smaller model, or fsdp.yaml")
 

@@ -30,7 +30,7 @@ def can_reach_hub() -> bool:
 @contextmanager
 def loading(setting: str, name: str | None) -> Iterator[None]:
     """Turn any failure to load what `task.<setting>` names, here or on the Hub, into a UserError of one line."""
-    if not Path(str(name)).exists():
+    if name and "://" not in name and not Path(name).exists():
         can_reach_hub()
     try:
         yield

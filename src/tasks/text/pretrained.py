@@ -94,6 +94,11 @@ def end_tokens(generation: GenerationConfig) -> list[int]:
     return ends if isinstance(ends, list) else [ends]
 
 
+def stop_tokens(model: Any, end: int | None) -> list[int] | None:
+    """Return the tokens at each of which a model's generation ends, `end` among them; None if nothing ends it."""
+    return sorted({*end_tokens(model.generation_config), end} - {None}) or None
+
+
 def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
     """Load what is trained of `weights` into `model`, add its adapters to its own weights, and write the result."""
     trained = {name: weights[name] for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from torch.distributed.fsdp import FSDPModule
 
 from src.config.errors import UserError, explained
 from src.config.terminal import is_first, say
@@ -22,16 +23,25 @@ class Question(BaseModel):
     question: str
     facts: list[str] = Field(min_length=1)
     """What a right answer contains, in capital or small letters."""
+    _prompt: list[int]
+    """The question as the model sees it, in tokens."""
 
 
-def read_questions(file: str) -> list[Question]:
-    """Return the questions in a .jsonl file. Raise a UserError if there are none, or a line is something else."""
+def read_questions(file: str, tokenizer: Any) -> list[Question]:
+    """Return the questions in a .jsonl file. Raise a UserError if there are none, a line is something else, or the chat
+    template refuses it."""
     with explained(f"task.questions={file}: cannot be read, ", (OSError, UnicodeDecodeError)):
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
     questions = []
     for number, line in enumerate(lines, start=1):
-        with explained(f"task.questions={file}, line {number}: ", ValueError):
-            questions.append(Question.model_validate_json(line))
+        if not line.strip():
+            continue
+        with explained(f"task.questions={file}, line {number}: "):
+            asked = Question.model_validate_json(line)
+            chat = [{"role": "user", "content": asked.question}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            asked._prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        questions.append(asked)
     if not questions:
         raise UserError(f"task.questions={file}: it is empty")
     return questions
@@ -42,28 +52,39 @@ def ask(
 ) -> tuple[dict[str, float], dict[str, Table]]:
     """Return the share of right answers, and a table of all of them: what is likeliest, token by token. `before` is
     without the adapters. Collective: each process asks all the questions."""
-    chats = [[{"role": "user", "content": asked.question}] for asked in questions]
-    options = {"padding_side": "left"}
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, tokenizer_kwargs=options, return_dict=True, return_tensors="pt"
-    )
+    parameters = [*model.parameters()]
+    if parameters[0].device.type != device.type:
+        say("task.questions: not asked, as the weights are in the CPU's memory")  # generate would put its inputs there
+        return {}, {}
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    width, pad = max(len(asked._prompt) for asked in questions), tokenizer.pad_token_id or 0
+    left_padded = [[-1] * (width - len(asked._prompt)) + asked._prompt for asked in questions]
+    tokens = torch.tensor(left_padded, device=device)
     rows: Table = [{"question": asked.question, "facts": ", ".join(asked.facts)} for asked in questions]
     shares, counts = {}, []
     for when in ("before", "after") if has_adapters else ("after",):
-        tokens = model(
+        output = model(
             "generate",
             with_adapters=when == "after",
-            **inputs.to(device),
+            end=tokenizer.eos_token_id,
+            input_ids=tokens.where(tokens >= 0, pad),
+            attention_mask=(tokens >= 0).long(),
+            pad_token_id=pad,
             max_new_tokens=MOST_TOKENS,
             do_sample=False,
             synced_gpus=torch.distributed.is_initialized(),
         )
-        answers = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
         found = load_metric("Facts").compute(predictions=answers, references=[asked.facts for asked in questions])
         shares[f"right_answers_{when}"] = found["share"]
         counts.append(f"{sum(found['right'])} of {len(questions)} {when}")
         for row, answer, is_right in zip(rows, answers, found["right"], strict=True):
             row |= {when: answer, f"right {when}": is_right}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # some units stay gathered after a forward pass, and what is exported is sharded
+    for parameter in trained:  # which peft has frozen and not found again, where they were gathered meanwhile
+        parameter.requires_grad_(True)
     if is_first():
         say(f"answers with the right facts: {', '.join(counts)}")
     return shares, {"answers": rows}
