@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from peft import PeftModel
 from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer  # pip install -e '.[text]'
 
@@ -37,14 +36,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--prompt", help="text to continue; where there is a chat template, a message to answer")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="most tokens to generate; 256")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token each time; 0.8")
-    parser.add_argument("--compare", action="store_true", help="answer without the adapters first: as before training")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn; 0")
     options = parser.parse_args(argv)
     if options.prompt is not None and not options.prompt.strip():
         raise UserError("--prompt is empty")
     model, tokenizer = load(options.source)
-    if options.compare and not isinstance(model, PeftModel):
-        raise UserError("--compare: this model has no adapters to leave out")
     is_chat = tokenizer.chat_template not in (None, CHAT_TEMPLATE)  # any model on bytes has that one
     if not options.prompt:
         print("a chat" if is_chat else "no chat template: each line is continued by itself", "(Ctrl-D ends it)")
@@ -59,11 +55,6 @@ def main(argv: list[str]) -> None:
             if is_chat:
                 text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             tokens = tokenizer(text, add_special_tokens=not is_chat, return_tensors="pt")["input_ids"]
-            if options.compare:
-                print("before:")
-                with model.disable_adapter():
-                    generate(model, tokenizer, tokens, options.max_new_tokens, options.temperature)
-                print("after:")
             answer = generate(model, tokenizer, tokens, options.max_new_tokens, options.temperature)
             chat.append({"role": "assistant", "content": answer})
 
