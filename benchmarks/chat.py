@@ -68,7 +68,8 @@ def plain(arguments: list[str]) -> None:
             inputs = micro_batch["inputs"]
             labels = torch.full_like(inputs["input_ids"], -100)
             labels.view(-1)[inputs["index"]] = inputs["targets"]
-            rows = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"]}
+            # with a cache, transformers would let packed documents see each other
+            rows = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"], "use_cache": False}
             loss = model(**rows, labels=labels, shift_labels=labels, num_items_in_batch=count).loss
             loss.backward()
             total += loss.item()
