@@ -133,9 +133,7 @@ def test_a_model_that_is_too_large_for_the_memory_is_refused_before_it_is_loaded
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     task = CausalLM(model=f"{models}/llama", sequence_length=16)
     monkeypatch.setattr(task.auto_class, "from_pretrained", None)
-    with pytest.raises(
-        UserError, match=r"its weights take 0\.\d GB per process, . on this machine, and .* GB "
-    ):
+    with pytest.raises(UserError, match=r"its weights take 0\.\d GB per process, . on this machine, and .* GB "):
         task.build_model()
 
 

@@ -96,7 +96,8 @@ def end_tokens(generation: GenerationConfig) -> list[int]:
 
 def stop_tokens(model: Any, end: int | None) -> list[int] | None:
     """Return the tokens at each of which a model's generation ends, `end` among them; None if nothing ends it."""
-    return sorted({*end_tokens(model.generation_config), end} - {None}) or None
+    ends = {*end_tokens(model.generation_config)} | ({end} if end is not None else set())
+    return [*ends] or None
 
 
 def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
