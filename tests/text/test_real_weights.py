@@ -88,7 +88,6 @@ def test_the_loss_over_4_bits_is_that_over_bf16_within_10_percent(whole: Whole, 
     bf16, nf4 = (whole("cpu", *few, f"--task.lora.base_dtype={dtype}", **in_bf16) for dtype in ("bf16", "nf4"))
     assert nf4.losses != bf16.losses
     assert nf4.losses[-1] == pytest.approx(bf16.losses[-1], rel=0.1)
-    assert nf4.losses[-1] < nf4.losses[0] - 0.5
 
 
 def test_what_is_exported_is_what_transformers_and_peft_compute(trained: Run, smollm2: Path) -> None:
