@@ -107,8 +107,8 @@ def convert(file: Path, folder: Path) -> None:
     with explained(f"{file.name}: transformers cannot read it, "), bars:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    # saved as it is, it would count as quantized
-    del read.config.quantization_config
+    # saved with this, it would count as quantized; not every version of transformers notes it
+    vars(read.config).pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)

@@ -100,7 +100,7 @@ def test_a_model_from_the_hub_is_tuned_and_asked(  # room: generate
 
 
 def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client would ask six times for each file. Tried without: 31 s."""
+    """Its client would ask six times for each file."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     hub.can_reach_hub.cache_clear()
@@ -116,7 +116,7 @@ def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.Mon
 
 
 def test_adapters_are_no_base_model(tmp_path: Path) -> None:
-    """Tried without: transformers loads the base of the adapters, and trains that."""
+    """Said before anything is loaded."""
     (tmp_path / "adapter_config.json").write_text("{}")
     task = CausalLM(model=str(tmp_path), dataset=str(PROJECT / "examples/chats.jsonl"), sequence_length=16)
     (says,) = task.validation_errors()

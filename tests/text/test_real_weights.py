@@ -58,7 +58,7 @@ def trained(whole: Whole, arguments: tuple[str, ...]) -> Run:
 
 @pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
 def test_two_processes_see_the_curve_of_one(whole: Whole, trained: Run, arguments: tuple[str, ...], yaml: str) -> None:
-    """Within the promised 1e-5. Tried with another lr on two."""
+    """Within the promised 1e-5."""
     run = whole(yaml, *arguments)
     assert len(trained.losses) == 10
     assert run.losses == pytest.approx(trained.losses, rel=1e-5)
@@ -92,8 +92,7 @@ def test_the_loss_over_4_bits_is_that_over_bf16_within_10_percent(whole: Whole, 
 
 def test_what_is_exported_is_what_transformers_and_peft_compute(trained: Run, smollm2: Path) -> None:
     """The logits of peft's model, of transformers' with the adapters, and of the merged model. Sums of 576 to 1,536
-    products of fp32 in 30 layers differ by some 1e-6 of the largest; merged weights by as much. Tried with the base
-    model alone."""
+    products of fp32 in 30 layers differ by some 1e-6 of the largest; merged weights by as much."""
     folder = trained.folder / "model"
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": QUESTION}]

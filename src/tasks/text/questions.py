@@ -54,7 +54,8 @@ def ask(
     without the adapters. Collective: each process asks all the questions."""
     parameters = [*model.parameters()]
     if parameters[0].device.type != device.type:
-        say("task.questions: not asked, as the weights are in the CPU's memory")  # generate would put its inputs there
+        if is_first():  # generate would put its inputs there
+            say("task.questions: not asked, as the weights are in the CPU's memory")
         return {}, {}
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     width, pad = max(len(asked._prompt) for asked in questions), tokenizer.pad_token_id or 0
