@@ -198,7 +198,7 @@ def test_activations_inside_of_the_blocks_are_not_kept() -> None:  # room: compi
 
 
 def test_nothing_is_computed_backward_below_the_first_adapters() -> None:
-    """Of two blocks the second one has adapters."""
+    """Of two blocks the second one has adapters. Tried with adapters in both."""
     lora = Lora(r=2, exclude_modules=r".*\.0\..*")
     model = LanguageModel(lora.add_adapters(build("llama").hf, None, task_type="CAUSAL_LM"))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

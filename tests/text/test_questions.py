@@ -46,7 +46,7 @@ def answers(run: Run) -> list[dict[str, Any]]:
 def test_answers_are_those_of_transformers_before_and_after(
     whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str
 ) -> None:
-    """Asked together, to any number of processes."""
+    """Asked together, to any number of processes. Tried with padding on the right, and with the adapters on twice."""
     run = whole(yaml, *arguments)
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
     auto: Any = AutoModelForCausalLM
