@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One thread per core; without it the launcher prints that it chose so itself.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
+TRAIN := $(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml train.py
+# $(call unused_name,chat) is chat or, if there is such a run, chat-2, chat-3, …
+unused_name = $$(name=$(1); n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); name=$(1)-$$n; done; echo $$name)
 
 .PHONY: help setup train test testall test-oldest test-machines lint format clean
 
@@ -36,9 +39,7 @@ ifeq ($(wildcard $(BIN)/pytest),)  # `uv sync` takes out what the tests need
 endif
 
 train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores, no download; ARGS='--seed=1 …'
-	@name=digits; n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); name=digits-$$n; done; \
-	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml train.py --config configs/digits.yaml \
-		--run_name=$$name $(ARGS)
+	@$(TRAIN) --config configs/digits.yaml --run_name=$(call unused_name,digits) $(ARGS)
 
 test: setup  ## run all but the slow tests, 10 to 15 minutes; ARGS='-k parity' for some of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)

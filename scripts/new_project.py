@@ -131,7 +131,7 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
             name for name, text in texts.items() if f"\ntask:\n  name: {task}\n" in text and "/cpu.yaml" in text
         )
     what = "the CNN on scikit-learn's digits: two minutes on 2 cores, no download"
-    names = {"name=digits": f"name={Path(config).stem}", "configs/digits.yaml": config}
+    names = {"unused_name,digits": f"unused_name,{Path(config).stem}", "configs/digits.yaml": config}
     replace(makefile, names | {what: f"{task} with {config}"})
     return code, config
 

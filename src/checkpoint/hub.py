@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 
 from src.config.config import Config
 from src.config.errors import cause
@@ -29,6 +29,7 @@ def push_to_hub(config: Config) -> None:
     """Upload the exported folder to config.push_to_hub; exit with code 1 if that fails: all else is saved."""
     folder = config.folder / "model"
     assert config.push_to_hub
+    constants.HF_HUB_OFFLINE = False  # set if the Hub was away at the start, and it may be back
     try:
         api = HfApi()
         api.create_repo(config.push_to_hub, private=True, exist_ok=True)

@@ -86,12 +86,14 @@ def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(  # r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_settings([f"--output_dir={tmp_path}/run", "--push_to_hub=me/other"])
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as where it was away at the start
     with pytest.raises(SystemExit) as end:
         push_to_hub(config)
     says = str(end.value.code)  # text: it is printed, and the exit code is 1
     assert says.startswith("train.py: push_to_hub=me/other: ")
     assert says.endswith(f"; the run is complete, upload its model with `hf upload me/other {config.folder}/model`")
     assert "\n" not in says
+    assert "refused" in says
     asked: list[Any] = []
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda _, name, **more: asked.append((name, more)))
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda _, **more: asked.append(more))
