@@ -82,12 +82,12 @@ def test_the_check_finds_no_fault(launch: Launch, arguments: tuple[str, ...]) ->
 
 
 def test_the_loss_over_4_bits_is_that_over_bf16_within_10_percent(whole: Whole, arguments: tuple[str, ...]) -> None:
-    """Of the last of five steps; measured: 6%. So small a model loses more by four bits than large ones do."""
-    few = (*arguments, "--max_steps=5", "--task.lora.merge=false")
+    """Before a step, and after it; measured: 6% and 1.5%. So small a model loses more by four bits than large ones do."""
+    few = (*arguments, "--max_steps=2", "--task.lora.merge=false")
     in_bf16: Any = {"launcher_arguments": ("--mixed_precision=bf16",)}
     bf16, nf4 = (whole("cpu", *few, f"--task.lora.base_dtype={dtype}", **in_bf16) for dtype in ("bf16", "nf4"))
     assert nf4.losses != bf16.losses
-    assert nf4.losses[-1] == pytest.approx(bf16.losses[-1], rel=0.1)
+    assert nf4.losses == pytest.approx(bf16.losses, rel=0.1)
 
 
 def test_what_is_exported_is_what_transformers_and_peft_compute(trained: Run, smollm2: Path) -> None:
@@ -135,13 +135,17 @@ def test_its_greedy_answer_is_that_of_transformers(  # room: generate
         assert seen == expected
 
 
-def test_new_tokens_are_trained_and_exported(whole: Whole, arguments: tuple[str, ...]) -> None:
-    """The same under FSDP. Their two rows are new, all others as they were."""
+def test_new_tokens_are_trained_and_exported(whole: Whole, arguments: tuple[str, ...], smollm2: Path) -> None:
+    """The same under FSDP. Their two rows have left the mean of the others, and these are as they were."""
     few = (*arguments, "--max_steps=3", "--task.new_tokens=['<|fact|>', '<|end|>']")
     alone, sharded = (whole(yaml, *few) for yaml in ("cpu", "fsdp"))
     assert sharded.losses == pytest.approx(alone.losses, rel=1e-5)
     auto: Any = AutoModelForCausalLM
-    merged = auto.from_pretrained(alone.folder / "model/merged").get_input_embeddings().weight
+    folders = (smollm2, alone.folder / "model/merged")
+    base, merged = (
+        auto.from_pretrained(folder, dtype=torch.float32).get_input_embeddings().weight for folder in folders
+    )
+    assert merged[:-2].equal(base)
+    assert ((merged[-2:] - base.mean(0)).abs().amax(1) > 1e-3).all()  # three steps of up to 2.5e-3
     tokenizer: Any = AutoTokenizer.from_pretrained(alone.folder / "model")
     assert tokenizer.convert_tokens_to_ids(["<|fact|>", "<|end|>"]) == [49152, 49153]
-    assert len(merged) == 49154
