@@ -107,6 +107,8 @@ def convert(file: Path, folder: Path) -> None:
     with explained(f"{file.name}: transformers cannot read it, "), bars:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # the tokenizer's own end is the start of a turn in transformers 5.17
+    tokenizer.eos_token_id, tokenizer.pad_token_id = read.config.eos_token_id, read.config.pad_token_id
     # saved with this, it would count as quantized; not every version of transformers notes it
     vars(read.config).pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)

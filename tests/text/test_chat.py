@@ -215,5 +215,8 @@ def test_make_trains_without_the_hub(tmp_path: Path, target: str) -> None:
     assert "the Hub cannot be reached: " in done.stderr
     assert "done in " in done.stdout
     if target == "chat":
+        folder = PROJECT / weights.MODELS / Path(NAME).name
         auto: Any = AutoModelForCausalLM
-        assert auto.from_pretrained(weights.MODELS / Path(NAME).name).num_parameters() == 134_515_008
+        assert auto.from_pretrained(folder).num_parameters() == 134_515_008
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")

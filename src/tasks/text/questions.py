@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 
 from src.config.errors import UserError, explained
 from src.config.terminal import is_first, say
@@ -58,9 +59,9 @@ def ask(
             say("task.questions: not asked, as the weights are in the CPU's memory")
         return {}, {}
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    width, pad = max(len(asked._prompt) for asked in questions), tokenizer.pad_token_id or 0
-    left_padded = [[-1] * (width - len(asked._prompt)) + asked._prompt for asked in questions]
-    tokens = torch.tensor(left_padded, device=device)
+    prompts = [torch.tensor(asked._prompt, device=device) for asked in questions]
+    tokens = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
+    pad = tokenizer.pad_token_id or 0
     rows: Table = [{"question": asked.question, "facts": ", ".join(asked.facts)} for asked in questions]
     shares, counts = {}, []
     for when in ("before", "after") if has_adapters else ("after",):
@@ -75,7 +76,7 @@ def ask(
             do_sample=False,
             synced_gpus=torch.distributed.is_initialized(),
         )
-        answers = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+        answers = tokenizer.batch_decode(output[:, tokens.shape[1] :], skip_special_tokens=True)
         found = load_metric("Facts").compute(predictions=answers, references=[asked.facts for asked in questions])
         shares[f"right_answers_{when}"] = found["share"]
         counts.append(f"{sum(found['right'])} of {len(questions)} {when}")
