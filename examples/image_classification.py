@@ -16,7 +16,6 @@ from torch.distributed import fsdp
 from torchvision import datasets, models, ops
 from torchvision.transforms import v2
 
-from src.checkpoint.format import file_facts
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
@@ -98,8 +97,11 @@ class ImageClassification(Task):
         return epoch
 
     def fingerprint(self, dataset: Any) -> str:
-        found = [(str(Path(file).relative_to(dataset.root)), file_facts(Path(file))) for file, _ in dataset.samples]
-        return sha256(repr(found).encode()).hexdigest()
+        digest = sha256()
+        for file, _ in dataset.samples:
+            content = Path(file).read_bytes()
+            digest.update(f"{Path(file).relative_to(dataset.root)} {sha256(content).hexdigest()}\n".encode())
+        return digest.hexdigest()
 
     def data_state(self) -> dict[str, Any]:
         return {"classes": self._classes}

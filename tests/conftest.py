@@ -61,11 +61,11 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 @pytest.fixture(scope="session")
-def whole(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def whole(launch: Launch, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[..., Run]:
     """whole("ddp", "--max_steps=30"): the run in one piece. Whoever asks for the same one, in whichever of pytest's
     processes, gets the same folder, so leave it as it is. Further arguments are those of `launch`."""
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    shared = base if worker_id == "master" else base.parent
 
     def run(yaml: str, *arguments: str, **more: Any) -> Run:
         given = {name: value for name, value in sorted(more.items()) if value}

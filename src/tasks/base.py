@@ -52,7 +52,7 @@ class Task(Settings, ABC):
         other, missing files."""
         yield from ()
 
-    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:  # room: text
+    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:  # room: text plan
         """Choose what depends on the kind of device and the dtype that it computes in, before `build_model`. Return
         what was chosen, for the start-up summary. Raise a UserError if the settings ask for what can't be."""
         return []

@@ -1,7 +1,6 @@
 """What the tests of text share: tiny models and data, short runs on them, and a cache of each test's own."""
 
 import fcntl
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ Trained = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A folder of models and data which all of pytest's processes share. Leave them as they are."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "text"
+    folder = (base if worker_id == "master" else base.parent) / "text"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
