@@ -1,7 +1,6 @@
 """What the tests share: `launch`, which runs train.py, `whole`, which gives them uninterrupted runs, and `rounding`,
 which says how far apart two of these may be."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.faults.runs import SHORT, killed_and_resumed
 from tests.launching import WARM, Launch, Run, Whole, launched
@@ -61,18 +61,22 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 @pytest.fixture(scope="session")
-def whole(launch: Launch, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[..., Run]:
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder that all of pytest's processes share, and no other pytest that one of them calls."""
+    base = tmp_path_factory.getbasetemp()
+    return base if worker_id == "master" else base.parent
+
+
+@pytest.fixture(scope="session")
+def whole(launch: Launch, shared: Path) -> Callable[..., Run]:
     """whole("ddp", "--max_steps=30"): the run in one piece. Whoever asks for the same one, in whichever of pytest's
     processes, gets the same folder, so leave it as it is. Further arguments are those of `launch`."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base if worker_id == "master" else base.parent
 
     def run(yaml: str, *arguments: str, **more: Any) -> Run:
         given = {name: value for name, value in sorted(more.items()) if value}
         name = hashlib.sha256(repr((yaml, arguments, given)).encode()).hexdigest()[:16]
         folder, output = shared / f"whole-{name}" / "run", shared / f"whole-{name}.json"
-        with (shared / f"whole-{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with FileLock(shared / f"whole-{name}.lock"):
             if not output.exists():
                 done = launch(yaml, *arguments, folder=folder, **given).succeeded()
                 output.write_text(json.dumps([done.stdout, done.stderr]))

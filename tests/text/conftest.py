@@ -1,12 +1,12 @@
 """What the tests of text share: tiny models and data, short runs on them, and a cache of each test's own."""
 
-import fcntl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from filelock import FileLock
 
 from tests.launching import Run, Whole
 from tests.text import tiny
@@ -25,13 +25,11 @@ Trained = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def made(shared: Path) -> Path:
     """A folder of models and data which all of pytest's processes share. Leave them as they are."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "text"
+    folder = shared / "text"
     folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / "lock"):
         if not (folder / "models").exists():
             tiny.llama(folder / "models" / "llama")
             tiny.bert(folder / "models" / "bert")

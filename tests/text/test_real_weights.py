@@ -1,13 +1,13 @@
 """The chat model of `make chat` with its real weights, from the package that has them: the promises on a model that
 has learned something. Skipped where the package index cannot be reached."""
 
-import fcntl
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,8 +34,7 @@ def smollm2(made: Path) -> Path:
     """SmolLM2-135M-Instruct, where `make chat` keeps it."""
     weights = WEIGHTS["chat"]
     folder = PROJECT / MODELS / Path(weights.name).name
-    with (made / "smollm2.lock").open("w") as lock:  # others of pytest's processes may want it too
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(made / "smollm2.lock"):  # others of pytest's processes may want it too
         if not folder.exists():
             try:
                 fetch(weights, folder)
