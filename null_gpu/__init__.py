@@ -40,7 +40,9 @@ def headers() -> list[Path]:
     ]
     for i, folder in enumerate(folders):
         file = folder / "cuda_runtime_api.h"
-        version = re.search(r"define CUDART_VERSION +(\d+)", file.read_text()) if file.exists() else None
+        version = (
+            re.search(r"define CUDART_VERSION +(\d+)", file.read_text(encoding="utf-8")) if file.exists() else None
+        )
         if version and CUDA.startswith(f"{int(version[1]) // 1000}."):
             return folders[i:]
     return []

@@ -17,7 +17,7 @@ from pathlib import Path
 from rooms import FILES, throw_out
 
 TEMPLATE = Path(__file__).resolve().parent.parent
-TASKS = dict(re.findall(r'"(\w+)": "([\w.]+):\w+"', (TEMPLATE / "src/tasks/__init__.py").read_text()))
+TASKS = dict(re.findall(r'"(\w+)": "([\w.]+):\w+"', (TEMPLATE / "src/tasks/__init__.py").read_text(encoding="utf-8")))
 """Each task's module. The map is read as text: importing it would import torch."""
 SECTION = re.compile(r"^## .*?(?=^## |\Z)", re.M | re.S)
 
@@ -44,8 +44,11 @@ def main(name: str, folder: str, task: str, without: str) -> None:
         shutil.rmtree(project / ".git")
         commit(project, name)
         shutil.copytree(project, dest, symlinks=True, dirs_exist_ok=True)
-    lines = sum(len(file.read_text().splitlines()) for file in [dest / "train.py", *(dest / "src").rglob("*.py")])
-    downloads = re.findall(r"^#   (curl .*)", (dest / config).read_text(), re.M)
+    lines = sum(
+        len(file.read_text(encoding="utf-8").splitlines())
+        for file in [dest / "train.py", *(dest / "src").rglob("*.py")]
+    )
+    downloads = re.findall(r"^#   (curl .*)", (dest / config).read_text(encoding="utf-8"), re.M)
     print(f"{name} is in {dest}, {lines:,} lines of Python in train.py and src")
     print(f"  task      {task}: {code}, {config}")
     print(f"  left out  {', '.join(rooms)}")
@@ -92,7 +95,7 @@ def answers(*command: str) -> bool:
 
 
 def git(folder: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(["git", *words], cwd=folder, check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
 
 
 def commit(project: Path, name: str) -> None:
@@ -108,16 +111,21 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
     """Have `make train` train the task, moved to src/tasks if it is an example. Return the paths of code and config."""
     code, config, makefile = f"src/tasks/{task}.py", f"configs/{task}.yaml", project / "Makefile"
     if TASKS[task].startswith("examples."):
-        tasks, example = project / "src/tasks/__init__.py", (project / f"examples/{task}.yaml").read_text()
-        (line,) = re.findall(rf'"{task}": "examples\.{task}:\w+"', tasks.read_text())
+        tasks, example = (
+            project / "src/tasks/__init__.py",
+            (project / f"examples/{task}.yaml").read_text(encoding="utf-8"),
+        )
+        (line,) = re.findall(rf'"{task}": "examples\.{task}:\w+"', tasks.read_text(encoding="utf-8"))
         replace(tasks, {"TASKS = {\n": f"TASKS = {{\n    {line.replace('examples.', 'src.tasks.')},\n"})
         moves = {f"examples/{task}.py": code, f"examples/{task}.yaml": config}
         names = {"stub_task": task, f"examples/{task}.y": f"configs/{task}.y"}
         for maker in set(re.findall(r"python -m examples\.(\w+)", example)):  # of the data
             moves[f"examples/{maker}.py"] = f"src/tasks/{maker}.py"
             names[f"examples.{maker}"] = f"src.tasks.{maker}"
-            text = re.sub("^(train|test.*): setup", r"\1: setup data", makefile.read_text(), flags=re.M)
-            makefile.write_text(f"{text}\ndata: | setup  ## make the data\n\t@$(BIN)/python -m src.tasks.{maker}\n")
+            text = re.sub("^(train|test.*): setup", r"\1: setup data", makefile.read_text(encoding="utf-8"), flags=re.M)
+            makefile.write_text(
+                f"{text}\ndata: | setup  ## make the data\n\t@$(BIN)/python -m src.tasks.{maker}\n", encoding="utf-8"
+            )
         if not re.search("^  model: .*/", example, re.M):  # which tests can't download
             moves["scripts/stub_test.py"] = f"tests/test_{task}.py"
         for old, new in moves.items():
@@ -125,7 +133,7 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
     else:
         code = f"{TASKS[task].replace('.', '/')}.py"
         files = sorted((project / "configs").glob("*.yaml"))
-        texts = {f"configs/{file.name}": file.read_text() for file in files}
+        texts = {f"configs/{file.name}": file.read_text(encoding="utf-8") for file in files}
         # one that a CPU can train
         config = next(
             name for name, text in texts.items() if f"\ntask:\n  name: {task}\n" in text and "/cpu.yaml" in text
@@ -137,28 +145,33 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
 
 
 def replace(file: Path, changes: dict[str, str]) -> None:
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     for old, new in changes.items():
         text = text.replace(old, new)
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
 
 
 def write_docs(project: Path, rooms: list[str], **names: str) -> None:
     """Write a README, and leave no link to a file that is gone: only its text, and no row of a table without others."""
     readme = project / "README.md"
     useful = re.compile("## (Choosing how to run|Adding a task|Further reading)\n")
-    stub = (TEMPLATE / "scripts/stub_README.md").read_text().format(**names)
-    readme.write_text(stub + "".join(part for part in SECTION.findall(readme.read_text()) if useful.match(part)))
+    stub = (TEMPLATE / "scripts/stub_README.md").read_text(encoding="utf-8").format(**names)
+    readme.write_text(
+        stub + "".join(part for part in SECTION.findall(readme.read_text(encoding="utf-8")) if useful.match(part)),
+        encoding="utf-8",
+    )
     if (by_hand := project / "docs/make-it-yours.md").exists():
         gone = re.compile(rf"^\| `({'|'.join(rooms)})` \|.*\n", re.M)
-        by_hand.write_text(gone.sub("", by_hand.read_text()))
+        by_hand.write_text(gone.sub("", by_hand.read_text(encoding="utf-8")), encoding="utf-8")
     for page in map(project.joinpath, git(project, "ls-files", "*.md").splitlines()):
-        old = text = page.read_text()
+        old = text = page.read_text(encoding="utf-8")
         for path in re.findall(r"\]\(([^):]+)\)", old):
             if not (page.parent / path.partition("#")[0]).exists():
                 text = re.sub(rf"!?\[([^]]*)\]\({re.escape(path)}\)", r"\1", text)
         lines = zip(old.splitlines(keepends=True), text.splitlines(keepends=True), strict=True)
-        page.write_text("".join(new for was, new in lines if new == was or "](" in new or not was.startswith("|")))
+        page.write_text(
+            "".join(new for was, new in lines if new == was or "](" in new or not was.startswith("|")), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def tree() -> list[tuple[str, int, str]]:
     """Return train.py and the files in src that stay without any room: path, lines, and what each is for."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        listed = subprocess.run(["git", "ls-files"], cwd=PROJECT, check=True, capture_output=True, text=True)
+        listed = subprocess.run(["git", "ls-files"], cwd=PROJECT, check=True, capture_output=True, encoding="utf-8")
         for name in listed.stdout.splitlines():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             if (PROJECT / name).exists():
@@ -26,7 +26,7 @@ def tree() -> list[tuple[str, int, str]]:
         throw_out({*FILES}, copy)
         found = []
         for path in [copy / "train.py", *sorted(copy.glob("src/**/*.py"))]:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             if text:
                 found.append((str(path.relative_to(copy)), len(text.splitlines()), summary(text)))
         return found
@@ -46,7 +46,7 @@ def main() -> None:
     rows = [f"{path:<34} {lines:>4}  {summary}\n" for path, lines, summary in files]
     rows.append(f"{f'{len(files)} files':<33} {total:>5,}\n")
     readme = PROJECT / "README.md"
-    readme.write_text(BLOCK.sub(lambda _: "".join(rows), readme.read_text()))
+    readme.write_text(BLOCK.sub(lambda _: "".join(rows), readme.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

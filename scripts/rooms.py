@@ -95,12 +95,12 @@ def throw_out(rooms: set[str], project: Path) -> None:
         if folder.is_dir() and not left:
             delete(folder)
     for path in files(project):
-        lines = path.read_text().split("\n")
+        lines = path.read_text(encoding="utf-8").split("\n")
         others = without(lines, rooms)
         if others != lines and path.suffix == ".py":
             others = with_used_imports(others, used_names(lines) - used_names(others))
         if others != lines:
-            path.write_text("\n".join(others))
+            path.write_text("\n".join(others), encoding="utf-8")
 
 
 def is_there(room: str, project: Path) -> bool:
@@ -228,7 +228,7 @@ def main(names: list[str]) -> None:
     if unknown := [name for name in names if name not in FILES]:
         sys.stderr.write(f"rooms: no such room: {', '.join(unknown)} ({', '.join(FILES)})\n")
         sys.exit(2)
-    status = subprocess.run(["git", "status", "--porcelain"], cwd=project, capture_output=True, text=True)
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=project, capture_output=True, encoding="utf-8")
     if status.returncode or status.stdout:
         sys.stderr.write("rooms: commit your changes first, so that nothing is lost (git status)\n")
         sys.exit(2)

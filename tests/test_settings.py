@@ -191,12 +191,14 @@ def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
         (3, None, "3 processes; nearest that are: global_batch_size=63 or 66"),
         (2, 24, "24 (micro_batch_size) x 2 processes = 48; nearest that are: global_batch_size=48 or 96"),
         (2, 64, "64 (micro_batch_size) x 2 processes = 128; nearest that are: global_batch_size=128"),
+        (1, 24, "24 (micro_batch_size) x 1 process = 24; nearest that are: global_batch_size=48 or 72"),
     ],
 )  # fmt: skip
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(
     monkeypatch: pytest.MonkeyPatch, processes: int, micro_batch_size: int | None, says: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     arguments = [f"--micro_batch_size={micro_batch_size}"] if micro_batch_size else []
     assert mistakes(*arguments) == [f"global_batch_size=64: not a multiple of {says}"]
 
@@ -237,10 +239,10 @@ def test_a_text_task_without_its_libraries_is_one_line_that_names_the_extra(monk
         assert re.search(r"`pip install -e '\.\[text\]'`\): .*transformers", line)
 
 
-def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_settings(["--help", "--task.name=mnist"])
     assert ended.value.code == 0
-    shown = capsys.readouterr().out
+    shown = capfd.readouterr().out
     assert "--task.source=mnist   (mnist | digits)\n        mnist: 60,000 + 10,000 images" in shown
     assert not re.findall(r"^  --.*\n(?:\s*$|  --)", shown, re.MULTILINE), "undocumented"

@@ -29,6 +29,7 @@ import accelerate.commands.launch
 import psutil
 
 import src
+from src.distributed.process import STOP_SIGNALS
 
 PROJECT = Path(__file__).parent.parent
 LIBRARIES = (
@@ -134,7 +135,7 @@ def launched(words: list[str]) -> tuple[str, list[str], list[dict[str, str]]]:
         shared = launch.prepare_multi_gpu_env(arguments)
         size, local = arguments.num_processes, arguments.num_processes // arguments.num_machines
         shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
         for rank in range(size):
             own = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
             environments.append(shared | {name: str(value) for name, value in own.items()})
@@ -188,7 +189,7 @@ def wait_for(pids: list[int], seconds: float) -> int:
         The exit code of the process that failed first, or 0.
     """
     signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: signals.append(number))
     grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE_SECONDS))
     code, kill_at, running = 0, time.monotonic() + seconds, set(pids)

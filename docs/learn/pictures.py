@@ -173,4 +173,4 @@ PICTURES: dict[Callable[[Axes], None], int] = {
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parent
     for picture, height in PICTURES.items():
-        (folder / f"{picture.__name__}.svg").write_text(draw(picture, height))
+        (folder / f"{picture.__name__}.svg").write_text(draw(picture, height), encoding="utf-8")

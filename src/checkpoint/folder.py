@@ -48,7 +48,7 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 def saved_settings(folder: Path) -> Json:
     """Return the settings of the run in an output folder; empty if there are none."""
     try:
-        saved = read_yaml((folder / "config.yaml").read_text())
+        saved = read_yaml((folder / "config.yaml").read_bytes())
     except (OSError, UnicodeDecodeError, YAMLError):
         return {}
     return parse(json.dumps(saved, default=str))

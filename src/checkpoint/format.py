@@ -33,7 +33,7 @@ def step_of(checkpoint: Path) -> int:
 
 def read_state(checkpoint: Path) -> RunState:
     """Return its state.json; raise a UserError if that has another version of the format."""
-    content = json.loads((checkpoint / STATE).read_text())
+    content = json.loads((checkpoint / STATE).read_bytes())
     version = content.get("format_version", "none")
     known = {f.name for f in fields(RunState)} | {f"progress.{f.name}" for f in fields(Progress)}
     differing = sorted(known ^ {*content, *(f"progress.{name}" for name in content.get("progress", {}))})
@@ -66,8 +66,8 @@ def write_json(file: Path, content: Any) -> None:
 def write_text(file: Path, text: str) -> None:
     """Write the file whole or not at all, no matter when the process or the machine stops."""
     incomplete = unfinished(file)
-    with naming(incomplete), incomplete.open("w") as stream:
-        stream.write(text)
+    with naming(incomplete), incomplete.open("wb") as stream:
+        stream.write(text.encode())
         stream.flush()
         os.fsync(stream.fileno())
     incomplete.replace(file)

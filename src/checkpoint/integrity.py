@@ -21,7 +21,7 @@ Damaged = dict[Path, str]
 
 def manifest(checkpoint: Path) -> Json:
     """Return the facts about each of its files, by name."""
-    return json.loads((checkpoint / MANIFEST).read_text())["files"]
+    return json.loads((checkpoint / MANIFEST).read_bytes())["files"]
 
 
 def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
@@ -38,7 +38,7 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
             files = manifest(checkpoint)
             entries = [(file, int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()]
             name, step = STATE, checkpoint.name.removeprefix("step_")
-            progress = dict(json.loads((checkpoint / name).read_text()).get("progress", ()))
+            progress = dict(json.loads((checkpoint / name).read_bytes()).get("progress", ()))
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
             yield f"{name} is {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
             return

@@ -111,7 +111,7 @@ def _write_errors(folder: Path) -> Iterator[str]:
             if path.is_dir():
                 tempfile.TemporaryFile(dir=path).close()
             elif path.exists():
-                path.open("a").close()
+                path.open("ab").close()
         except OSError as error:
             where = f"in {path}" if path.is_dir() else path
             yield f"output_dir={folder}: cannot write {where}, {error.strerror}; choose another --output_dir"

@@ -32,7 +32,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 def restore_random_state(file: Path, device: torch.device) -> None:
     """Restore what `random_state` returned, from its JSON file."""
-    state = json.loads(file.read_text())
+    state = json.loads(file.read_bytes())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])

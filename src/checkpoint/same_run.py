@@ -38,14 +38,13 @@ def note_changes(config: Config, checkpoint: Path, state: RunState) -> list[str]
     changed = changed_settings(config, state.config)
     saved = config.model_copy(update={name: state.config[name] for name in (*LENGTH_SETTINGS, "global_batch_size")})
     before, after = (of.steps(-(-state.examples // of.global_batch_size))[1] for of in (saved, config))
-    changes = differences(changed)
     is_shorter = after < before and not changed.keys().isdisjoint(LENGTH_SETTINGS)
-    if is_shorter:
-        changes += f" (the learning rate's schedule then spans {after} steps, not {before})"
-    if (is_shorter or changed.keys() - LENGTH_SETTINGS) and not config.checkpoint.accept_changes:
+    wrong = {name: pair for name, pair in changed.items() if is_shorter or name not in LENGTH_SETTINGS}
+    shorter = f" (the learning rate's schedule then spans {after} steps, not {before})" if is_shorter else ""
+    if wrong and not config.checkpoint.accept_changes:
         advice = f"set them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
-        raise UserError(f"{checkpoint} is of a run with other settings: {changes}; {advice}")
-    return [f"changed since: {changes}"] if changes else []
+        raise UserError(f"{checkpoint} is of a run with other settings: {differences(wrong)}{shorter}; {advice}")
+    return [f"changed since: {differences(changed)}{shorter}"] if changed else []
 
 
 def require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -1,37 +1,55 @@
 """status.json: whether a run is unfinished, was told to stop, or is done, and how to continue it. A script that puts
 runs back into a queue reads it."""
 
+import json
 import os
 from pathlib import Path
+from threading import Lock
 from typing import NoReturn
 
-from src.checkpoint.format import write_json
+from src.checkpoint.format import Json, write_json
 from src.config.config import Config
-from src.config.terminal import say
+from src.config.terminal import say, unread
 from src.training.state import ResumePoint
+
+WRITING = Lock()
+"""A checkpoint is published by another thread than the loop's."""
 
 
 def write_unfinished(folder: Path, checkpoint: Path | None) -> None:
     """Write what stays there if the run is killed. `checkpoint` is its last one; None: there is none yet."""
     newest = str(checkpoint) if checkpoint else None
-    write_json(folder / "status.json", {"status": "unfinished", "checkpoint": newest})
+    _write(folder, {"status": "unfinished", "checkpoint": newest})
 
 
 def write_done(folder: Path, step: int) -> None:
     """Write that the run has come to its end, after this step."""
-    write_json(folder / "status.json", {"status": "done", "step": step})
+    _write(folder, {"status": "done", "step": step})
 
 
 def write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
     """Write, and print, that the run was told to stop, and the command that continues it."""
     newest = str(checkpoint) if checkpoint else None
     status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
-    write_json(folder / "status.json", status)
+    _write(folder, status)
     when = f"after step {step}" if step else "before the first step"
     say(f"stopped {when} by {reason}; to continue: {command}")
+
+
+def note_unread(folder: Path) -> None:
+    """Add to what is there that nobody reads the output any more."""
+    _write(folder)
 
 
 def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:
     """End a process that was told to stop before the first step: there is nothing to save."""
     write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, command)
     os._exit(0)  # whatever it is in the middle of
+
+
+def _write(folder: Path, status: Json | None = None) -> None:
+    """Write this status, or what is there already, and what there is to say of the output."""
+    file = folder / "status.json"
+    with WRITING:
+        status = status or json.loads(file.read_bytes())
+        write_json(file, status | ({"output": unread[0]} if unread else {}))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
+from src.config.environment import leftovers, processes, world_size
 from src.config.errors import explained, refuse
 from src.config.groups import Checkpoint, EarlyStopping, Optim
 from src.config.settings import (
@@ -24,6 +25,7 @@ from src.config.settings import (
     read_arguments,
     validate,
 )
+from src.config.terminal import say
 from src.config.tracking import Wandb
 
 USAGE = """\
@@ -112,7 +114,7 @@ class Config(Settings):
         name = self.run_name
         if "WANDB_SWEEP_ID" in os.environ:  # room: wandb
             # `wandb agent` repeats one command: each trial of a sweep gets a folder of its own
-            name += f"-{os.environ['WANDB_RUN_ID']}"
+            name += f"-{os.environ.get('WANDB_RUN_ID')}"
         return Path(self.output_dir.replace("{run_name}", name))
 
     @property
@@ -156,7 +158,7 @@ def load_config(
         UserError: the settings have mistakes; all of them, one per line.
     """
     wants_help = "--help" in argv or "-h" in argv
-    mistakes: list[str] = []
+    mistakes = [*leftovers()]
     values, written = read_arguments([a for a in argv if a not in ("--help", "-h")], mistakes)
 
     name = str(values.get("task.name", "mnist"))
@@ -166,13 +168,13 @@ def load_config(
         name = "mnist"
     config_class = _config_class(name, tasks)
     if wants_help:
-        print(USAGE.format(tasks=" | ".join(tasks)), describe(config_class), sep="\n")
+        say(USAGE.format(tasks=" | ".join(tasks)), describe(config_class))
         sys.exit(0)
 
     config, bad = validate(config_class, values, written, mistakes)
     assert isinstance(config, Config)
     if not bad & {"global_batch_size", "micro_batch_size"}:
-        mistakes.extend(_batch_errors(config, int(os.environ.get("WORLD_SIZE", "1"))))
+        mistakes.extend(_batch_errors(config, world_size()))
     if not (config.epochs or config.max_steps):
         mistakes.append("epochs and max_steps are both null: set one of them")
     mistakes.extend(_profile_errors(config.profile_steps))  # room: performance
@@ -183,6 +185,8 @@ def load_config(
         mistakes.append(
             "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
         )
+    if "wandb" in config.trackers:  # room: wandb
+        mistakes.extend(config.wandb.environment_errors())
     if config.push_to_hub:  # room: hub
         mistakes.extend(_hub_errors(config.push_to_hub))
     if fetch:  # room: wandb
@@ -231,7 +235,7 @@ def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
     unit = (micro or 1) * world_size
     if size % unit == 0:
         return
-    product = f"{micro} (micro_batch_size) x {world_size} processes = {unit}" if micro else f"{unit} processes"
+    product = f"{micro} (micro_batch_size) x {processes(world_size)} = {unit}" if micro else processes(unit)
     nearest_sizes = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
     sizes = " or ".join(map(str, nearest_sizes))
     yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"

@@ -1,17 +1,21 @@
 """The settings of Weights & Biases. What records a run there is in src/tracking/wandb.py."""
 
+import os
+from collections.abc import Iterator
 from typing import Literal
 
 from src.config.settings import Settings
 
 Keep = Literal["no", "reference", "copy"]
+MODES = ("auto", "online", "offline", "disabled", "shared", "run", "dryrun")
+"""Those of wandb.init, the last two of which are old names, and our own."""
 
 
 class Wandb(Settings):
     """Weights & Biases. Its own WANDB_* environment variables work too."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: WANDB_MODE, else online where there are credentials, else offline."""
+    """auto: WANDB_MODE or WANDB_DISABLED, else online where there are credentials, else offline."""
     project: str | None = None
     """Project that the run is filed under; null: WANDB_PROJECT, else accelerate-template."""
     entity: str | None = None
@@ -28,3 +32,15 @@ class Wandb(Settings):
     """Record the exported model as an artifact that names its files, or with a copy of them, or no such artifact."""
     checkpoints: Keep = "no"
     """Record each checkpoint likewise, with the aliases latest and step-N."""
+
+    @property
+    def chosen_mode(self) -> str:
+        """Return the mode, which the environment chooses if it is auto."""
+        if self.mode == "auto" and os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
+            return "disabled"
+        return os.environ.get("WANDB_MODE") or "auto" if self.mode == "auto" else self.mode
+
+    def environment_errors(self) -> Iterator[str]:
+        """Yield a line if WANDB_MODE is none of W&B's modes."""
+        if self.chosen_mode not in MODES:
+            yield f"WANDB_MODE={self.chosen_mode} is set in the environment: must be online, offline or disabled"

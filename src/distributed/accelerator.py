@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import SGD
 
 from src.config.config import Config
+from src.config.environment import processes
 from src.config.errors import UserError, explained, refuse
 from src.distributed.launch_guard import launch_errors, refuse_another_strategy
 from src.distributed.launcher import Launcher, find_launcher, what_is_asked
@@ -156,11 +157,6 @@ def library_versions() -> dict[str, str]:  # room: safeguards
     """Return the versions of those libraries whose arithmetic another version may round differently."""
     libraries = ("torch", "accelerate", "transformers")
     return {name: importlib.metadata.version(name) for name in libraries if find_spec(name)}
-
-
-def processes(number: int) -> str:
-    """Return `1 process` or `4 processes`."""
-    return f"{number} process{'es' if number > 1 else ''}"
 
 
 def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:

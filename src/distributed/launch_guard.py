@@ -92,7 +92,7 @@ def launch_errors(
     file, wanted = launcher.config_file, launcher.arguments.num_processes or launcher.config.get("num_processes")
     if wanted and int(wanted) != asked.world_size:
         yield (
-            f"{wanted} processes were asked for, but {file} starts {asked.world_size}: "
+            f"{wanted} processes were asked for, but {file or 'accelerate launch'} starts {asked.world_size}: "
             "use a yaml for several, such as accelerate_configs/ddp.yaml, or a multiple of the machines"
         )
     for section, prefix in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):

@@ -13,6 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
+from src.config.environment import world_size
 from src.config.errors import explained
 from src.config.settings import read_yaml
 
@@ -59,7 +60,7 @@ def find_launcher() -> Launcher | None:
         arguments = launch_command_parser().parse_args(words)
         file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
         with explained(f"{file}: ", YAMLError):
-            config = read_yaml((folder / file).read_text()) if file else {}
+            config = read_yaml((folder / file).read_bytes()) if file else {}
         return Launcher(words, arguments, file, config, environment)
     return None
 
@@ -67,7 +68,7 @@ def find_launcher() -> Launcher | None:
 def what_is_asked() -> Asked:
     """Return what the launcher asks of this process; without a launcher, one process."""
     return Asked(
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        world_size=world_size(),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         cpu=is_set("ACCELERATE_USE_CPU"),
         fsdp=is_set("ACCELERATE_USE_FSDP"),

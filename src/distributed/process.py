@@ -7,17 +7,18 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence
 
 from src.config.errors import RunError, UserError
+from src.config.terminal import say, spare_terminals
 
 GRACE_SECONDS = 5.0
 """Seconds to wait before reporting an error that may only be a symptom of another process's failure: the launcher ends
 this process meanwhile."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
 """Environment variables that accelerate's and torch's launchers always set, and nothing else does."""
 PR_SET_PDEATHSIG = 1
@@ -25,45 +26,63 @@ PR_SET_PDEATHSIG = 1
 
 
 class Signals:
-    """The signals that ask this process to stop, noted from `catch` on. A second SIGINT ends it at once."""
+    """The signals that ask this process to stop, noted from `catch` on. A second SIGINT ends it at once.
+
+    A thread notes them: Python's handlers have to wait as long as the main thread is in C++, as it is while processes
+    meet.
+    """
 
     name: str | None = None
     """Name of the last signal; None if there was none."""
-    _answer: Callable[[str], None] | None = None  # room: status
+    _answer: Callable[[str], None] | None = None
     _interrupted = 0.0
-    _process = 0  # room: status
+    _caught: Sequence[signal.Signals] = ()
 
     def catch(self) -> None:
-        """Note the signals from now on, in place of their default action."""
-        self._process = os.getpid()  # room: status
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
+        """Note the signals from now on, in place of their default action. SIGHUP stays ignored if nohup said so."""
+        noted, written = os.pipe()
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what they are sent is not for this one
+        self._caught = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        for number in self._caught:
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._watch, args=[noted], daemon=True).start()
 
     def release(self) -> None:
         """Let the signals end the process again."""
-        for number in STOP_SIGNALS:
+        signal.set_wakeup_fd(-1)
+        for number in self._caught:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-    def answer_by(self, answer: Callable[[str], None] | None) -> None:  # room: status
-        """Call `answer` with the name of each signal as it comes, and at once if one has come already."""
+    def answer_by(self, answer: Callable[[str], None] | None) -> None:
+        """Have a thread call `answer` with the name of each signal as it comes, and with one that has come already."""
         self._answer = answer
         if answer and self.name:
-            answer(self.name)
+            threading.Thread(target=answer, args=[self.name], daemon=True).start()
+
+    def die_later(self, _: str) -> None:
+        """End the process, unless it gets so far in GRACE_SECONDS that it answers in another way."""
+        time.sleep(GRACE_SECONDS)
+        if self._answer == self.die_later:
+            self.die()
 
     def die(self) -> None:
-        """End the process as the signal itself would, without a message."""
-        self.release()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.Signals[str(self.name)])
+        """End the process without a message, with the exit code of the signal."""
+        os._exit(128 + signal.Signals[str(self.name)])
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _watch(self, noted: int) -> None:
+        while True:
+            for number in os.read(noted, 1):
+                self._note(number)
+
+    def _note(self, number: int) -> None:
         self.name = signal.Signals(number).name
         if number == signal.SIGINT:
             self._interrupted = self._interrupted or time.monotonic()
             if time.monotonic() > self._interrupted + 1:  # else the same, forwarded
                 self.die()
-        # not in a data loading worker  # room: status
-        if self._answer and os.getpid() == self._process:  # room: status
+        if self._answer:
             self._answer(self.name)
 
 
@@ -77,23 +96,22 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     On each machine the first process prints the message, and another one only if the mistake is its alone. A process
     that merely lost its peers leaves the message to the one that failed.
     """
-    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    spare_terminals()
+    rank, is_first_here = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         try:
             yield
         except BaseException:
             SIGNALS.release()  # nobody is left to answer them
             raise
-    except UserError as error:
-        if local_rank > 0:
+    except (UserError, RunError) as error:
+        if not is_first_here:
             if SIGNALS.name:  # the first process has printed it, and the launcher told this one to end
                 SIGNALS.die()
             time.sleep(GRACE_SECONDS)
-        which = f" [process {rank}]" if local_rank else ""
-        sys.stderr.writelines(f"{program}: {line}{which}\n" for line in str(error).splitlines())
-        sys.exit(2)
-    except RunError as error:
-        sys.exit(f"{program}: {error}" if local_rank == 0 else 1)  # it is the same on all processes
+        which = "" if is_first_here else f" [process {rank}]"
+        say(*(f"{program}: {line}{which}" for line in str(error).splitlines()), file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -109,7 +127,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             # gloo's second text: of exchanges whose connection was closed because another one had timed out
             if re.search("(?i)timed out|timeout caused pair closure", str(error)):
                 message = f"process {rank} waited for another one, which hangs, until timeout_minutes had passed"
-                sys.stderr.write(f"{program}: {message}\n")
+                say(f"{program}: {message}", file=sys.stderr)
         raise
 
 

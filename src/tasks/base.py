@@ -182,7 +182,7 @@ class Task(Settings, ABC):
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
         if state := self.data_state():  # room: text examples
-            (folder / DATA_STATE).write_text(json.dumps(state))
+            (folder / DATA_STATE).write_bytes(json.dumps(state).encode())
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:  # room: text
         """Write what `export` would from a sharded model, so that no process has to hold the whole of it. Return
@@ -192,7 +192,7 @@ class Task(Settings, ABC):
     def load_export(self, folder: Path) -> nn.Module:  # room: evaluate generate checkpoints
         """Return the model that `export` wrote, fp32, on the CPU; restore of `data_state` what an evaluation needs."""
         if (folder / DATA_STATE).exists():  # room: text examples
-            self.load_data_state(json.loads((folder / DATA_STATE).read_text()))
+            self.load_data_state(json.loads((folder / DATA_STATE).read_bytes()))
         model = self.build_model()
         load_torch_model(model, folder, strict=True)
         return model

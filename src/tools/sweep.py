@@ -121,7 +121,7 @@ def settings_of(sweep: Sweep, number: int) -> dict[str, str]:
 def read_sweep(file: str) -> Sweep:
     """Read a sweep file; raise a UserError with all its mistakes, one per line."""
     with explained(f"{file}: cannot be read: ", (OSError, UnicodeDecodeError, YAMLError)):
-        content = read_yaml(Path(file).read_text())
+        content = read_yaml(Path(file).read_bytes())
     try:
         return Sweep.model_validate(content)
     except ValidationError as error:
@@ -150,7 +150,7 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
     own = folder / trial.user_attrs.get("folder", f"trial-{trial.number:02}")
     trial.set_user_attr("folder", own.name)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with Path(f"{own}.log").open("a") as log:
+    with Path(f"{own}.log").open("ab") as log:
         process = psutil.Popen(
             command_of(sweep, sweep.draw(trial), own, others),
             env=os.environ | {"PATH": path, "WANDB_RUN_GROUP": folder.name},

@@ -92,7 +92,7 @@ def write_report(folders: list[Path], target: Path) -> None:
         settings = [{"setting": name} | {run.name: run.settings.get(name) for run in runs} for name in names]
         differing = [row for row in settings if len({str(row[run.name]) for run in runs}) > 1]
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        page = environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
+        page = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).render(
             runs=runs, table_of_runs=table, PICTURE=PICTURE, figures=draw(runs), differing=differing, settings=settings
         )
     write_text(target, page.encode(errors="replace").decode())

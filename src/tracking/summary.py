@@ -1,7 +1,7 @@
 """What a run says at its start: what is about to run."""
 
+from src.config.environment import processes
 from src.config.terminal import say
-from src.distributed.accelerator import processes
 from src.training.run import Run
 
 

@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from src.checkpoint.folder import parent_checkpoint, saved_settings
 from src.checkpoint.format import write_json, write_text
-from src.checkpoint.status import write_done, write_stopped, write_unfinished
+from src.checkpoint.status import note_unread, write_done, write_stopped, write_unfinished
 from src.config.errors import naming
 from src.config.settings import write_yaml
-from src.config.terminal import bar, say
+from src.config.terminal import bar, say, unread
 from src.distributed.accelerator import peak_memory
 from src.tasks.base import Table
 from src.tracking.recorders import Recorders
@@ -112,7 +112,7 @@ class Tracker:
         if self._bar.disable:
             seconds_per_step = (time.perf_counter() - self._started) / (step - self._first)
             eta = tqdm.format_interval(seconds_per_step * (total - step))
-            say(f"step {step:>6}/{total}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
+            self.say(f"step {step:>6}/{total}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Record an evaluation made after the latest step."""
@@ -194,12 +194,16 @@ class Tracker:
         lines += self._elsewhere.closing_lines()  # room: trackers wandb
         self._bar.set_description_str(self._facts)
         self._bar.close()
-        say(*lines)
+        self.say(*lines)
 
-    def say(self, line: str) -> None:
-        """Print a line, on the main process."""
-        if self._run.is_main:
-            say(line)
+    def say(self, *lines: str) -> None:
+        """Print lines, on the main process."""
+        if not self._run.is_main:
+            return
+        is_known = bool(unread)
+        say(*lines)
+        if unread and not is_known:  # room: status
+            note_unread(self.folder)
 
     def _record(self, metrics: dict[str, Any], tables: dict[str, Table]) -> None:
         """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it on."""

@@ -75,9 +75,7 @@ def _download(name: str) -> Path:
 
 def wandb_recorders(run: Run, run_id: str) -> list[Recorder]:
     """Return what records the run in W&B; nothing if the settings say so."""
-    mode: str = run.config.wandb.mode
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE", mode)
+    mode = run.config.wandb.chosen_mode
     is_on = "wandb" in run.config.trackers and mode != "disabled"
     return [WandbRecorder(run, run_id, mode)] if is_on else []
 
@@ -108,7 +106,7 @@ class WandbRecorder(Recorder):
             "resume": "allow",
             "name": config.run_name,
             "config": describe(self._run),
-            "dir": config.folder,
+            "dir": os.environ.get("WANDB_DIR") or config.folder,
             "settings": settings,
         }
         try:

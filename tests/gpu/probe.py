@@ -52,7 +52,7 @@ def steps_of(*arguments: str, steps: int = 5, processes: int = 0, **environment:
     added = null_environment(max(processes, 1)) | {"ACCELERATE_MIXED_PRECISION": "bf16", "STEPS": str(steps)}
     if processes:
         sizes = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        added |= FSDP | {name: str(value) for name, value in sizes.items()}
+        added |= FSDP | {"TORCHELASTIC_RUN_ID": "none"} | {name: str(value) for name, value in sizes.items()}
     with tempfile.TemporaryDirectory() as folder:
         output = [f"--output_dir={folder}/run", *QUIET]
         if "--task.name=causal_lm" in arguments:

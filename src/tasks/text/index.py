@@ -17,7 +17,7 @@ from src.tasks.text import formats
 from src.tasks.text.files import patiently
 from src.tasks.text.formats import BYTE_ORDER_MARK, PIECE, TEXT_FORMATS, Group, Index
 
-CODE = Path(formats.__file__).read_text()
+CODE = Path(formats.__file__).read_text(encoding="utf-8")
 """The source of what makes an index: when it changes, files are indexed again."""
 READERS = 16
 """Files that are indexed at once: to read a footer elsewhere is mostly to wait."""
@@ -54,9 +54,9 @@ def index_files(files: dict[str, str], column_names: list[str], cache: Path) -> 
         refuse(found for found in done if isinstance(found, str))
         cache.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(done))
+        unfinished.write_bytes(json.dumps(done).encode())
         unfinished.replace(file)
-    shards = (Shard(*fields) for fields in json.loads(file.read_text()))
+    shards = (Shard(*fields) for fields in json.loads(file.read_bytes()))
     return [shard._replace(groups=[Group(*group) for group in shard.groups]) for shard in shards]
 
 

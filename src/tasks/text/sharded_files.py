@@ -24,7 +24,7 @@ def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> 
         _write_file(folder / file, {name: tensors[name] for name in names}, accelerator)
     if accelerator.is_main_process and split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (folder / "model.safetensors.index.json").write_bytes(json.dumps(index, indent=2).encode())
 
 
 def _write_file(file: Path, tensors: Tensors, accelerator: Accelerator) -> None:

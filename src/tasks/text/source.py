@@ -23,7 +23,7 @@ from src.tasks.text.index import index_files
 from src.tasks.text.readers import Part, ShardReader, Source, TableReader, parts_of, read_text
 from src.tasks.text.values import Encoders, Rows
 
-CODE = [file.read_text() for file in sorted(Path(__file__).parent.rglob("*.py"))]
+CODE = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
 """The source of what makes the cached tables: when it changes, they are made again."""
 PART_NAMES = {"train": "the data to train on", "eval": "the data to evaluate on"}
 REASON = "why this row cannot be used"

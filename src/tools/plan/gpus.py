@@ -49,7 +49,7 @@ def find_gpu(name: str) -> Gpu:
     """
     file = Path(name) if name.endswith((".yaml", ".yml")) else TABLE
     with explained(f"--gpu {name}: cannot be read, ", (OSError, UnicodeDecodeError, YAMLError)):
-        table = read_yaml(file.read_text())
+        table = read_yaml(file.read_bytes())
     if not isinstance(table, dict) or not table:
         raise UserError(f"--gpu {name}: must be NAME: {{memory_gib: 80, …}}, as in src/tools/plan/gpus.yaml")
     key = name if file == TABLE else next(iter(table))

@@ -118,7 +118,7 @@ def launcher_environment(setup: Setup) -> dict[str, str]:
     if arguments.use_fsdp or arguments.multi_gpu:
         in_machine = min(setup.gpus, setup.gpu.gpus_per_machine)
         sizes = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": setup.gpus, "LOCAL_WORLD_SIZE": in_machine}
-        environment |= {name: str(size) for name, size in sizes.items()}
+        environment |= {"TORCHELASTIC_RUN_ID": "none", **{name: str(size) for name, size in sizes.items()}}
     return environment
 
 

@@ -90,7 +90,7 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
     folder = next(name for name in names if not name.exists())
     folder.mkdir(parents=True)
     content = [asdict(row) | {"is_fitting": row.is_fitting, "line": line(row, config)} for row in rows]
-    (folder / "plan.json").write_text(json.dumps(content, indent=1, default=vars))
+    (folder / "plan.json").write_bytes(json.dumps(content, indent=1, default=vars).encode())
     write_pictures(rows, config, folder)  # room: report
     return folder
 
@@ -103,4 +103,4 @@ def write_pictures(rows: list[Row], config: Config, folder: Path) -> None:  # ro
             (" ".join(names), of["GPUs"].tolist(), of[column].tolist())
             for names, of in lines.groupby(["yaml", "change"], sort=False)
         ]
-        (folder / f"{column}.svg").write_text(draw(title, curves, log_base=2))
+        (folder / f"{column}.svg").write_bytes(draw(title, curves, log_base=2).encode())

@@ -97,7 +97,7 @@ class Blocks:
         counted = self.folder / "bytes"  # else all are listed for each: a full folder has tens of thousands
         with FileLock(self.folder / "room.lock", poll_interval=POLL):
             own = unfinished.stat().st_size
-            size = own + int(counted.read_text() if counted.exists() else self.limit)
+            size = own + int(counted.read_bytes() if counted.exists() else self.limit)
             if size > self.limit:
                 others = sorted(self.folder.glob("*.arrow"), key=lambda other: other.stat().st_mtime)
                 size = own + sum(other.stat().st_size for other in others)
@@ -107,7 +107,7 @@ class Blocks:
                         other.unlink()
             unfinished.replace(file)
             recount = counted.with_suffix(".unfinished")
-            recount.write_text(str(size))
+            recount.write_bytes(b"%d" % size)
             recount.replace(counted)
 
     def _make(self, source: Source, group: int, first: int, last: int) -> Iterator[Chunk]:

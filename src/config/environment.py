@@ -1,0 +1,41 @@
+"""What the environment says of the processes of a run, and what it should not say."""
+
+import os
+from collections.abc import Iterator
+
+ALONE = {
+    "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "1", "PMI_RANK": "0",
+    "MV2_COMM_WORLD_SIZE": "1", "MV2_COMM_WORLD_RANK": "0",
+}  # fmt: skip
+"""Variables by which launchers, those of MPI too, and Accelerate tell a process of the others, and their values for a
+process that is alone."""
+
+
+def world_size() -> int:
+    """Return the number of processes that the launcher has started; one without a launcher."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdigit() else 1
+
+
+def leftovers() -> Iterator[str]:
+    """Yield a line for each variable that tells of other processes, though no launcher has started any; and for a
+    trial of a sweep without its agent."""
+    if "WANDB_SWEEP_ID" in os.environ and "WANDB_RUN_ID" not in os.environ:  # room: wandb
+        yield f"WANDB_SWEEP_ID={os.environ['WANDB_SWEEP_ID']} is set in the environment, without WANDB_RUN_ID: unset it"
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torch's launcher, which sets what Accelerate reads first
+        return
+    # without a launcher, a pod may be told of the others by WORLD_SIZE, RANK and the address at which they meet
+    is_told = "MASTER_ADDR" in os.environ and "ACCELERATE_DYNAMO_BACKEND" not in os.environ
+    for name, alone in ALONE.items():
+        value = os.environ.get(name, alone)
+        if value != alone and not (is_told and name.endswith(("WORLD_SIZE", "RANK")) and value.isdigit()):
+            yield (
+                f"{name}={value} is set in the environment, but no launcher has started several processes: unset it, "
+                "or start them by accelerate launch with a yaml for several, such as accelerate_configs/ddp.yaml"
+            )
+
+
+def processes(number: int) -> str:
+    """Return `1 process` or `4 processes`."""
+    return f"{number} process{'es' if number > 1 else ''}"
