@@ -58,6 +58,7 @@ def main() -> None:
 @explains_memory()  # room: plan
 def train_or_check(argv: list[str]) -> None:
     config = run_settings(argv)
+    SIGNALS.answer_by(SIGNALS.die_later)  # in C++, waiting for a process that may be lost
     join(config)  # room: machines
     run = build(config)
     if run is None:  # it has already finished

@@ -36,6 +36,15 @@ WANDB = (PROJECT / "src/tracking/wandb.py").exists()
 """Whether Weights & Biases has not been thrown out."""
 QUIET = ("--wandb.mode=disabled",) if WANDB else ()
 
+WRITES_TO = """
+import os, sys
+os.dup2({}, 1)
+os.dup2(1, 2)
+sys.stdout = sys.__stdout__ = open(1, "w")
+sys.stderr = sys.__stderr__ = open(2, "w")
+"""
+"""Python code that makes this descriptor the output of its process, as if that had begun with it."""
+
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"needs the real MNIST in {MNIST}")
 
 

@@ -26,6 +26,8 @@ APART = """
 import accelerate, src.distributed.accelerator
 src.distributed.accelerator.Accelerator = lambda cpu, **_: accelerate.Accelerator()
 """
+WITHOUT_YAML = ["--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+WITHOUT_YAML += ["--num_cpu_threads_per_process=1", "train.py"]
 BLOCKS = "from src.tasks.mnist import MnistCnn; MnistCnn._no_split_modules = []"
 
 
@@ -49,6 +51,7 @@ def refused(run: Run, code: int = 2) -> str:
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
         ("cpu", [], {"processes": 2}, "2 processes were asked for, but */accelerate_configs/cpu.yaml starts 1: use "
          "a yaml for several*"),
+        ("", [], {"words": WITHOUT_YAML}, "2 processes were asked for, but accelerate launch starts 1: use a yaml*"),
         ("ddp", [], {"before": ONE_GPU}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
         ("ddp", [], {"before": APART}, "2 processes were started, but each sees 1: refusing to train separate models"),
         ("fsdp", [], {"before": WITHOUT_FSDP}, "the yaml asks for FSDP, but Accelerate chose *"),

@@ -45,7 +45,9 @@ def calls_without_encoding(file: Path) -> Iterator[str]:
         modes = [
             part.value for part in [*node.args, *(k.value for k in node.keywords)] if isinstance(part, ast.Constant)
         ]
-        is_open = called == "open" or (called.endswith((".open", ".fdopen")) and called not in ("os.open", "Image.open"))
+        is_open = called == "open" or (
+            called.endswith((".open", ".fdopen")) and called not in ("os.open", "Image.open")
+        )
         is_text = is_open and not any(mode in ("rb", "wb", "ab", "ab+") for mode in modes)
         if "encoding" not in given and (is_text or called.endswith((".read_text", ".write_text")) or "text" in given):
             yield f"{file}:{node.lineno}"

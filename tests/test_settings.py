@@ -203,6 +203,39 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(
     assert mistakes(*arguments) == [f"global_batch_size=64: not a multiple of {says}"]
 
 
+@pytest.mark.parametrize(
+    "variable", ["WORLD_SIZE=2", "WORLD_SIZE=", "RANK=1", "LOCAL_RANK=x", "OMPI_COMM_WORLD_SIZE=2"]
+)
+@pytest.mark.parametrize("launcher", [(), ("ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR")], ids=["", "accelerate launch"])
+def test_what_another_launch_left_in_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, launcher: tuple[str, ...]
+) -> None:
+    """Also under a launcher that has started one process, whose yaml is not to blame. Tried without: tracebacks."""
+    for name, _, value in (each.partition("=") for each in (variable, *launcher)):
+        monkeypatch.setenv(name, value)
+    (line,) = mistakes()
+    assert line.startswith(f"{variable} is set in the environment, but no launcher has started several processes: ")
+
+
+@pytest.mark.parametrize(
+    "variable", ["PMI_SIZE=1", "RANK=0", "TORCHELASTIC_RUN_ID=x WORLD_SIZE=2", "WORLD_SIZE=2 MASTER_ADDR=host RANK=1"]
+)
+def test_what_a_launch_needs_in_the_environment_may_be_there(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name, _, value in (each.partition("=") for each in variable.split()):
+        monkeypatch.setenv(name, value)
+    run_settings([])
+
+
+def test_variables_of_wandb_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
+    """Tried without: KeyError; trained unrecorded."""
+    monkeypatch.setenv("WANDB_SWEEP_ID", "x")
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    assert mistakes() == [
+        "WANDB_SWEEP_ID=x is set in the environment, without WANDB_RUN_ID: unset it",
+        "WANDB_MODE=ofline is set in the environment: must be online, offline or disabled",
+    ]
+
+
 def test_a_spoilt_status_or_config_yaml_is_no_traceback() -> None:
     Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
     for data in (b"\xff\xfe", b"null", b"resume: [a]", b"- a", b"a: &a {b: *a}", b'{"checkpoint": null}'):

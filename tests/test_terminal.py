@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import PROJECT, Launch, needs, run_command
+from tests.launching import PROJECT, WRITES_TO, Launch, needs, run_command
 
 CAN_EVALUATE = (PROJECT / "src/tools/evaluate.py").exists()
 SHORT = ("--max_steps=6", "--log_every=2", "--eval_every=3", "--save_every=3", "--task.source=digits")
@@ -56,9 +56,9 @@ def in_terminal(launch: Launch, tmp_path: Path) -> Shown:
         reader = threading.Thread(target=read)
         reader.start()
         environment = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "0", **more}  # xdist sets it
-        attach = f"t = os.open({os.ttyname(theirs)!r}, os.O_RDWR | os.O_NOCTTY); os.dup2(t, 1); os.dup2(t, 2)"
+        attached = WRITES_TO.format(f"os.open({os.ttyname(theirs)!r}, os.O_RDWR | os.O_NOCTTY)")
         where = {"folder": Path("runs/x"), "cwd": tmp_path, "project": PROJECT}
-        code = launch(config, *arguments, before=f"import os; {attach}", **where, **environment).exit_code
+        code = launch(config, *arguments, before=attached, **where, **environment).exit_code
         os.write(theirs, b"\0")
         reader.join()
         os.close(ours)
@@ -82,6 +82,26 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(in_terminal
     assert re.search(r"6/6  eta 00:00  loss \d", last)
     assert not [line for line in shown if "evaluating" in line or "batches evaluated" in line]
     assert commands == ["  evaluate   python -m src.tools.evaluate runs/x"][:CAN_EVALUATE]
+
+
+def test_output_that_nobody_reads_ends_no_run(launch: Launch) -> None:
+    """As after `| head -2`. It is said in status.json at once, and in the end. Tried without: BrokenPipeError."""
+    without_reader = "import os; reader, writer = os.pipe(); os.close(reader)" + WRITES_TO.format("writer")
+    says = {"output": "the reader of the output is gone: see metrics.jsonl"}
+    for more, status in (
+        ({}, {"status": "done", "step": 6}),
+        ({"FAULT": "die", "FAULT_STEP": "3"}, {"status": "unfinished", "checkpoint": None}),
+    ):
+        run = launch("ddp", *SHORT, before=without_reader, **more)
+        assert run.status == status | says
+    assert len(run.losses) == 1
+
+
+def test_what_a_terminal_cannot_show_is_replaced(launch: Launch, tmp_path: Path) -> None:
+    """Tried without: UnicodeEncodeError, in ASCII, which PYTHONIOENCODING or the C locale may ask for."""
+    ascii = "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')"
+    run = launch("cpu", *SHORT, folder=tmp_path / "dé", before=ascii).succeeded()
+    assert f"  output     {tmp_path}/d?\n" in run.stdout
 
 
 KILLED = """

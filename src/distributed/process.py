@@ -74,7 +74,8 @@ class Signals:
     def _watch(self, noted: int) -> None:
         while True:
             for number in os.read(noted, 1):
-                self._note(number)
+                if number in self._caught:  # what others catch is noted too, such as the death of a loader
+                    self._note(number)
 
     def _note(self, number: int) -> None:
         self.name = signal.Signals(number).name

@@ -35,6 +35,7 @@ class Tracker:
         self._first = run.progress.step
         self._summary: dict[str, Any] | None = None
         self._started = time.perf_counter()
+        self._is_noted = False  # room: status
         if run.is_main:
             self._open_record()
             self._write_settings()
@@ -200,9 +201,9 @@ class Tracker:
         """Print lines, on the main process."""
         if not self._run.is_main:
             return
-        is_known = bool(unread)
         say(*lines)
-        if unread and not is_known:  # room: status
+        if unread and not self._is_noted:  # room: status
+            self._is_noted = True
             note_unread(self.folder)
 
     def _record(self, metrics: dict[str, Any], tables: dict[str, Table]) -> None:

@@ -10,9 +10,13 @@ import runpy
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
+import src.distributed.accelerator
 from src.checkpoint import format, write
 from src.tasks.mnist import Mnist
 
@@ -63,6 +67,12 @@ def build_for_ever(*_: Any) -> None:
     time.sleep(10_000)
 
 
+def wait_in_cpp(*_: Any) -> None:
+    """As for a process that is lost, in code that Python's own handlers of signals don't interrupt."""
+    print("waiting for others", flush=True)
+    TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(hours=1), wait_for_workers=False).get("what none says")
+
+
 def in_the_save(seconds: float) -> None:
     before(write.StorageWriter, "write_data", lambda w, *_: time.sleep(seconds) if is_at_step(w.checkpoint) else None)
 
@@ -83,6 +93,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "die in rotation": lambda: before(format.shutil, "rmtree", lambda *_, **__: die()),
     "slow save": lambda: in_the_save(3),
     "stuck save": lambda: in_the_save(10_000),
+    "lost while they meet": lambda: before(src.distributed.accelerator, "find_launcher", wait_in_cpp),
+    "lost while data are built": lambda: before(Mnist, "build_datasets", wait_in_cpp),
     "slow data": lambda: before(Mnist, "build_datasets", build_for_ever),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(1)),
 }

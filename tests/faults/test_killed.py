@@ -1,9 +1,7 @@
 """Processes that die, fail or hang: the run ends by itself, says why, leaves nothing running, and goes on exactly."""
 
 import contextlib
-import os
 import random
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,7 +13,7 @@ import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from src.checkpoint.integrity import problems
-from src.config.errors import UserError
+from src.config.errors import RunError, UserError
 from src.distributed.process import Signals, exit_codes
 from tests.faults.runs import ALL, SHORT, TINY, WORKER, assert_same_run, checkpoints, found
 from tests.launching import Launch, Started, Whole, slow
@@ -99,31 +97,41 @@ def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(launc
     assert checkpoints(failed.folder) == [4]
 
 
+class Died(BaseException):
+    """In place of the process."""
+
+
+def die(_: Signals) -> None:
+    raise Died
+
+
 @pytest.mark.parametrize(
-    ("error", "rank", "raised"),
+    ("error", "rank", "is_told", "says"),
     [
-        (RuntimeError("[gloo] closed by peer"), "0", [signal.SIGTERM]),
-        (RuntimeError("the root cause"), "1", []),
-        (UserError("a mistake that all share"), "1", [signal.SIGTERM]),
-        (UserError("a mistake that all share"), "0", []),
+        (RuntimeError("[gloo] closed by peer"), "0", True, None),
+        (RuntimeError("the root cause"), "1", True, ""),
+        (UserError("a mistake that all share"), "1", True, None),
+        (UserError("a mistake that all share"), "0", True, "train.py: a mistake that all share\n"),
+        (UserError("a mistake of its own"), "1", False, "train.py: a mistake of its own [process 1]\n"),
+        (RunError("its disk is gone"), "1", False, "train.py: its disk is gone [process 1]\n"),
+        (RunError("a disk is gone"), "1", True, None),
     ],
 )
-def test_told_to_end_a_process_has_nothing_to_say_that_another_said(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, rank: str, raised: list[signal.Signals]
-) -> None:
+def test_a_process_says_what_no_other_has_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, rank: str, is_told: bool,
+    says: str | None,
+) -> None:  # fmt: skip
     """The launcher's SIGTERM can come before the broken connection, or the mistake that ended the first process, is
-    noticed. Tried without `die`: the launcher sends no other for 30 seconds, and the same is said twice."""
-    seen: list[signal.Signals] = []
-    monkeypatch.setattr(signal, "raise_signal", seen.append)
+    noticed. Tried without `die`: the launcher sends no other for 30 seconds, and the same is said twice; with a
+    RunError taken to be the same on all processes: one that a process has alone ends the run without a word."""
     monkeypatch.setattr("src.distributed.process.GRACE_SECONDS", 0)
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    stop_signals = Signals()
-    monkeypatch.setattr("src.distributed.process.SIGNALS", stop_signals)
-    stop_signals.catch()
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises((RuntimeError, SystemExit)), exit_codes():
+    monkeypatch.setattr(Signals, "die", die)
+    monkeypatch.setattr("src.distributed.process.SIGNALS.name", "SIGTERM" if is_told else None)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, rank)
+    with pytest.raises(Died if says is None else (RuntimeError, SystemExit)), exit_codes():
         raise error
-    assert seen == raised
+    assert capsys.readouterr().err == (says or "")
 
 
 def test_whichever_exchange_times_out_first_the_one_that_is_waited_for_says_so(

@@ -1,5 +1,7 @@
 """A run that is told to end saves, says so in status.json, leaves no process behind, and goes on exactly."""
 
+import os
+import pty
 import shlex
 import signal
 import time
@@ -15,7 +17,7 @@ from src.distributed.process import STOP_SIGNALS
 from src.distributed.stop import StopSignal
 from src.training.state import ResumePoint
 from tests.faults.runs import ALL, TINY, WORKER, assert_same_run, checkpoints, cut_back, found
-from tests.launching import Launch, Run, Started, Whole, launched, slow
+from tests.launching import WRITES_TO, Launch, Run, Started, Whole, launched, slow
 from train import run_settings
 
 LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", *WORKER)
@@ -37,7 +39,7 @@ def assert_preempted(run: Run, at_least: int = 5) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("yaml", "number", "real"),
     [
-        ("fsdp", signal.SIGUSR1, True), ("ddp", signal.SIGINT, False),
+        ("fsdp", signal.SIGUSR1, True), ("ddp", signal.SIGINT, False), ("cpu", signal.SIGHUP, False),
         *(slow(yaml, number, True) for yaml in ("cpu", "ddp") for number in STOP_SIGNALS),
     ],
 )  # fmt: skip
@@ -46,6 +48,29 @@ def test_a_signal_to_the_launcher(tmp_path: Path, yaml: str, number: signal.Sign
     and after each signal to the launcher of one process), ignore_signals_in_worker (the loaders die first)."""
     with Started(yaml, *LONG, folder=tmp_path / "run", real=real) as started:
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
+
+
+def test_a_terminal_that_closes(tmp_path: Path) -> None:
+    """What is written to it fails from then on. Tried without a handler of SIGHUP: status "unfinished"; without
+    dropping what nobody reads: a traceback, and nothing saved."""
+    folder, (ours, theirs) = tmp_path / "run", pty.openpty()
+    attached = WRITES_TO.format(f"os.open({os.ttyname(theirs)!r}, os.O_RDWR | os.O_NOCTTY)")
+    with Started("cpu", *LONG, folder=folder, before=attached) as started:
+        record = folder / "metrics.jsonl"
+        started.wait_until(lambda: record.exists() and record.read_bytes().count(b"\n") >= 5)
+        os.close(ours)
+        os.close(theirs)
+        started.wait_until(lambda: b"output" in (folder / "status.json").read_bytes())
+        status = assert_preempted(started.send(signal.SIGHUP).ended())
+    assert (status["reason"], status["output"]) == ("SIGHUP", "the reader of the output is gone: see metrics.jsonl")
+
+
+def test_under_nohup_it_trains_on(tmp_path: Path) -> None:
+    """But under torch's launcher, which ends by SIGHUP all the same. Tried with a handler in any case: preempted."""
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with Started("cpu", *TINY, folder=tmp_path / "run", before=ignored) as started:
+        started.wait_for("step      2/").send(signal.SIGHUP, to=started.trainers[0])
+        assert started.ended().status == {"status": "done", "step": 14}
 
 
 def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(whole: Whole, tmp_path: Path) -> None:
@@ -126,6 +151,17 @@ def test_a_signal_during_the_start(tmp_path: Path, phase: str, number: signal.Si
     assert told.items() <= stopped.status.items()
     assert "stopped before the first step by" in stopped.stdout
     assert found(folder) == ResumePoint()
+
+
+@pytest.mark.parametrize("phase", ["they meet", "data are built"])
+def test_a_peer_that_is_lost_at_the_start_holds_up_no_signal(tmp_path: Path, phase: str) -> None:
+    """The main thread is in C++, where Python's handlers wait. Tried with those: SIGKILL after 30 seconds."""
+    with Started("cpu", *TINY, folder=tmp_path / "run", FAULT=f"lost while {phase}") as started:
+        stopped = started.wait_for("waiting for others").send(signal.SIGTERM).ended(seconds=20)
+    if phase == "they meet":  # which output folder is its own is not known yet
+        assert (stopped.exit_code, stopped.folder.exists()) == (128 + signal.SIGTERM, False)
+    else:
+        assert (stopped.exit_code, stopped.status["status"]) == (0, "preempted")
 
 
 def test_a_signal_to_the_launcher_during_a_resume(whole: Whole, tmp_path: Path) -> None:

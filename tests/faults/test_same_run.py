@@ -48,14 +48,14 @@ def test_changed_settings_are_refused_unless_asked_for(launch: Launch, whole: Wh
     """And nothing is touched. Tried without refusing: it trains on."""
     folder = cut_back(whole("cpu", *ALL), tmp_path / "run", 12)
     free = ("--wandb.tags=[x]",) if WANDB else ()
-    changed = ("--optim.lr=0.001", "--global_batch_size=8", "--micro_batch_size=4", *free)
+    changed = ("--optim.lr=0.001", "--global_batch_size=8", "--micro_batch_size=4", "--epochs=11", *free)
     before = contents(folder)
     (line,) = refusal(folder, *changed)
-    assert "global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001; set them back" in line
+    assert ": global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001; set them back" in line  # epochs need not be
     assert contents(folder) == before
     branch = (*TINY, *changed, f"--resume={folder}/checkpoints/step_00000012", "--checkpoint.accept_changes=true")
     asked = launch("cpu", *branch).succeeded()
-    assert "changed since: global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001" in asked.stdout
+    assert "changed since: epochs 10 -> 11, global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001" in asked.stdout
     assert [record["step"] for record in asked.records if "train/loss" in record] == [13, 14]
 
 
