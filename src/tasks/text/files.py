@@ -35,7 +35,7 @@ VERSIONS = (
     "Last-Modified", "created",
 )  # fmt: skip
 """What file systems call that which changes with a file's content. `created` of a local file is the time of its last
-change, which, unlike `mtime`, no copying tool sets back."""
+change, which, unlike `mtime`, no copying tool sets back, but a hard link or other permissions are changes too."""
 
 
 def path_error(path: Path) -> str | None:
@@ -71,8 +71,13 @@ def list_files(url: str) -> dict[str, str]:
             # a listing by HTTP says of a file that it is there, no more, and a local one tells a link's own times
             is_enough = any(key in info for key in VERSIONS) and not info.get("islink")
             facts = info if is_enough else system.info(name)
-            files[full_name] = " ".join(str(facts[key]) for key in ("size", *VERSIONS) if key in facts)
+            files[full_name] = " ".join(f"{key}={facts[key]}" for key in ("size", *VERSIONS) if key in facts)
     return files
+
+
+def lasting(version: str) -> str:
+    """Return that part of a version which changes with the content alone."""
+    return version.partition(" created=")[0] if " mtime=" in version else version
 
 
 def by_split(files: Iterable[str]) -> Splits:

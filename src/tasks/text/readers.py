@@ -13,7 +13,7 @@ from datasets import Dataset
 from pyarrow import parquet
 
 from src.config.errors import UserError
-from src.tasks.text.files import list_files, patiently
+from src.tasks.text.files import lasting, list_files, patiently
 from src.tasks.text.formats import HAVE_LINES, TABLES, TEXT_FORMATS, Group, Parsed, merge, read_table
 from src.tasks.text.index import Shard
 from src.tasks.text.values import Encoders, Found, are_texts, arrow_values, as_text, declared_features
@@ -69,7 +69,7 @@ class ShardReader:
     def content(self) -> list[str]:
         """Return what changes with the content of the files: of text its digest, whatever tar, rsync and the layers of
         an image make of its time; of parquet, whose footer alone the index has seen, its version too."""
-        return [shard.digest + shard.version * (shard.kind == ".parquet") for shard in self.shards]
+        return [shard.digest + lasting(shard.version) * (shard.kind == ".parquet") for shard in self.shards]
 
     def version(self, number: int) -> str:
         """Return what changes with a group's content, also where the footer of its file stays as it was."""
@@ -178,5 +178,5 @@ def _read_bytes(url: str, version: str, group: Group) -> bytes:
 
 
 def _require_unchanged(url: str, version: str) -> None:
-    if list_files(url) != {url: version}:
+    if lasting(list_files(url).get(url, "")) != lasting(version):
         raise UserError(f"{url} has changed or is gone since it was indexed: put it back as it was, or begin a new run")
