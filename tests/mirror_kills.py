@@ -74,7 +74,7 @@ def kill_at(number: int) -> None:
         Path(target).parent.mkdir(exist_ok=True)
         Path(target).write_bytes(content[: len(content) // 2])
 
-    patch("put_file", lambda source, target: write_half(target, Path(source).read_bytes()))
+    patch("put_file", lambda source, target, **_: write_half(target, Path(source).read_bytes()))
     patch("pipe_file", write_half)
     patch("rm_file", str)
     patch("rm", lambda folder: next(Path(folder).iterdir()).unlink())

@@ -21,6 +21,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from src.checkpoint.folder import list_checkpoints, parse
@@ -44,6 +45,7 @@ from src.checkpoint.rotation import superfluous
 from src.config.config import Config
 from src.config.errors import RunError, cause, explained
 from src.config.terminal import say
+from src.distributed.accelerator import local_main_process_first
 
 
 @cache
@@ -58,7 +60,8 @@ class Mirror:
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
         """Raise a UserError if the mirror cannot be written. Where the disks are not shared, lock the run's folder on
         the other machines. Collective."""
-        self._config, self._own, self._is_main = config, config.folder / "checkpoints", accelerator.is_main_process
+        self._accelerator, self._is_main = accelerator, accelerator.is_main_process
+        self._config, self._own = config, config.folder / "checkpoints"
         name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # each trial of a sweep has its own
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{name}"
         self._says = f"checkpoint.mirror={config.checkpoint.mirror}: "
@@ -72,6 +75,7 @@ class Mirror:
         self.copying: Path | None = None
         """The published checkpoint that is being copied."""
         self._newest: Path | None = None
+        self._copied = 0
         self.at_start: list[Path] = []
         """The mirrored checkpoints that `bring_record` has found, the newest first."""
         self._of_main = Path(gather_object([str(self._own)])[0])
@@ -124,8 +128,9 @@ class Mirror:
             files = gather_object([files])[0]
             if files is None:
                 wrong = [*lacks, "not in the mirror"]
-            elif self._is_first:
-                wrong = self._fetch(checkpoint, files)
+            with local_main_process_first(self._accelerator):  # as long as it takes
+                if files and self._is_first:
+                    wrong = self._fetch(checkpoint, files)
             wrong = gather_object(wrong)
         if self._is_main and not wrong:
             say(f"fetched from {self.url}/{checkpoint.name}")
@@ -179,14 +184,19 @@ class Mirror:
     def patiently(self, work: Callable[..., object], *arguments: Any) -> None:
         """Call `work` in the background, after what was begun there before, and wait for it.
 
-        Raise a RunError if it takes longer than half of timeout_minutes, after which it goes on unattended: the other
-        processes wait for this one for timeout_minutes.
+        Raise a RunError if the mirror takes nothing for half of timeout_minutes, after which it goes on unattended.
         """
-        work_done = copier().apply_async(work, arguments)
-        work_done.wait(30 * self._config.timeout_minutes)
-        if not work_done.ready():
-            raise RunError(f"{self.url} takes more than half of timeout_minutes={self._config.timeout_minutes:g}")
+        work_done, copied = copier().apply_async(work, arguments), -1
+        while not work_done.ready():
+            if copied == self._copied:
+                raise RunError(f"{self.url} took nothing in half of timeout_minutes={self._config.timeout_minutes:g}")
+            copied = self._copied
+            work_done.wait(30 * self._config.timeout_minutes)
         work_done.get()
+
+    def _count(self, *_: int, **__: Any) -> None:
+        """Count that a file, or a part of one, was copied: fsspec tells so."""
+        self._copied += 1
 
     def _copy(self, checkpoint: Path) -> None:
         files = manifest(checkpoint)
@@ -196,7 +206,8 @@ class Mirror:
     def put(self, folder: Path, files: Iterable[str]) -> None:
         """Copy these files of a checkpoint, whose folder may still be an unfinished one."""
         for name in files:
-            self._fs.put_file(str(folder / name), self._path(folder, name))
+            self._fs.put_file(str(folder / name), self._path(folder, name), callback=Callback(hooks={"": self._count}))
+            self._count()
 
     def complete(self, folder: Path, files: Json) -> None:
         """Copy state.json and the run's record as it was then, add the manifest, and delete superfluous checkpoints."""

@@ -49,6 +49,8 @@ class CheckpointWriter:
         self._group: Any = None
         if torch.distributed.is_initialized():  # of its own: the background thread's must not mix with the loop's
             timeout = timedelta(minutes=run.config.timeout_minutes)
+            if not run.resume.is_disk_shared:  # room: mirror
+                timeout = timedelta(days=7)  # a copy takes as long as it takes; `poll` finds a process that hangs
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         on_cuda = run.device.type == "cuda"
         # in a thread (use_async_staging) it would not wait for the optimizer's kernels
@@ -82,6 +84,8 @@ class CheckpointWriter:
     def poll(self, wait: bool = False) -> None:
         """Report on the checkpoint that is being written, if it is done. A failure ends the run only if the
         exchange between the processes is broken: it would fail again and again."""
+        while wait and not self._run.resume.is_disk_shared and self._count_unwritten():  # room: mirror
+            time.sleep(0.1)
         if self._pending is None or not (wait or self._pending[1].done()):
             return
         writer, future, pause = self._pending
@@ -100,6 +104,11 @@ class CheckpointWriter:
             shutil.rmtree(writer.folder, ignore_errors=True)
         if is_first_here and not self._run.resume.is_disk_shared:  # room: mirror
             writer.rotate()  # what was fetched
+
+    def _count_unwritten(self) -> float:  # room: mirror
+        """Return how many processes are still writing, or copying what they wrote. Collective."""
+        is_busy = self._pending is not None and not self._pending[1].done()
+        return self._run.accelerator.reduce(torch.tensor(float(is_busy), device=self._run.device), "sum").item()
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, free the memory of the copies, and wait for the mirror."""
