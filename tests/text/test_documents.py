@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from pyarrow import parquet
 from tokenizers import processors
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
@@ -253,14 +253,19 @@ def test_the_tokens_that_end_a_turn_are_found_in_the_chat_template(turn: str, en
     assert ends_of_turn(tokenizer) == ends
 
 
-def test_a_base_model_is_exported_to_end_where_its_own_chat_template_ends_a_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("eos", "ends"), [("<|endoftext|>", [256, 258]), ("<|end|>", [258, 256])])
+def test_a_base_model_is_exported_to_end_where_its_tokenizer_and_chat_template_do(
+    tmp_path: Path, eos: str, ends: list[int]
+) -> None:
     """And still where it ended before. Tried without the mark of the template: [256]."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    tokenizer.eos_token = eos
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.llama(tmp_path / "base"))
     save(model, tokenizer, model.state_dict(), tmp_path / "model")
-    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [256, 258]
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == ends
+    assert AutoConfig.from_pretrained(tmp_path / "model").eos_token_id == tokenizer.eos_token_id
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:

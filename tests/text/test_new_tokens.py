@@ -83,7 +83,7 @@ def test_what_is_exported_is_loaded_with_its_tokens(whole: Whole, made: Path, ch
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
     assert tokenizer.eos_token == "<|im_end|>"
     for export in (folder, folder / "merged"):
-        assert GenerationConfig.from_pretrained(export).eos_token_id == [256, 259]
+        assert GenerationConfig.from_pretrained(export).eos_token_id == [259, 256]
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])

@@ -18,6 +18,7 @@ from transformers import (
     pipeline,
 )
 
+from src.tasks.text.pretrained import end_tokens
 from tests.launching import Run, slow
 from tests.text.conftest import Trained
 
@@ -103,7 +104,7 @@ def test_the_export_is_what_was_trained(trained: Trained, made: Path, kind: str)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert evaluated(model, made) == pytest.approx(run.summary["eval/loss"], rel=1e-5)
     assert run.summary["eval/perplexity"] == pytest.approx(math.exp(run.summary["eval/loss"]))
-    assert GenerationConfig.from_pretrained(folder).eos_token_id == 256
+    assert end_tokens(GenerationConfig.from_pretrained(folder)) == [256]
     card = (folder / "README.md").read_text()
     metadata = yaml.safe_load(card.split("---")[1])
     assert metadata == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["causal_lm"]}

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     logging,
 )
+from transformers.trainer_utils import align_special_tokens
 
 from src.config.errors import UserError, explained
 from src.tasks.base import Tensors
@@ -72,17 +73,18 @@ def check_fit(
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
-    """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer. What the
-    model generates ends where its chat template ends a turn: a base model, which ends where a text does, would go on
-    with the user's next one."""
+    """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer. The
+    special tokens are the tokenizer's, and what the model generates ends where its chat template ends a turn too: a
+    base model, which ends where a text does, would go on with the user's next one."""
     logging.disable_progress_bar()
-    model.save_pretrained(folder, state_dict=weights)
     if model.can_generate():
+        align_special_tokens(model, tokenizer)
         generation, marks = model.generation_config, ends_of_turn(tokenizer)
         ends = end_tokens(generation)
         if marks and (end := tokenizer.get_vocab()[marks[0]]) not in ends:
             generation.eos_token_id = [*ends, end]
         generation.save_pretrained(folder)  # adapters come with none of their own
+    model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
 
 
