@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,9 +212,14 @@ def test_nothing_is_computed_backward_below_the_first_adapters() -> None:
     assert needs_grad == [False, True]
 
 
-def test_adapters_say_the_revision_of_the_model_that_they_belong_to() -> None:
-    adapted: Any = Lora(r=2).add_adapters(build("llama").hf, "v2", task_type="CAUSAL_LM")
-    assert adapted.peft_config["default"].revision == "v2"
+def test_adapters_say_from_anywhere_which_model_they_belong_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    for name, expected in (("base", f"{tmp_path}/base"), ("team/base", "team/base")):
+        model = build("llama", name_or_path=name).hf
+        adapted: Any = Lora(r=2).add_adapters(model, "v2", task_type="CAUSAL_LM")
+        config = adapted.peft_config["default"]
+        assert (config.base_model_name_or_path, config.revision) == (expected, "v2")
 
 
 def test_what_text_does_not_pass_through_is_not_trained() -> None:

@@ -1,5 +1,6 @@
 """Low-rank adapters: their settings, and how a model gets them."""
 
+import os
 import re
 import warnings
 from typing import Any, Literal
@@ -54,6 +55,8 @@ class Lora(Settings):
             exclude_modules=self.exclude_modules,
             **options,
         )
+        if os.path.isdir(model.name_or_path):  # which the adapters note, to be loaded in any folder
+            model.name_or_path = os.path.abspath(model.name_or_path)
         says = "task.lora.target_modules, exclude_modules: "
         with explained(says, (ValueError, re.error)), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
