@@ -207,9 +207,10 @@ class Task(Settings, ABC):
         batch = self.collate(samples(dataset, [index]))
         return json.dumps(recursively_apply(_in_words, batch), indent=2, default=str)
 
-    def card(self) -> dict[str, Any]:  # room: hub
-        """Return metadata for the model card: fields of huggingface_hub.ModelCardData, such as license or tags."""
-        return {}
+    def cards(self) -> dict[str, dict[str, Any]]:  # room: hub
+        """Return metadata for the model card, as "", and for that of each further model in the export, by its folder
+        there: fields of huggingface_hub.ModelCardData, such as license or tags."""
+        return {"": {}}
 
 
 @contextmanager

@@ -33,7 +33,8 @@ def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(
     named, local = (model.state_dict() for model in (task.build_model(), here.build_model()))
     assert all(weight.equal(local[name]) for name, weight in named.items())
     assert weight_files("team/model", "v2") == [str(fetched / "snapshots/0123abcd/model.safetensors")]
-    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task.card().items()
+    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task.cards()[""].items()
+    assert "datasets" not in task.model_copy(update={"dataset": "s3://team/data"}).cards()[""]  # the Hub refuses it
 
 
 def test_a_dataset_is_read_as_its_files_on_the_hub_say_and_found_by_its_configuration(tmp_path: Path) -> None:
@@ -82,16 +83,22 @@ def test_an_upload_that_must_fail_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("online")
+@pytest.mark.parametrize("merge", [False, True])
 def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(  # room: hub
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], merge: bool
 ) -> None:
-    config = run_settings([f"--output_dir={tmp_path}/run", "--push_to_hub=me/other"])
+    """Merged weights in a repository of their own: in that of the adapters, nobody would look for them."""
+    config = run_settings([
+        f"--output_dir={tmp_path}/run", "--push_to_hub=me/other", "--task.name=causal_lm", "--task.lora.r=4",
+        f"--task.model={made}/models/llama", f"--task.dataset={made}/questions.jsonl", f"--task.lora.merge={merge}",
+    ])  # fmt: skip
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as where it was away at the start
     with pytest.raises(SystemExit) as end:
         push_to_hub(config)
     says = str(end.value.code)  # text: it is printed, and the exit code is 1
     assert says.startswith("train.py: push_to_hub=me/other: ")
-    assert says.endswith(f"; the run is complete, upload its model with `hf upload me/other {config.folder}/model`")
+    command = f"hf upload me/other {config.folder}/model --private" + " --exclude 'merged/*'" * merge
+    assert says.endswith(f"; the run is complete, upload its model with `{command}`")
     assert "\n" not in says
     assert "refused" in says
     asked: list[Any] = []
@@ -100,5 +107,11 @@ def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(  # r
     push_to_hub(config)
     assert asked == [
         ("me/other", {"private": True, "exist_ok": True}),
-        {"repo_id": "me/other", "folder_path": config.folder / "model", "commit_message": config.run_name},
+        {"repo_id": "me/other", "folder_path": config.folder / "model", "commit_message": config.run_name}
+        | {"ignore_patterns": ["merged/*"] if merge else []},
+    ]
+    command = f"hf upload me/other-merged {config.folder}/model/merged --private"
+    assert capfd.readouterr().out.splitlines() == [
+        "  Hub        me/other",
+        *[f"             without merged, which `{command}` uploads"] * merge,
     ]

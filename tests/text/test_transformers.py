@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import (
@@ -119,6 +120,8 @@ def test_adapters_are_exported_alone_and_on_request_merged(trained: Trained, mad
     for exported in (folder, folder / "merged"):
         model = AutoModelForCausalLM.from_pretrained(exported)
         model.name_or_path = str(folder)
+        library = "peft" if exported == folder else "transformers"
+        assert ModelCard.load(exported / "README.md").data.library_name == library
         assert evaluated(model, made) == pytest.approx(run.summary["eval/loss"], rel=1e-5)
 
 

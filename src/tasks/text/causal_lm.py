@@ -270,5 +270,7 @@ class CausalLM(Decoder):
             save(model.lm, self._tokenizer, adapters, folder)
         return True
 
-    def card(self) -> dict[str, Any]:
-        return super().card() | ({"library_name": "peft"} if self.lora.r else {})
+    def cards(self) -> dict[str, dict[str, Any]]:
+        (whole,) = super().cards().values()
+        exported = whole | ({"library_name": "peft"} if self.lora.r else {})
+        return {"": exported, "merged": whole} if self.lora.merge else {"": exported}

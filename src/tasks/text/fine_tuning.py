@@ -242,10 +242,10 @@ class FineTuning(
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         return save_sharded(self.core(model), self._tokenizer, folder, accelerator)
 
-    def card(self) -> dict[str, Any]:
+    def cards(self) -> dict[str, dict[str, Any]]:
         card: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": self.pipeline_tag}
         if self.model and not Path(self.model).exists():
             card["base_model"] = self.model
-        if not Path(self.dataset).exists():
+        if not Path(self.dataset).exists() and "://" not in self.dataset:
             card["datasets"] = [self.dataset]
-        return card
+        return {"": card}

@@ -55,8 +55,8 @@ class Lora(Settings):
             exclude_modules=self.exclude_modules,
             **options,
         )
-        if os.path.isdir(model.name_or_path):  # which the adapters note, to be loaded in any folder
-            model.name_or_path = os.path.abspath(model.name_or_path)
+        if os.path.isdir(source := str(model.name_or_path)):  # which the adapters note, to be loaded in any folder
+            model.name_or_path = os.path.abspath(source)
         says = "task.lora.target_modules, exclude_modules: "
         with explained(says, (ValueError, re.error)), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
