@@ -54,6 +54,12 @@ def test_the_digits_are_learnt_and_exactly_these_files_say_so(digits: Run) -> No
     assert 0 < 5 * 1438 / summary["samples_per_second"] < summary["seconds"]
 
 
+def test_who_may_enter_the_folder_may_read_the_weights(digits: Run) -> None:
+    """As the umask says: safetensors 0.8 writes files for their owner alone."""
+    files = [*digits.folder.glob("model/*"), *digits.folder.glob("checkpoints/*/*")]
+    assert {file.stat().st_mode & 0o666 for file in files} == {digits.folder.stat().st_mode & 0o666}
+
+
 def test_each_record_is_a_json_object_with_its_step_first(digits: Run) -> None:
     assert all(next(iter(record)) == "step" for record in digits.records)
     training = {record["step"]: set(record) for record in digits.records if "train/loss" in record}

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from src.checkpoint.format import unfinished
+from src.checkpoint.format import share, unfinished
 from src.config.config import Config
 from src.config.errors import RunError, cause
 from src.training.run import Run
@@ -37,6 +37,8 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(incomplete, ignore_errors=True)
         incomplete.mkdir(parents=True)
         yield incomplete
+        for file in incomplete.rglob("*.safetensors"):
+            share(file)
         shutil.rmtree(place, ignore_errors=True)
         incomplete.rename(place)
     except (OSError, SafetensorError) as error:

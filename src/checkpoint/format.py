@@ -51,6 +51,11 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f"{INCOMPLETE}{path.name}")
 
 
+def share(file: Path) -> None:
+    """Let whoever may enter its folder read the file: safetensors writes it for its owner alone, whatever the umask."""
+    file.chmod(file.stat().st_mode | file.parent.stat().st_mode & 0o666)
+
+
 def file_facts(file: Path) -> Json:
     """Return the file's entry in the manifest: size in bytes and SHA-256."""
     with file.open("rb") as stream:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
 from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import STATE, file_facts, publish, sync, unfinished, write_json
+from src.checkpoint.format import STATE, file_facts, publish, share, sync, unfinished, write_json
 from src.checkpoint.integrity import problems
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.rotation import delete, superfluous
@@ -137,6 +137,7 @@ class StorageWriter(HuggingFaceStorageWriter):
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
         with explained(f"{self.folder / shard} cannot be written, "):
             save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
+            share(self.folder / shard)
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
