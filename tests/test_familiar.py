@@ -28,11 +28,8 @@ def test_each_is_refused_in_one_line_with_a_name_that_exists(name: str) -> None:
     hyphens = name.replace("_", "-")
     for words in (f"--{name}=2e-5", f"--{name}", f"--{name} 2e-5", f"--{hyphens} -1 --{name}", f"--{hyphens} a b"):
         (line,) = mistakes(*words.split())
-        if name == "optim":
-            assert re.fullmatch(r"--optim=\S+: optim is a group; write, for example, --optim.name=…", line)
-        else:
-            task = " (--task.name=causal_lm has it)" if setting.startswith("task.") else ""
-            assert re.fullmatch(rf"--{name}=(2e-5|…): here it is {re.escape(OURS[name] + task)}", line)
+        task = " (--task.name=causal_lm has it)" if setting.startswith("task.") else ""
+        assert re.fullmatch(rf"--{name}=(2e-5|…): here it is {re.escape(OURS[name] + task)}", line)
 
 
 def test_each_of_them_is_one_thing_here() -> None:
@@ -51,6 +48,10 @@ def test_each_of_them_is_one_thing_here() -> None:
             "--gradient_accumulation_steps=4: here it is global_batch_size, which counts all micro-batches of all "
             "processes",
             "--save_steps=…: here it is save_every, in steps",
+        ]),
+        ("--optim adamw_torch --optim.lr=1e-3 --lr_scheduler_type=cosine", [
+            "--optim=…: here it is optim.name, such as adamw",
+            "--lr_scheduler_type=cosine: here it is optim.schedule",
         ]),
         # tried without: `more` is passed over, as what follows one of theirs
         ("--fp16 --config a.yaml more", [

@@ -2,7 +2,7 @@
 
 THEIRS = {
     "optim.lr": "learning_rate",
-    "optim.name": "optim optimizer",
+    "optim.name, such as adamw": "optim optimizer",
     "optim.weight_decay": "weight_decay",
     "optim.max_grad_norm": "max_grad_norm",
     "optim.schedule": "lr_scheduler_type lr_scheduler",

@@ -133,12 +133,12 @@ def validate(
         # a whole group may be unknown
         for name in names or [name for name in given if name.startswith(f"{where}.")]:
             match problem["type"]:
+                case "extra_forbidden" | "model_type" if where in OURS:  # room: familiar
+                    says = f"here it is {OURS[where]}"
+                    if OURS[where].startswith("task."):
+                        says += " (--task.name=causal_lm has it)"
                 case "extra_forbidden":
                     says = f"unknown setting{nearest(name, list(known))}"
-                    if where in OURS:  # room: familiar
-                        says = f"here it is {OURS[where]}"
-                        if OURS[where].startswith("task."):
-                            says += " (--task.name=causal_lm has it)"
                 case "model_type":
                     example = next(setting for setting in known if setting.startswith(f"{name}."))
                     says = f"{name} is a group; write, for example, --{example}=…"
