@@ -109,7 +109,7 @@ def build(config: Config) -> Run | None:
         SIGNALS.answer_by(lambda signal: stop_at_start(config, resume, command, signal))
 
     # ------------------------------------------------------------------------------------------------------- data
-    datasets = build_data(config.task, accelerator)
+    datasets = build_data(config, accelerator)
     fingerprints = fingerprints_of(config.task, datasets, accelerator)  # room: machines safeguards trackers wandb
     train_set, eval_set = (on_device(config, dataset, accelerator.device) for dataset in datasets)
 

@@ -36,6 +36,10 @@ def test_it_is_transformers_at_every_step(warmup: float, decay: float, final: fl
             "--optim.schedule=wsd --optim.decay_steps=0.8",
             "optim.warmup_steps=0.3 and optim.decay_steps=0.8: 110.0% of the schedule",
         ),
+        (
+            "--epochs=null --max_steps=50 --optim.schedule=wsd --optim.warmup_steps=40 --optim.decay_steps=30",
+            "optim.warmup_steps=40 and optim.decay_steps=30: 140.0% of the schedule",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(arguments: str, line: str) -> None:
@@ -48,9 +52,10 @@ def test_shares_may_fill_the_schedule_and_config_yaml_may_be_used_again() -> Non
     run_settings(["--optim.schedule=cosine", "--optim.decay_steps=0.2"])
 
 
-def test_a_length_that_only_the_data_tell_is_refused_before_the_first_step(launch: Launch) -> None:
+def test_a_length_that_only_the_data_tell_is_refused_before_the_model_is_built(launch: Launch) -> None:
     """Tried without: it trains, at a rate that jumps where the decay begins in the warm-up."""
-    run = launch("cpu", "--epochs=2", "--optim.schedule=wsd", "--optim.warmup_steps=40", "--optim.decay_steps=30")
+    arguments = ("--epochs=2", "--optim.schedule=wsd", "--optim.warmup_steps=40", "--optim.decay_steps=30")
+    run = launch("cpu", *arguments, before="from src.tasks.mnist import Mnist; Mnist.build_model = None")
     assert run.exit_code == 2
     line = "optim.warmup_steps=40 and optim.decay_steps=30: 152.2% of the schedule"
     assert run.messages == [f"train.py: {line}"]

@@ -180,7 +180,8 @@ def load_config(
     mistakes.extend(_profile_errors(config.profile_steps))  # room: performance
     if (warmup := config.optim.warmup_steps) > 1 and warmup % 1:
         mistakes.append(f"optim.warmup_steps={warmup}: must be a whole number of steps, or below 1, a share of all")
-    mistakes.extend(config.optim.decay_errors(math.inf))  # room: wsd
+    length = None if config.epochs else config.max_steps  # room: wsd
+    mistakes.extend(config.optim.decay_errors(length or math.inf))  # room: wsd
     if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():  # room: best
         mistakes.append(
             "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"

@@ -50,7 +50,6 @@ class Run:
         # bf16 has fp32's range: only fp16's smallest numbers are larger than some gradients
         if not self.is_fp16:
             self.progress.loss_scale = 1.0
-        refuse(self.config.optim.decay_errors(self.schedule.steps))  # room: wsd
 
     @property
     def task(self) -> Task:
@@ -127,14 +126,18 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
-def build_data(task: Task, accelerator: Accelerator) -> tuple[Examples, Examples]:
-    """Return the training set and the evaluation set. Raise a UserError if the latter has no target."""
+def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples]:
+    """Return the training set and the evaluation set. Raise a UserError if the latter has no target, or the former
+    makes the schedule too short."""
+    task = config.task
     # the first process downloads and tokenizes, and the others find it done; one on each machine, as caches are on
     # their disks
     with local_main_process_first(accelerator):
         datasets = task.build_datasets()
         require_right(task, "build_datasets", datasets)  # room: examine
     train_set, eval_set = datasets
+    _, schedule_steps = config.steps(-(-len(train_set) // config.global_batch_size))  # room: wsd
+    refuse(config.optim.decay_errors(schedule_steps))  # room: wsd
     each = (task.count_targets(task.collate(samples(eval_set, [index]))) for index in range(len(eval_set)))
     if not any(each):  # usually known from the first one
         raise UserError("the data to evaluate on have nothing to predict: Task.count_targets is 0 for all of them")

@@ -128,7 +128,7 @@ def build(config: Config) -> Run:
     if launch.strategy.endswith("offload"):  # pinning copies, and would fill the memory of the host
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     started = time.perf_counter()
-    train_set, eval_set = build_data(config.task, accelerator)
+    train_set, eval_set = build_data(config, accelerator)
     seconds = time.perf_counter() - started
     tuned = config.task.prepare_for("cuda", torch.bfloat16 if launch.precision == "bf16" else torch.float32)
     model = config.task.build_skeleton()
