@@ -71,14 +71,15 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the trained weight matrices between the embeddings and the last layer: those that Muon is for (Jordan et
     al. 2024, https://kellerjordan.github.io/posts/muon/)."""
-    ends = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if linear:
-        # the output layer, where a class or a token is a row of its own
-        ends.add(linear[-1].weight)
+    modules = [*model.modules()]
+    ends: list[nn.Module] = [module for module in modules if isinstance(module, nn.Embedding)]
+    # the output layer, where a class or a token is a row of its own
+    ends += [module for module in modules if isinstance(module, nn.Linear)][-1:]
+    # peft wraps a layer, its `base_layer`, with what is trained beside it, such as the rows of new tokens
+    at_ends = {p for module in modules if getattr(module, "base_layer", module) in ends for p in module.parameters()}
     matrices = {p for p in model.parameters() if p.requires_grad and p.ndim == 2}
     # a single row or column is a vector in all but name
-    return {p for p in matrices if min(p.shape) > 1} - ends
+    return {p for p in matrices if min(p.shape) > 1} - at_ends
 
 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:

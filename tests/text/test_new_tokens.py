@@ -9,8 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from src.config.errors import UserError
+from src.config.groups import Optim
 from src.tasks.text.causal_lm import CausalLM
+from src.tasks.text.lora import Lora
 from src.tasks.text.pretrained import load_exported
+from src.training.optim import build_optimizers
 from tests.launching import Run, Whole, slow
 from tests.text import tiny
 
@@ -96,6 +99,13 @@ def test_rows_start_as_the_mean_of_the_others_and_all_are_trained_without_adapte
         assert layer.weight.shape == (260, 32)
         torch.testing.assert_close(layer.weight[258:], layer.weight[:258].mean(0).expand(2, -1))
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "layers"), [("tied", 1), ("untied", 2)])
+def test_muon_leaves_them_to_adamw_as_it_does_embeddings(made: Path, chats: str, name: str, layers: int) -> None:
+    task = CausalLM(model=f"{made}/models/{name}", sequence_length=64, new_tokens=TOKENS, lora=Lora(r=4))
+    _, adamw = build_optimizers(Optim(name="muon"), task.build_model())
+    assert [rows.shape for group in adamw.param_groups for rows in group["params"]] == [(2, 32)] * layers
 
 
 @pytest.mark.parametrize(
