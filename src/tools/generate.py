@@ -26,7 +26,7 @@ from src.checkpoint.load import config_of, find_model, is_checkpoint, load_model
 from src.config.errors import UserError, explained
 from src.distributed.process import exit_codes
 from src.tasks.text.byte_tokenizer import CHAT_TEMPLATE
-from src.tasks.text.pretrained import load_exported, max_length, stop_tokens
+from src.tasks.text.pretrained import load_exported, max_length, set_ends
 
 
 def main(argv: list[str]) -> None:
@@ -71,7 +71,9 @@ def load(source: str) -> tuple[Any, Any]:
             export_weights(config, trained, trained.state_dict(), folder)
         model = load_exported(folder).to(PartialState().device).eval()
         with explained(f"{source}: no tokenizer, ", (OSError, ValueError)):
-            return model, AutoTokenizer.from_pretrained(folder)
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        set_ends(model, tokenizer)  # adapters of others say none
+        return model, tokenizer
 
 
 def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, temperature: float) -> str:
@@ -87,7 +89,6 @@ def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, te
         attention_mask=torch.ones_like(tokens, device=model.device),
         max_new_tokens=min(max_new_tokens, limit - length),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        eos_token_id=stop_tokens(model, tokenizer.eos_token_id),  # of a turn too
         do_sample=temperature != 0,
         temperature=temperature or None,
     )

@@ -24,7 +24,7 @@ from src.tasks.text.four_bit import keep_layout, loading_options
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.new_tokens import add_rows, add_tokens
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
-from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged
+from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged, set_ends
 from src.tasks.text.questions import Question, ask, read_questions
 from src.tasks.text.streaming.blocks import Mixture
 from src.tasks.text.streaming.sources import by_source
@@ -96,6 +96,7 @@ class CausalLM(Decoder):
 
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
+        set_ends(model, self._tokenizer)  # of what answers questions  # room: tables
         return LanguageModel(self.with_adapters(model), self._attention)
 
     def num_new_tokens(self) -> int:  # room: new_tokens

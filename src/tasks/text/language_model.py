@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from src.tasks.text.chunked_loss import linear_cross_entropy
 from src.tasks.text.flops import Flops, count_flops
-from src.tasks.text.pretrained import fsdp_blocks, stop_tokens, without_adapters
+from src.tasks.text.pretrained import fsdp_blocks, without_adapters
 
 CHUNK, CHUNK_ON_GPU = 2**24, 3 * 2**24
 """Logits that are computed at once: 64 MiB in fp32; 192 MiB on a GPU, which small products leave idle."""
@@ -99,14 +99,13 @@ class LanguageModel(nn.Module):
             correct.append((logits.argmax(-1) == expected).float())
         return torch.cat(losses), torch.cat(correct)
 
-    def _generate(self, with_adapters: bool, end: int | None, **options: Any) -> Tensor:  # room: tables
-        """Return what `generate` of transformers does with these options, of the model with its adapters or without. It
-        stops at the token `end` too."""
+    def _generate(self, with_adapters: bool, **options: Any) -> Tensor:  # room: tables
+        """Return what `generate` of transformers does with these options, of the model with its adapters or without."""
         if self._takes_lengths:  # of documents, of which there are none here
             self.hf.set_attn_implementation("sdpa")
         adapters = nullcontext() if with_adapters else self.lm.disable_adapter()
         with adapters, torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
-            tokens = self.lm.generate(eos_token_id=stop_tokens(self.hf, end), **options)
+            tokens = self.lm.generate(**options)
         if self._takes_lengths:
             self.hf.set_attn_implementation("varlen")
         return tokens

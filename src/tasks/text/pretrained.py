@@ -72,20 +72,15 @@ def check_fit(
         raise UserError(f"the tokenizer has {len(tokenizer)} tokens, but the model knows {known} ({where})")
 
 
-def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
-    """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer. The
-    special tokens are the tokenizer's, and what the model generates ends where its chat template ends a turn too: a
-    base model, which ends where a text does, would go on with the user's next one."""
-    logging.disable_progress_bar()
-    if model.can_generate():
-        align_special_tokens(model, tokenizer)
-        generation, marks = model.generation_config, ends_of_turn(tokenizer)
-        ends = end_tokens(generation)
-        if marks and (end := tokenizer.get_vocab()[marks[0]]) not in ends:
-            generation.eos_token_id = [*ends, end]
-        generation.save_pretrained(folder)  # adapters come with none of their own
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
+def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give a language model the tokenizer's special tokens, and have what it generates end where the chat template ends
+    a turn too: a base model, which ends where a text does, would go on with the user's next one."""
+    logging.set_verbosity_error()  # it would warn of what it changes
+    align_special_tokens(model, tokenizer)
+    generation, marks = model.generation_config, ends_of_turn(tokenizer)
+    ends = end_tokens(generation)
+    if marks and (end := tokenizer.get_vocab()[marks[0]]) not in ends:
+        generation.eos_token_id = [*ends, end]
 
 
 def end_tokens(generation: GenerationConfig) -> list[int]:
@@ -96,10 +91,14 @@ def end_tokens(generation: GenerationConfig) -> list[int]:
     return ends if isinstance(ends, list) else [ends]
 
 
-def stop_tokens(model: Any, end: int | None) -> list[int] | None:
-    """Return the tokens at each of which a model's generation ends, `end` among them; None if nothing ends it."""
-    ends = {*end_tokens(model.generation_config)} | ({end} if end is not None else set())
-    return [*ends] or None
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
+    """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer."""
+    logging.disable_progress_bar()
+    if model.can_generate():
+        set_ends(model, tokenizer)
+        model.generation_config.save_pretrained(folder)  # adapters come with none of their own
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
 
 
 def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:

@@ -68,7 +68,6 @@ def ask(
         output = model(
             "generate",
             with_adapters=when == "after",
-            end=tokenizer.eos_token_id,
             input_ids=tokens.where(tokens >= 0, pad),
             attention_mask=(tokens >= 0).long(),
             pad_token_id=pad,
