@@ -3,14 +3,14 @@
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from src.config.config import Config
-from src.config.errors import UserError
+from src.config.errors import UserError, cause
 from src.config.terminal import bar
 from src.tools.plan.gpus import Gpu
 from src.tools.plan.measure import Measured, Setup, measure
@@ -47,8 +47,7 @@ class Row:
 def setups(arguments: list[str], yamls: list[str], sizes: list[int], gpu: Gpu) -> Iterator[Setup]:
     """Yield the run under each strategy on each number of GPUs that it is for."""
     for gpus in sorted({*sizes}):
-        machines = gpus / gpu.gpus_per_machine
-        possible = {"single_gpu": gpus == 1, "fsdp_offload": True, "hsdp": machines > 1 and machines % 1 == 0}
+        possible = {"single_gpu": gpus == 1, "fsdp_offload": True, "hsdp": gpus > gpu.gpus_per_machine}
         for yaml in yamls:
             if possible.get(yaml, gpus > 1):
                 yield Setup(tuple(arguments), f"accelerate_configs/{yaml}.yaml", gpus, gpu)
@@ -71,13 +70,25 @@ def changed(setups: list[Setup], config: Config) -> Iterator[Setup]:
 def explore(setup: Setup) -> Row:
     """Find out what a setup takes, or why it can't be run."""
     share = 1.0
-    try:
-        while True:
-            with suppress(torch.OutOfMemoryError), ProcessPoolExecutor(1, FORK) as pool:
-                return Row(setup, pool.submit(measure, setup, share).result())
+    while True:
+        try:
+            with ProcessPoolExecutor(1, FORK) as pool:
+                return pool.submit(_row, setup, share).result()
+        except torch.OutOfMemoryError:
             share -= 0.05  # fragmentation takes the rest
+        except BrokenProcessPool:
+            return Row(setup, None, "cannot be measured, its process was killed: by the system, if memory ran out")
+
+
+def _row(setup: Setup, share: float) -> Row:
+    try:
+        return Row(setup, measure(setup, share))
+    except torch.OutOfMemoryError:
+        raise
     except UserError as error:
-        return Row(setup, None, str(error))
+        return Row(setup, None, cause(error))
+    except Exception as error:  # of any library, and not all of them could be sent to the plan's process
+        return Row(setup, None, f"cannot be measured, {type(error).__name__}: {cause(error)}")
 
 
 def explore_all(setups: list[Setup]) -> list[Row]:
