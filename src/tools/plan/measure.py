@@ -9,18 +9,14 @@ import os
 import time
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
-import psutil
 import torch
-import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from null_gpu import WAITS, NullGpu, join_alone, null_environment
+from null_gpu import NullGpu, join_alone, null_environment
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.config import Config, load_config
 from src.config.errors import UserError
@@ -85,9 +81,8 @@ class Measured:
     memory: Peaks
     parts: dict[str, int]
     """The step's bytes by what they hold: parameters, gradients, optimizer, and the rest: activations."""
-    host_bytes: int
     work: dict[str, float]
-    """Of a step: what Work counts, `kernels`, `waits` for the device, and `host_seconds` on this machine."""
+    """Of a step: what Work counts, `kernels`, and `host_seconds` on this machine."""
     notes: list[str]
 
 
@@ -177,20 +172,6 @@ def measure(setup: Setup, share: float) -> Measured:
     return Trial(build(config), setup.gpu).measured(share)
 
 
-def optimizer_bytes(config: Config) -> int:
-    """Return what the optimizer keeps of all parameters, by an update of tensors without data."""
-    model = config.task.build_skeleton()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fill(model, torch.device("cpu"))
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        optimizers = build_optimizers(config.optim, model)
-        for optimizer in optimizers:
-            optimizer.step()
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return sum(value.nbytes for state in states for value in state.values())
-
-
 def peak() -> tuple[int, int]:
     """Return the bytes that were allocated and reserved at most since this was last asked."""
     most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -217,7 +198,6 @@ class Trial:
         self._kept = self._gradients if run.launch.strategy == "ddp" else 0
         self._null = NullGpu()
         self._load = peak()
-        self._host = psutil.Process().memory_info().rss
 
     def measured(self, share: float) -> Measured:
         """Return what `measure` does."""
@@ -240,16 +220,10 @@ class Trial:
             # what is compiled is counted eagerly, which takes more
             torch.cuda.set_per_process_memory_fraction(1.0)
 
-        memory, accumulation = self._memory(size), batch // size
+        memory, accumulation = self._memory(size), len(self._micro_batches)
         parts = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in tensors_of(run).items()}
         parts["gradients"] = self._gradients
-        host_bytes = self._host + max(self._saved, parts["parameters"])
-        on_the_gpu = sum(parts.values())
-        if self._is_offloaded:
-            parts["optimizer"] = optimizer_bytes(run.config) // world_size
-            host_bytes += parts["gradients"] + parts["optimizer"]
-            on_the_gpu = 0
-        parts["activations"] = memory["step"][0] - on_the_gpu
+        parts["activations"] = memory["step"][0] - (0 if self._is_offloaded else sum(parts.values()))
         flops = tokens = 0.0
         first, model = self._micro_batches[0].data, run.accelerator.unwrap_model(run.model)  # room: performance
         flops = run.task.flops(model, first) * accumulation * world_size  # room: performance
@@ -264,7 +238,6 @@ class Trial:
             total_steps=run.total_steps,
             memory=memory,
             parts=parts,
-            host_bytes=host_bytes,
             work=self._work(accumulation),
             notes=run.facts["tuned"],
         )
@@ -281,19 +254,14 @@ class Trial:
         peak()
         self._take(micro_batches)
         if self._kept:
-            group: Any = dist.group.WORLD
-            try:
-                group._get_backend(run.device)._wait_for_pending_works()
-            except (AttributeError, RuntimeError):  # torch 2.11 can't, nor 2.15: wait for its watchdog
-                time.sleep(1)
+            time.sleep(1)  # the watchdog has looked by then: not all versions of torch can be told to
         self._take(micro_batches)  # with the optimizer's state, which is there by now
         allocated, reserved = peak()
         memory = {"load": self._load, "step": (allocated + self._kept, reserved + self._kept)}
         evaluate_batches(run.task, run.model.eval(), islice(evaluation_batches(run), 2), run.device, stop)
         run.model.train()
         memory["evaluation"] = peak()
-        to_save = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
-        self._saved = sum(tensor.nbytes for tensor in to_save.values())
+        rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
         memory["save"] = peak()
         return memory
 
@@ -329,5 +297,4 @@ class Trial:
         with Work("cuda", self._gpu.gpus_per_machine) as work:
             self._take(self._micro_batches[:micro_batches])
         kernels = sum(numbers.get(name, 0) for name in KERNELS)
-        waits = sum(numbers.get(name, 0) for name in WAITS)
-        return {**work.counts, "kernels": kernels, "waits": waits, "host_seconds": min(seconds)}
+        return {**work.counts, "kernels": kernels, "host_seconds": min(seconds)}
