@@ -284,7 +284,7 @@ def predict(run: Run) -> list[dict[str, Any]]:
                         "is_fitting": is_fitting,
                         "allocated": allocated,
                         "reserved": reserved,
-                        "tokens": numbers["tokens/s/GPU"],
+                        "tokens": numbers["tok/s/GPU"],
                         "figures": numbers,
                         "memory": row.measured.memory,
                         "parts": row.measured.parts,

@@ -95,7 +95,7 @@ def cells(entry: dict[str, Any]) -> list[str]:
     """Return memory and speed."""
     line = entry["line"]
     memory = f"{line['GB']:.1f}"
-    speed = f"{line['tokens/s/GPU']:,.0f}"
+    speed = f"{line['tok/s/GPU']:,.0f}"
     return [memory, speed if entry["is_fitting"] else "none"]
 
 

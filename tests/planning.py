@@ -34,11 +34,11 @@ def setup(yaml: str, gpus: int, arguments: Iterable[str]) -> Setup:
     return Setup(tuple(arguments), yaml if "/" in yaml else f"accelerate_configs/{yaml}.yaml", gpus, H100)
 
 
-def measured(*setups: Setup) -> list[dict[str, Any]]:
-    """What `explore` finds out about each, as JSON."""
+def measured(*setups: Setup, program: str = "from tests.planning import main; main()") -> list[dict[str, Any]]:
+    """What `explore` finds out about each, as JSON; by a program that has something else happen on the way."""
     content = json.dumps([asdict(setup) | {"gpu": setup.gpu.model_dump()} for setup in setups])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.planning"],
+        [sys.executable, "-c", program],
         input=content,
         cwd=PROJECT,
         env=clean_environment(**environment_for(H100)),
@@ -58,7 +58,3 @@ def main() -> None:
         row = explore(Setup(**fields))
         rows.append({"is_fitting": row.is_fitting, "measured": asdict(row.measured) if row.measured else row.reason})
     print(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    main()

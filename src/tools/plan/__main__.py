@@ -17,7 +17,7 @@ from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import environment_for
 from src.tools.plan.search import YAMLS, changed, explore_all, setups
-from src.tools.plan.show import best, recommendation, table, write
+from src.tools.plan.show import GB, best, recommendation, table, write
 
 
 def main(argv: list[str]) -> None:
@@ -30,6 +30,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--output", type=Path, default="plans", help="folder that the plan is written into")
     options, arguments = parser.parse_args(argv[:split]), argv[split + 1 :]
     gpu = find_gpu(options.gpu)
+    for gpus in options.gpus:
+        if gpus < 1 or (gpus > gpu.gpus_per_machine and gpus % gpu.gpus_per_machine):
+            raise UserError(f"--gpus {gpus}: must be within a machine's {gpu.gpus_per_machine}, or a multiple of them")
+    todo = [*setups(arguments, options.yamls, options.gpus, gpu)]
+    if not todo:
+        raise UserError(f"--yamls {' '.join(options.yamls)}: not for --gpus {' '.join(map(str, options.gpus))}")
     if "NULL_GPU_GIB" not in os.environ:
         if reason := null_gpu.reason_to_skip():
             hint = "the Dockerfile's image, on x86-64, has all that it needs"
@@ -37,10 +43,10 @@ def main(argv: list[str]) -> None:
         # the null GPU takes the place of CUDA's libraries before these are loaded
         os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment_for(gpu))
     config = load_config(arguments, TASKS)
-    print("measured on GPUs that are not there, and timed by docs/plan.md")
-    rows = explore_all([*setups(arguments, options.yamls, options.gpus, gpu)])
+    print(f"{gpu.name}, {gpu.capacity / GB:.1f} GB of it for torch: measured without one, and timed by docs/plan.md")
+    rows = explore_all(todo)
     if not best(rows, config):
-        largest = [row.setup for row in rows if row.setup.gpus == max(options.gpus)]
+        largest = [row.setup for row in rows if row.measured and row.setup.gpus == max(options.gpus)]
         rows += explore_all([*changed(largest, config)])
     if not any(row.measured for row in rows):
         raise UserError("\n".join(dict.fromkeys(row.reason for row in rows)))

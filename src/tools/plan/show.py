@@ -2,54 +2,65 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from tqdm import tqdm
 
 from src.config.config import Config
+from src.config.errors import explained
 from src.tools.plan.estimate import seconds_of
 from src.tools.plan.measure import highest, launcher_arguments
 from src.tools.plan.search import Row
 from src.tracking.figures import draw
 
 GB = 1e9
+FORMATS: dict[str, Callable[[float], str]] = {
+    "GB": "{:.1f}".format,
+    "step": "{:.3f}".format,
+    "tok/s/GPU": "{:,.0f}".format,
+    "MFU": "{:.1%}".format,
+    "hours": lambda hours: tqdm.format_interval(hours * 3600),
+    "cost": "${:,.2f}".format,
+}
+"""How the table shows numbers that are not whole, by column."""
 
 
 def line(row: Row, config: Config) -> dict[str, Any]:
-    """Return a line of the table: what a row's run takes, by the name of the column; or why it can't be run."""
+    """Return a line of the table: what a row's run takes, by the name of the column; less, if it can't be run."""
     measured, gpu, gpus = row.measured, row.setup.gpu, row.setup.gpus
     shown: dict[str, Any] = {"GPUs": gpus, "yaml": Path(row.setup.yaml).stem}
     if not measured:
-        return shown | {"says": row.reason}
+        return shown
     is_compiled = False
     is_compiled = config.compile  # room: compile
     seconds = seconds_of(measured, gpu, gpus, is_compiled)
     hours = seconds.step * measured.total_steps / 3600
     peak = gpu.tflops.get("bf16", gpu.tflops["fp32"]) * 1e12
     needed = highest(measured.memory)
-    says = "limited by computing"
+    limit = "computing"
     if seconds.step == seconds.host:
-        says = "limited by the host"
+        limit = "the host"
     elif seconds.communication > seconds.compute:
-        says = "limited by communication"
+        limit = "communication"
     if not row.is_fitting:
         phase = max(measured.memory, key=lambda phase: measured.memory[phase][0])
         excess = f"{(needed - gpu.capacity) / GB:.1f} GB too much in the {phase}"
-        says = f"does not fit: {excess if needed > gpu.capacity else 'fragmentation'}"
+        limit = f"does not fit: {excess if needed > gpu.capacity else 'fragmentation'}"
     return shown | {
         "GB": needed / GB,
-        "of": gpu.capacity / GB,
         "micro": measured.micro_batch,
         "most": measured.largest,
         "step": seconds.step,
-        "tokens/s/GPU": measured.tokens / seconds.step / gpus,
+        "tok/s/GPU": measured.tokens / seconds.step / gpus,
         "MFU": measured.model_flops / seconds.step / gpus / peak,
         "hours": hours,
         "cost": hours * gpus * (gpu.price_usd_hour or 0),
-        "says": says + (f", with {row.setup.change}" if row.setup.change else ""),
+        "limit": limit,
     }
 
 
@@ -60,12 +71,19 @@ def best(rows: list[Row], config: Config) -> Row | None:
 
 
 def table(rows: list[Row], config: Config) -> str:
-    """Return notes on what was chosen, and a line for each row."""
+    """Return notes on what was chosen, a line for each row, below what was changed, and why others can't be run."""
     notes = dict.fromkeys(note for row in rows if row.measured for note in row.measured.notes)
-    lines = pd.DataFrame([line(row, config) for row in rows])
-    lines = lines.loc[:, (lines != 0).any()]  # images have no tokens, and a GPU may have no price
-    lines["says"] = lines["says"].str.ljust(lines["says"].str.len().max())
-    return "\n".join([*notes, lines.to_string(index=False, na_rep="", float_format="{:,.4g}".format)])
+    parts = [*notes]
+    for change, changed in groupby([row for row in rows if row.measured], lambda row: row.setup.change):
+        lines = pd.DataFrame([line(row, config) for row in changed])
+        lines = lines.loc[:, (lines != 0).any()]  # images have no tokens, and a GPU may have no price
+        width = lines["limit"].str.len().max()
+        lines["limit"] = lines["limit"].str.ljust(width)
+        names = lines.columns.str.replace("hours", "time").str.replace("limit", f"{'limit':{width}}")
+        parts += [f"with {change}:"] if change else []
+        parts.append(lines.to_string(index=False, header=[*names], formatters=FORMATS))
+    parts += [f"{row.setup.gpus} {Path(row.setup.yaml).stem}: {row.reason}" for row in rows if row.reason]
+    return "\n".join(parts)
 
 
 def recommendation(rows: list[Row], config: Config) -> str:
@@ -80,15 +98,17 @@ def recommendation(rows: list[Row], config: Config) -> str:
     command += f"train.py {shlex.join(setup.arguments)}"
     if row.measured.micro_batch != config.micro_batch(setup.gpus):
         command += f" --micro_batch_size={row.measured.micro_batch}"
-    takes = f"{found['hours']:.2f} h, ${found['cost']:,.2f}, {found['of'] - found['GB']:.1f} GB to spare"
-    return f"cheapest that fits: {takes}\n  {command}"
+    takes = [FORMATS[name](found[name]) for name in ("hours", "cost") if found[name]]
+    takes.append(f"{setup.gpu.capacity / GB - found['GB']:.1f} GB to spare")
+    return f"cheapest that fits: {', '.join(takes)}\n  {command}"
 
 
 def write(rows: list[Row], config: Config, output: Path) -> Path:
     """Write plan.json and the pictures into a new folder, and return it."""
     names = (output / (config.run_name + (f"-{number}" if number else "")) for number in count())
     folder = next(name for name in names if not name.exists())
-    folder.mkdir(parents=True)
+    with explained(f"--output {output}: cannot be written, ", OSError):
+        folder.mkdir(parents=True)
     content = [asdict(row) | {"is_fitting": row.is_fitting, "line": line(row, config)} for row in rows]
     (folder / "plan.json").write_bytes(json.dumps(content, indent=1, default=vars).encode())
     write_pictures(rows, config, folder)  # room: report
