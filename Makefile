@@ -47,7 +47,7 @@ test: setup  ## run all but the slow tests, 10 to 15 minutes; ARGS='-k parity' f
 test-oldest:  ## the same in an environment of its own, .venv-oldest, with the oldest versions that the bounds allow
 	@UV_RESOLUTION=lowest-direct $(MAKE) --no-print-directory test VENV=.venv-oldest
 
-testall: setup  ## run the slow tests too, more than an hour
+testall: setup  ## run the slow tests too, two hours; ARGS=tests/faults for a part of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=tests/gpu -n logical --maxprocesses=4 \
 		--dist=worksteal $(ARGS)
 

@@ -68,6 +68,15 @@ def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
     assert {line.strip("/") for line in read(".gitignore").split()} <= ignored
 
 
+def test_each_test_is_in_one_part_of_the_nightly_run() -> None:
+    """Tried without `make testall ARGS=tests/faults`, and with a part twice."""
+    parts = find(r"make testall ARGS='?([^\s']+)", ".github/workflows/test.yml")
+    files = [file for part in parts for path in PROJECT.glob(part) for file in (*path.glob("**/test_*.py"), path)]
+    elsewhere = {*PROJECT.glob("tests/gpu/test_*.py"), *PROJECT.glob("tests/machines/test_*.py")}
+    expected = {*PROJECT.glob("tests/**/test_*.py")} - elsewhere
+    assert sorted(file for file in files if file.is_file()) == sorted(expected)
+
+
 def test_the_lock_is_of_what_is_required() -> None:  # room: template
     """`uv lock` brings it up to date. Tried with another lower bound, and with another extra."""
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
