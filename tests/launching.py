@@ -45,8 +45,6 @@ sys.stderr = sys.__stderr__ = open(2, "w")
 """
 """Python code that makes this descriptor the output of its process, as if that had begun with it."""
 
-needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"needs the real MNIST in {MNIST}")
-
 
 def slow(*values: Any) -> Any:
     """A case that `make test` leaves out."""

@@ -1,4 +1,4 @@
-"""The examples: a task is a file, and trains the same under every strategy. Those on text: text/test_examples.py."""
+"""The examples: a task is a file. Those on text: text/test_examples.py."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from examples.image_classification import ImageClassification, picture
 from examples.make_data import digits_png, friedman_csv
 from examples.tabular_regression import TabularRegression
 from src.config.errors import UserError
-from tests.faults.runs import assert_same_run, cut_back
-from tests.launching import Launch, Rounding, Run, Whole, mistakes, needs, slow
+from tests.launching import Launch, Rounding, Whole, mistakes, needs, slow
+from tests.tasks import Short
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 STEPS = ("--max_steps=4", "--save_every=2", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
@@ -30,57 +30,43 @@ def example(name: str) -> tuple[str, str]:
     return f"--config=examples/{name}.yaml", f"--task.name={name}"
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Arguments that train a small model on 47 digits: of each third batch, two processes get 8 and 7."""
-    folder = tmp_path_factory.mktemp("digits")
+def digits(folder: Path) -> None:
+    """47 pictures to train on: of each third batch, two processes get 8 and 7."""
     digits_png(folder)
     for part in ("train", "val"):
         for i, file in enumerate(sorted(folder.glob(f"{part}/*/*.png"))):
             if i % 31:
                 file.unlink()
-    model = ("--task.model=shufflenet_v2_x0_5", "--task.size=64", "--global_batch_size=16")
-    return (*example("image_classification"), f"--task.data_dir={folder}", *model)
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Arguments that train on 243 rows: of each fourth batch, two processes get 26 and 25."""
-    file = tmp_path_factory.mktemp("table") / "friedman.csv"
+def friedman(folder: Path) -> None:
+    """243 rows to train on: of each fourth batch, two processes get 26 and 25."""
+    file = folder / "friedman.csv"
     friedman_csv(file)
     file.write_text("".join(file.read_text().splitlines(keepends=True)[: 1 + 303]))
-    return (*example("tabular_regression"), f"--task.csv={file}")
 
 
-def assert_same(run: Run, alone: Run, within: float = 1e-5) -> None:
-    assert run.losses == pytest.approx(alone.losses, rel=within)
-    metrics = {name: value for name, value in alone.summary.items() if name.startswith("eval/")}
-    assert {name: run.summary[name] for name in metrics} == pytest.approx(metrics, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("what", "yaml"),
-    [("pictures", "fsdp"), ("table", "ddp"), slow("pictures", "ddp"), slow("table", "fsdp")],
-)
-def test_the_curve_is_the_same_under_every_strategy(
-    whole: Whole, request: pytest.FixtureRequest, what: str, yaml: str
-) -> None:
-    arguments = (*request.getfixturevalue(what), *STEPS)
-    run = whole(yaml, *arguments, processes=2)
-    assert run.summary["strategy"] == yaml
-    assert_same(run, whole("cpu", *arguments))
+PICTURES = (
+    *example("image_classification"), "--task.data_dir={folder}", "--task.model=shufflenet_v2_x0_5", "--task.size=64",
+    "--global_batch_size=16", *STEPS,
+)  # fmt: skip
+IMAGES_AND_TABLES = {
+    "pictures": Short(PICTURES, digits, saved=2),
+    "table": Short((*example("tabular_regression"), "--task.csv={folder}/friedman.csv", *STEPS), friedman, saved=2),
+}
 
 
 @pytest.mark.slow
 def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
-    whole: Whole, rounding: Rounding, pictures: tuple[str, ...]
+    whole: Whole, rounding: Rounding, shared: Path
 ) -> None:
     """Its statistics are the first process's for all, as DDP has them. Tried without sending them: in the next test,
     the evaluation under FSDP has another loss than the export."""
-    arguments = (*pictures, *STEPS, BATCH_NORM)
-    alone, ddp, fsdp = whole("cpu", *arguments), *(whole(yaml, *arguments, processes=2) for yaml in ("ddp", "fsdp"))
+    task = IMAGES_AND_TABLES["pictures"].ready(shared)
+    alone, ddp, fsdp = (task.run(whole, yaml, BATCH_NORM) for yaml in ("alone", "ddp", "fsdp"))
     assert ddp.losses[0] != pytest.approx(alone.losses[0], rel=1e-3)
-    assert_same(fsdp, ddp, rounding("ddp", *arguments, processes=2))
+    assert fsdp.losses == pytest.approx(ddp.losses, rel=task.run(rounding, "ddp", BATCH_NORM))
+    assert fsdp.summary["eval/loss"] == pytest.approx(ddp.summary["eval/loss"], rel=1e-4)
 
 
 @needs("src/tools/evaluate.py")
@@ -89,10 +75,10 @@ def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
     [slow("pictures", [BATCH_NORM], "model"), ("table", [], "checkpoints/step_00000004"), ("pictures", [], "model")],
 )
 def test_its_metrics_are_those_of_the_training(
-    launch: Launch, whole: Whole, request: pytest.FixtureRequest, tmp_path: Path, what: str, norm: list[str], part: str
+    launch: Launch, whole: Whole, shared: Path, tmp_path: Path, what: str, norm: list[str], part: str
 ) -> None:
     """From what FSDP exported, and from its checkpoint."""
-    run = whole("fsdp", *request.getfixturevalue(what), *STEPS, *norm, processes=2)
+    run = IMAGES_AND_TABLES[what].ready(shared).run(whole, "fsdp", *norm)
     file = tmp_path / "predictions.parquet"
     told = launch("cpu", str(run.folder / part), f"--output={file}", script="src/tools/evaluate.py").succeeded().stdout
     found = json.loads(told)
@@ -112,21 +98,10 @@ def test_each_reaches_the_figures_in_its_config(launch: Launch, tmp_path: Path) 
         assert low <= run.summary[f"eval/{figure}"] <= high
 
 
-@pytest.mark.parametrize("what", ["pictures", slow("table")])
-def test_a_stopped_run_continues_to_the_last_bit(
-    launch: Launch, whole: Whole, request: pytest.FixtureRequest, what: str, tmp_path: Path
-) -> None:
-    arguments = ("fsdp", *request.getfixturevalue(what), *STEPS)
-    run = whole(*arguments, processes=2)
-    again = launch(*arguments, folder=cut_back(run, tmp_path / "run", 2), processes=2).succeeded()
-    assert "after step 2, from" in again.stdout
-    assert_same_run(again, run)
-
-
 @needs("src/check")
 @pytest.mark.parametrize("what", [slow("pictures"), "table"])
-def test_the_check_finds_no_fault(launch: Launch, request: pytest.FixtureRequest, what: str) -> None:
-    launch("fsdp", *request.getfixturevalue(what), "--check", processes=2).succeeded()
+def test_the_check_finds_no_fault(launch: Launch, shared: Path, what: str) -> None:
+    IMAGES_AND_TABLES[what].ready(shared).run(launch, "fsdp", "--check").succeeded()
 
 
 def test_weights_come_from_a_file_and_their_statistics_stay(tmp_path: Path) -> None:
@@ -144,10 +119,9 @@ def test_weights_come_from_a_file_and_their_statistics_stay(tmp_path: Path) -> N
         task.model_copy(update={"norm": "group"}).build_model()
 
 
-def test_bad_data_is_one_line(
-    launch: Launch, pictures: tuple[str, ...], table: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_bad_data_is_one_line(launch: Launch, tmp_path: Path) -> None:
     """All mistakes of a csv at once."""
+    pictures, table = (IMAGES_AND_TABLES[what].arguments for what in ("pictures", "table"))
     (tmp_path / "train/cat").mkdir(parents=True)
     (tmp_path / "train/cat/1.png").write_text("a cat")
     absent = launch("cpu", *pictures, f"--task.data_dir={tmp_path}")

@@ -15,7 +15,7 @@ from src.distributed.machines import differences
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Rounding, Run, Started, Whole, launch_words, slow
 from tests.machines.hosts import Network, why_not
-from tests.test_parity import DIGITS, assert_same_curve
+from tests.test_parity import DIGITS, TASKS, assert_same_curve
 
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -53,7 +53,7 @@ def test_two_hosts_give_the_curve_of_one_process(
     with Two(tmp_path) as hosts:
         run = hosts.finish(yaml, tmp_path / "run", *DIGITS, num_processes=processes)
     assert (run.summary["strategy"], run.summary["num_processes"]) == (yaml.removeprefix("multi_node_"), processes)
-    assert_same_curve(run, 359, whole, rounding, *DIGITS)
+    assert_same_curve(run, TASKS["digits"], whole, rounding)
 
 
 @needs_hosts

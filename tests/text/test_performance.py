@@ -20,4 +20,4 @@ def test_the_operations_of_a_step_are_the_same_on_any_number_of_processes(traine
         seconds = sum(record.get(f"perf/{name}_seconds", 0.0) for name in ("data", "compute", "waiting"))
         return record["perf/mfu"] * seconds * processes
 
-    assert operations("fsdp", 2) == pytest.approx(operations("cpu", 1))
+    assert operations("fsdp", 2) == pytest.approx(operations("alone", 1))

@@ -15,7 +15,7 @@ from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.questions import MOST_TOKENS
 from tests.launching import Run, Whole, slow
 from tests.text import tiny
-from tests.text.conftest import EARLY
+from tests.text.tasks import EARLY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # as in lora.py
 QUESTIONS = [("What is the?", ["the"]), ("And of?", ["of", "IT"]), ("A much longer question, is it not?", ["e"])]

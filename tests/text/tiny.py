@@ -63,3 +63,9 @@ def reviews(folder: Path, train: int = 110, evaluation: int = 37) -> Path:
         rows = [f"{' '.join(text)}\t{'rising' if text[0] < text[-1] else 'falling'}\n" for text in texts]
         (folder / f"{name}.tsv").write_text("text\tlabel\n" + "".join(rows))
     return folder
+
+
+def chats(file: Path) -> None:
+    """Of a question and an answer each."""
+    rows = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} {i}"}] for i in range(40)]
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))

@@ -1,0 +1,72 @@
+"""The tasks that the tables of test_parity.py and faults/test_resume.py train in short runs, and how a table is read.
+
+A task of some room's is in that room's tests: text/tasks.py, test_examples.py, text/test_examples.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+
+def no_data(_: Path) -> None:
+    """Of a task that needs none."""
+
+
+@dataclass(frozen=True)
+class Short:
+    """A run of some steps."""
+
+    arguments: tuple[str, ...]
+    """In which {folder} stands for that of its data."""
+    data: Callable[[Path], None] = no_data
+    """Writes what the arguments name into a new folder. All tasks with the same function share it."""
+    alone: tuple[str, ...] = ()
+    """Further arguments on one process, for the curve that the others must have."""
+    split: tuple[str, ...] = ()
+    """Further arguments under a strategy."""
+    before: str = ""
+    """As that of `launch`, under a strategy."""
+    launcher_arguments: tuple[str, ...] = ()
+    within: float | None = 1e-5
+    """How far apart, relatively, two curves may be; None: as far as the fixture `rounding` says."""
+    saved: int = 0
+    """A step with a checkpoint before the last one."""
+
+    def ready(self, shared: Path) -> "Short":
+        """With its data, in a folder that all of pytest's processes share. Leave them as they are."""
+        folder = shared / self.data.__name__
+        written = Path(f"{folder}.written")
+        with FileLock(f"{folder}.lock"):
+            if not written.exists():
+                folder.mkdir(exist_ok=True)
+                self.data(folder)
+                written.touch()
+        return replace(self, arguments=tuple(word.replace("{folder}", str(folder)) for word in self.arguments))
+
+    def run(self, by: Callable[..., Any], yaml: str, *arguments: str, before: str = "", **more: Any) -> Any:
+        """Call `launch`, `whole` or `rounding` with it under this strategy, or ("alone") on one process."""
+        is_split = yaml != "alone"
+        how = (*self.arguments, *(self.split if is_split else self.alone), *arguments)
+        more = {"launcher_arguments": self.launcher_arguments, "before": self.before * is_split + before} | more
+        return by(yaml if is_split else "cpu", *how, **{name: value for name, value in more.items() if value})
+
+
+def cells(*lines: str) -> list[Any]:
+    """The parameters (task, yaml, processes) of each cell that is no "-"; "slow" ones are left out of `make test`.
+
+    The first line has strategies, "fsdp" or "fsdp-4", the others have the name of a task before their cells.
+    """
+    columns, found = lines[0].split(), []
+    for line in lines[1:]:
+        words = line.split()
+        name = " ".join(words[: -len(columns)])
+        for column, cell in zip(columns, words[-len(columns) :], strict=True):
+            yaml, _, processes = column.partition("-")
+            marks = [pytest.mark.slow] if cell == "slow" else []
+            if cell != "-":
+                found.append(pytest.param(name, yaml, int(processes or 0), marks=marks, id=f"{name}-{column}"))
+    return found

@@ -1,0 +1,102 @@
+"""Short runs of language models and classifiers, on tiny models and data and on the chat model's real weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from examples.weights import MODELS, WEIGHTS, fetch
+from src.config.errors import UserError
+from tests.launching import PROJECT
+from tests.tasks import Short
+from tests.text import tiny
+
+EARLY = (
+    "--max_steps=12", "--save_every=8", "--log_every=1", "--optim.lr=1e-3", "--optim.schedule=constant",
+    "--optim.warmup_steps=0", "--optim.max_grad_norm=1", "--global_batch_size=8", "--task.eval_from=last",
+)  # fmt: skip
+STRATEGY: tuple[str, ...] = ("--micro_batch_size=2",)
+STRATEGY += ("--activation_checkpointing=true",)  # room: compile
+MIXTRAL = ("--task.architecture.model_type=mixtral", "--task.architecture.num_local_experts=2")
+FEW_LOGITS = "import src.tasks.text.language_model as m; m.CHUNK = 5000\n"
+"""Of 19 tokens at a time, as if the vocabulary were large."""
+SMOLLM2 = PROJECT / MODELS / Path(WEIGHTS["chat"].name).name
+
+
+def text(folder: Path) -> None:
+    """Models and data."""
+    tiny.llama(folder / "models" / "llama")
+    tiny.bert(folder / "models" / "bert")
+    # with the usual 0.02 the frozen output layer gives logits near zero, whatever the adapters learn
+    tiny.saved("llama", folder / "models" / "spread", initializer_range=0.1, **tiny.LLAMA)
+    for name, is_tied in (("tied", True), ("untied", False)):
+        tiny.saved("llama", folder / "models" / name, tie_word_embeddings=is_tied, **tiny.LLAMA)
+    tiny.questions(folder / "questions.jsonl")
+    tiny.chats(folder / "chats.jsonl")
+    tiny.reviews(folder / "reviews")
+
+
+def chat_model(_: Path) -> None:
+    """SmolLM2-135M-Instruct, where `make chat` keeps it."""
+    if not SMOLLM2.exists():
+        try:
+            fetch(WEIGHTS["chat"], SMOLLM2)
+        except UserError as error:
+            pytest.skip(str(error))
+
+
+LM = Short(
+    ("--task.name=causal_lm", "--task.dataset={folder}/questions.jsonl", "--task.sequence_length=128", *EARLY),
+    text, ("--micro_batch_size=4",), STRATEGY, FEW_LOGITS, saved=8,
+)  # fmt: skip
+"""Packed, with masked prompts and clipping. Of ragged lengths, so that the last batches are ragged too. Under a
+strategy there are micro-batches of two sequences, activations are recomputed, losses computed chunk by chunk."""
+CLASSIFIER = replace(LM, arguments=("--task.name=text_classification", "--task.dataset={folder}/reviews", *EARLY))
+LLAMA, BERT, ADAPTERS = "--task.model={folder}/models/llama", "--task.model={folder}/models/bert", "--task.lora.r=4"
+NEW_TOKENS = (
+    "--task.name=causal_lm", "--task.dataset={folder}/chats.jsonl", "--task.sequence_length=64", ADAPTERS,
+    "--task.lora.merge=true", "--task.chat_template=chatml", "--task.new_tokens=[<|im_start|>,<|im_end|>]",
+    "--max_steps=12", "--global_batch_size=8", "--micro_batch_size=2", "--optim.lr=1e-2", "--optim.schedule=constant",
+    "--optim.warmup_steps=0", "--optim.weight_decay=0", "--log_every=1",
+)  # fmt: skip
+FOUR_BITS = (
+    "--task.name=causal_lm", "--task.model={folder}/models/spread", "--task.dataset={folder}/questions.jsonl",
+    "--task.sequence_length=64", "--task.eval_from=last", ADAPTERS, "--task.lora.merge=true",
+    "--max_steps=50", "--save_every=25", "--eval_every=20", "--log_every=1", "--global_batch_size=2", "--optim.lr=3e-3",
+    "--optim.schedule=constant", "--optim.warmup_steps=0", "--micro_batch_size=1",
+)  # fmt: skip
+CHAT = (
+    "--task.name=causal_lm", f"--config={PROJECT}/configs/chat_lora.yaml", f"--task.model={SMOLLM2}",
+    "--task.questions=null", "--max_steps=10", "--save_every=5", "--log_every=1", "--global_batch_size=2",
+    "--task.sequence_length=96", "--task.lora.merge=true", "--optim.warmup_steps=0", "--optim.schedule=constant",
+)  # fmt: skip
+"""Ten steps as `make chat` takes them, on fewer tokens."""
+
+
+def of(task: Short, *arguments: str) -> Short:
+    """The same with further arguments."""
+    return replace(task, arguments=(*task.arguments, *arguments))
+
+
+TEXT = {
+    "lm": of(LM, LLAMA),
+    "lm with dropout": of(LM, LLAMA, "--task.dropout=0.1", "--task.sequence_length=64", "--log_every=3"),
+    "scratch": of(LM, *tiny.NEW_LLAMA),
+    "experts": of(LM, *tiny.NEW_LLAMA, *MIXTRAL),
+    "lm with adapters": of(LM, LLAMA, ADAPTERS, "--task.lora.merge=true"),
+    "classifier": of(CLASSIFIER, BERT),
+    "classifier with adapters": of(CLASSIFIER, BERT, ADAPTERS),
+    "new tokens, tied": Short((*NEW_TOKENS, "--task.model={folder}/models/tied"), text),  # room: new_tokens
+    "new tokens, untied": Short((*NEW_TOKENS, "--task.model={folder}/models/untied"), text),  # room: new_tokens
+    "lm in 4 bits": Short(  # room: four_bit
+        (*FOUR_BITS, "--task.lora.base_dtype=nf4"),
+        text,
+        launcher_arguments=("--mixed_precision=bf16",),
+        within=2**-9,  # to which bf16 rounds a loss
+        saved=25,
+    ),
+    "chat": Short(CHAT, chat_model, saved=5),
+    "chat with new tokens": Short(  # room: new_tokens
+        (*CHAT, "--max_steps=3", "--task.new_tokens=['<|fact|>', '<|end|>']"), chat_model
+    ),
+}
