@@ -1,4 +1,4 @@
-"""A run that is told to end saves first: SIGTERM, SIGINT, SIGUSR1, or the end of its time."""
+"""A run that is told to end saves first: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or the end of its time."""
 
 import math
 import time
