@@ -70,6 +70,13 @@ def test_muon_leaves_them_to_adamw_as_it_does_embeddings(made: Path, chats: str,
     assert [rows.shape for group in adamw.param_groups for rows in group["params"]] == [(2, 32)] * layers
 
 
+def test_adapters_of_the_layers_that_have_them_are_one_line(made: Path, chats: str) -> None:
+    lora = Lora(r=4, target_modules=["lm_head"])
+    task = CausalLM(model=f"{made}/models/untied", sequence_length=64, new_tokens=TOKENS, lora=lora)
+    with pytest.raises(UserError, match="^task.lora.target_modules, exclude_modules: [^\\n]*cannot be applied[^\\n]*$"):
+        task.build_model()
+
+
 @pytest.mark.parametrize(
     ("tokens", "named"), [(["<|endoftext|>", "<a>"], "<|endoftext|>"), (["<a>", "<a>"], "<a>"), (["a"], "a")]
 )

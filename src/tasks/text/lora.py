@@ -58,7 +58,7 @@ class Lora(Settings):
         if os.path.isdir(source := str(model.name_or_path)):  # which the adapters note, to be loaded in any folder
             model.name_or_path = os.path.abspath(source)
         says = "task.lora.target_modules, exclude_modules: "
-        with explained(says, (ValueError, re.error)), warnings.catch_warnings():
+        with explained(says, (ValueError, TypeError, re.error)), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
             adapted = get_peft_model(model, config, revision=revision)
