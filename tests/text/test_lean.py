@@ -17,10 +17,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
 import src.checkpoint.export
 import src.checkpoint.resume
+import src.checkpoint.write
 import src.tasks.text.sharded_files
 import src.training.run
 from src.checkpoint.write import CheckpointWriter
@@ -29,9 +29,11 @@ from src.config.errors import UserError
 from src.config.groups import Optim
 from src.distributed.accelerator import build_accelerator, prepare, sharded_units
 from src.tasks import TASKS
+from src.tasks.base import Tensors
 from src.tasks.text import language_model
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.text_classification import TextClassification
+from src.training.gradients import to_local
 from src.training.optim import build_optimizers
 from tests.launching import Launch, slow
 from tests.text.conftest import Trained
@@ -141,26 +143,32 @@ def test_no_process_ever_holds_more_than_its_share_and_a_block(
     launch: Launch, made: Path, tmp_path: Path, shape: str, processes: int
 ) -> None:
     """Of resident memory above what there was before the model, at its peak: when it is loaded, saved, exported and
-    resumed. While a checkpoint is written, there is a second copy of what it holds.
+    resumed. Between two steps there are parameters and AdamW's state; while a checkpoint is written, a second copy of
+    them; while the model is exported, on the first process, one share more.
 
     Tried without, at 400M: files that stay open add what is read of them, to load and resume; gradients for all of the
-    optimizer's state at once add a third to a resume.
+    optimizer's state at once add a third to a resume. At 70M: one file for the whole model.
     """
     folder = pretrained("llama", tmp_path / "model", **HEADS, **SHAPES[shape])
     arguments = (
         "--task.name=causal_lm", f"--task.model={folder}", f"--task.dataset={made}/questions.jsonl",
         "--task.eval_fraction=0.02", "--task.sequence_length=16", f"--global_batch_size={processes}",
     )  # fmt: skip
-    found = []
+    found, counted = [], []
     for steps in ("--max_steps=1", "--max_steps=2"):
         before = "import tests.text.test_lean as test; test.measure()"
         run = launch("fsdp", *arguments, steps, folder=tmp_path / "run", processes=processes, before=before).succeeded()
-        found += [line.split() for line in run.stdout.splitlines() if line.startswith("memory ")]
+        lines = [line.split() for line in run.stdout.splitlines()]
+        found += [line for line in lines if line[0] == "memory"]
+        counted += [line for line in lines if line[0] == "bytes"]
     model = task_of(folder, {}).build_empty_model().hf
     sizes = [4 * sum(p.numel() for p in part.parameters()) for part in (model, model.model.layers[0], model.lm_head)]
     share, block, head = sizes[0] / processes, *sizes[1:]
-    limits = {"load": share, "save": 6 * share, "export": 3 * share, "resume": 3 * share}  # parameters, AdamW's state
-    limits["export"] += 2 * head  # the first process gathers it, for a file of its own
+    parts = {"held": 3 * share, "checkpoint": 3 * share, "file": share}  # parameters, AdamW's state
+    assert {part for _, part, _ in counted} == parts.keys()
+    for _, part, size in counted:
+        assert int(size) <= 1.001 * parts[part], part  # AdamW counts the steps of each parameter
+    limits = {"load": share, "save": 6 * share, "export": 4 * share + head, "resume": 3 * share}
     assert {phase for _, phase, _ in found} == limits.keys()
     for _, phase, peak in found:
         assert int(peak) <= limits[phase] + 1.5 * block + 100e6, phase
@@ -206,10 +214,15 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
     optimizer.step()
     if folder.endswith("one expert"):  # it is the first process's alone
         return
-    held: list[Any] = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
-    held += [tensor for state in optimizer.state.values() for tensor in state.values()]
-    size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in held)
-    assert size <= (1 / accelerator.num_processes + 0.05) * 16 * sum(weight.numel() for weight in whole.parameters())
+    share = 1 / accelerator.num_processes + 0.05
+    assert held(model, optimizer) <= share * 16 * sum(weight.numel() for weight in whole.parameters())
+
+
+def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of this process's parameters, gradients and optimizer state."""
+    tensors = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
+    tensors += [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return sum(to_local(tensor).nbytes for tensor in tensors if tensor is not None)
 
 
 def a_loss(model: torch.nn.Module) -> torch.Tensor:
@@ -235,6 +248,9 @@ def measure() -> None:
         ctypes.CDLL(None).malloc_trim(0)  # what is free counts no more
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is now
 
+    def count(part: str, size: int) -> None:
+        os.write(1, f"bytes {part} {size}\n".encode())
+
     def watch(phase: str, owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
@@ -244,6 +260,7 @@ def measure() -> None:
             result = function(first, *arguments, **more)
             if phase == "save":
                 first.poll(wait=True)
+                count("held", held(first._run.model, *first._run.optimizers))
             os.write(1, f"memory {phase} {resident('VmHWM') - before}\n".encode())
             if phase == "resume" and first.resume.checkpoint:
                 first.accelerator.wait_for_everyone()
@@ -258,10 +275,20 @@ def measure() -> None:
         before = resident("VmRSS")
         return build(*arguments)
 
-    src.tasks.text.sharded_files.LARGEST_FILE = "10MB"  # each tensor of some size is a file
+    def watch_files(part: str, module: Any) -> None:
+        write = module.save_file
+
+        def watched(tensors: Tensors, *arguments: Any) -> None:
+            count(part, sum(tensor.nbytes for tensor in tensors.values()))
+            write(tensors, *arguments)
+
+        module.save_file = watched
+
     build, src.training.run.new_model = src.training.run.new_model, new_model  # type: ignore[assignment]
     watch("load", CausalLM, "load_weights")
     watch("save", CheckpointWriter, "save")
+    watch_files("checkpoint", src.checkpoint.write)
+    watch_files("file", src.tasks.text.sharded_files)
     watch("export", src.checkpoint.export, "export_model")
     watch("resume", src.checkpoint.resume, "load_checkpoint")
 

@@ -11,15 +11,17 @@ from torch.distributed.tensor import DTensor
 
 from src.tasks.base import Tensors
 
-LARGEST_FILE = "5GB"
+SMALLEST_FILE, LARGEST_FILE = 10**8, 5 * 10**9
+"""In bytes: a smaller model is one file, and no file is larger, unless one tensor is."""
 
 
 def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> None:
     """Write `model.safetensors`, or several files with an index, as `from_pretrained` reads them; on the first process,
     which gathers a file's tensors. Collective; `tensors` have the same names on all processes."""
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    pattern = "model{suffix}.safetensors"
-    split = split_torch_state_dict_into_shards(shapes, filename_pattern=pattern, max_shard_size=LARGEST_FILE)
+    # about a file for each process: beside its own share, the first one gathers no more than another
+    share = sum(shape.nbytes for shape in shapes.values()) // accelerator.num_processes
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=min(max(share, SMALLEST_FILE), LARGEST_FILE))
     for file, names in split.filename_to_tensors.items():
         _write_file(folder / file, {name: tensors[name] for name in names}, accelerator)
     if accelerator.is_main_process and split.is_sharded:
