@@ -6,7 +6,7 @@ To change the loss or add a metric: `loss` and `metrics` of your task in src/tas
 """
 
 from src.config.errors import RunError, UserError
-from src.distributed.process import SIGNALS, end_with_launcher, exit_codes
+from src.distributed.process import SIGNALS, collecting_new_objects, end_with_launcher, exit_codes
 
 if __name__ == "__main__":  # a signal may come, or the launcher die, during the seconds of imports below
     end_with_launcher()
@@ -153,7 +153,7 @@ def fit(run: Run) -> bool:
     """Train to the last step. Return whether it got there; if not, it was told to stop and has saved."""
     config, progress = run.config, run.progress
     performance = Performance(run)  # room: performance
-    with Tracker(run) as tracker:
+    with Tracker(run) as tracker, collecting_new_objects():
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.say)
         steps = CountedSteps(training_steps(run, progress.step), stop)
