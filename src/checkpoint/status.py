@@ -19,26 +19,21 @@ WRITING = Lock()
 def write_unfinished(folder: Path, checkpoint: Path | None) -> None:
     """Write what stays there if the run is killed. `checkpoint` is its last one; None: there is none yet."""
     newest = str(checkpoint) if checkpoint else None
-    _write(folder, {"status": "unfinished", "checkpoint": newest})
+    write_status(folder, {"status": "unfinished", "checkpoint": newest})
 
 
 def write_done(folder: Path, step: int) -> None:
     """Write that the run has come to its end, after this step."""
-    _write(folder, {"status": "done", "step": step})
+    write_status(folder, {"status": "done", "step": step})
 
 
 def write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
     """Write, and print, that the run was told to stop, and the command that continues it."""
     newest = str(checkpoint) if checkpoint else None
     status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
-    _write(folder, status)
+    write_status(folder, status)
     when = f"after step {step}" if step else "before the first step"
     say(f"stopped {when} by {reason}; to continue: {command}")
-
-
-def note_unread(folder: Path) -> None:
-    """Add to what is there that nobody reads the output any more."""
-    _write(folder)
 
 
 def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:
@@ -47,7 +42,7 @@ def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str
     os._exit(0)  # whatever it is in the middle of
 
 
-def _write(folder: Path, status: Json | None = None) -> None:
+def write_status(folder: Path, status: Json | None = None) -> None:
     """Write this status, or what is there already, and what there is to say of the output."""
     file = folder / "status.json"
     with WRITING:

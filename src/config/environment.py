@@ -3,13 +3,11 @@
 import os
 from collections.abc import Iterator
 
-ALONE = {
-    "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "1", "PMI_RANK": "0",
-    "MV2_COMM_WORLD_SIZE": "1", "MV2_COMM_WORLD_RANK": "0",
-}  # fmt: skip
-"""Variables by which launchers, those of MPI too, and Accelerate tell a process of the others, and their values for a
-process that is alone."""
+TELLING = (
+    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE", "PMI_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
+)  # fmt: skip
+"""Variables by which launchers, those of MPI too, tell a process, and Accelerate, of the others."""
 
 
 def world_size() -> int:
@@ -27,9 +25,10 @@ def leftovers() -> Iterator[str]:
         return
     # without a launcher, a pod may be told of the others by WORLD_SIZE, RANK and the address at which they meet
     is_told = "MASTER_ADDR" in os.environ and "ACCELERATE_DYNAMO_BACKEND" not in os.environ
-    for name, alone in ALONE.items():
+    for name in TELLING:
+        alone = "1" if name.endswith("SIZE") else "0"
         value = os.environ.get(name, alone)
-        if value != alone and not (is_told and name.endswith(("WORLD_SIZE", "RANK")) and value.isdigit()):
+        if value != alone and not (is_told and value.isdigit()):
             yield (
                 f"{name}={value} is set in the environment, but no launcher has started several processes: unset it, "
                 "or start them by accelerate launch with a yaml for several, such as accelerate_configs/ddp.yaml"

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from src.checkpoint.folder import parent_checkpoint, saved_settings
 from src.checkpoint.format import write_json, write_text
-from src.checkpoint.status import note_unread, write_done, write_stopped, write_unfinished
+from src.checkpoint.status import write_done, write_status, write_stopped, write_unfinished
 from src.config.errors import naming
 from src.config.settings import write_yaml
 from src.config.terminal import bar, say, unread
@@ -204,7 +204,7 @@ class Tracker:
         say(*lines)
         if unread and not self._is_noted:  # room: status
             self._is_noted = True
-            note_unread(self.folder)
+            write_status(self.folder)
 
     def _record(self, metrics: dict[str, Any], tables: dict[str, Table]) -> None:
         """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it on."""
