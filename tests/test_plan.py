@@ -348,7 +348,8 @@ def test_what_cannot_be_measured_is_one_line_beside_the_others(
         ("--gpus 1 8 --yamls hsdp", "--yamls hsdp: not for --gpus 1 8"),
     ],
 )
-def test_numbers_of_gpus_that_no_plan_is_for(words: str, says: str) -> None:
+def test_numbers_of_gpus_that_no_plan_is_for(monkeypatch: pytest.MonkeyPatch, words: str, says: str) -> None:
+    monkeypatch.setattr(null_gpu, "reason_to_skip", lambda: "these tests go no further")
     with pytest.raises(UserError) as error:
         main(words.split())
     assert str(error.value) == says
@@ -413,7 +414,9 @@ def test_the_figures_of_each_gpu() -> None:
         gpu = find_gpu(name)
         found = [gpu.memory_gib, gpu.bandwidth_gb_s, gpu.tflops["fp16"], gpu.tflops["fp32"], gpu.link_gb_s]
         assert [*found, gpu.network_gb_s, gpu.price_usd_hour] == [*map(float, figures)], name
-        assert gpu.tflops.get("bf16", gpu.tflops["fp16"]) == gpu.tflops["fp16"], name
+        half = gpu.tflops["fp16"]
+        assert gpu.tflops.get("bf16", half) == half, name
+        assert gpu.tflops.get("fp8", 2 * half) == pytest.approx(2 * half, rel=0.02), name
         assert gpu.capacity == pytest.approx((gpu.memory_gib - 1.5) * 2**30, abs=1), name
 
 

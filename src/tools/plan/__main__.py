@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
         # the null GPU takes the place of CUDA's libraries before these are loaded
         os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment_for(gpu))
     config = load_config(arguments, TASKS)
-    print(f"{gpu.name}, {gpu.capacity / GB:.1f} GB of it for torch: measured without one, and timed by docs/plan.md")
+    print(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (measured without one: docs/plan.md)")
     rows = explore_all(todo)
     if not best(rows, config):
         largest = [row.setup for row in rows if row.measured and row.setup.gpus == max(options.gpus)]
