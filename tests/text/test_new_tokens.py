@@ -64,15 +64,15 @@ def test_rows_start_as_the_mean_of_the_others_and_all_are_trained_without_adapte
 
 
 @pytest.mark.parametrize(("name", "layers"), [("tied", 1), ("untied", 2)])
-def test_muon_leaves_them_to_adamw_as_it_does_embeddings(made: Path, chats: str, name: str, layers: int) -> None:
-    task = CausalLM(model=f"{made}/models/{name}", sequence_length=64, new_tokens=TOKENS, lora=Lora(r=4))
+def test_muon_leaves_them_to_adamw_as_it_does_embeddings(models: Path, name: str, layers: int) -> None:
+    task = CausalLM(model=f"{models}/{name}", sequence_length=64, new_tokens=TOKENS, lora=Lora(r=4))
     _, adamw = build_optimizers(Optim(name="muon"), task.build_model())
     assert [rows.shape for group in adamw.param_groups for rows in group["params"]] == [(2, 32)] * layers
 
 
-def test_adapters_of_the_layers_that_have_them_are_one_line(made: Path, chats: str) -> None:
+def test_adapters_of_the_layers_that_have_them_are_one_line(models: Path) -> None:
     lora = Lora(r=4, target_modules=["lm_head"])
-    task = CausalLM(model=f"{made}/models/untied", sequence_length=64, new_tokens=TOKENS, lora=lora)
+    task = CausalLM(model=f"{models}/untied", sequence_length=64, new_tokens=TOKENS, lora=lora)
     with pytest.raises(UserError, match="^task.lora.target_modules, exclude_modules: [^\\n]*cannot be applied[^\\n]*$"):
         task.build_model()
 
