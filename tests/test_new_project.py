@@ -70,8 +70,10 @@ def test_it_is_a_repository_of_its_own_with_its_name_everywhere(made: tuple[Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("made", PROJECTS[:2], indirect=True)
 def test_make_train_and_make_test_pass_in_it(made: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its tests, those in no folder: text and check are this project's own, and faults need a quiet machine."""
+    """Of its tests, those in no folder: text and check are this project's own, and faults need a quiet machine. In a
+    project with all rooms they are almost this one's."""
     monkeypatch.setattr("tests.launching.SECONDS", 3600)
     make(made[0], "train", "ARGS=--max_steps=20")
     make(made[0], "test", "ARGS=-n0 -p no:cacheprovider tests/test_*.py")

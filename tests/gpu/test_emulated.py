@@ -46,8 +46,14 @@ def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
 
 @needs_text
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "llama_files", "llama_adapters"])
-@pytest.mark.parametrize("yaml", YAMLS)
+@pytest.mark.parametrize(
+    ("yaml", "kind"),
+    [
+        *((yaml, "llama_files") for yaml in YAMLS if yaml not in ("cpu", "multi_node_ddp", "multi_node_fsdp")),
+        *((yaml, "llama_adapters") for yaml in ("single_gpu", "ddp", "fsdp")),
+        *((yaml, "llama") for yaml in ("single_gpu", "fsdp")),
+    ],
+)
 def test_so_has_one_of_a_language_model(
     gpu: Launch, whole: Whole, text: dict[str, tuple[str, ...]], tmp_path: Path, yaml: str, kind: str
 ) -> None:
