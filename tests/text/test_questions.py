@@ -44,7 +44,7 @@ def answers(run: Run) -> list[dict[str, Any]]:
     return record["eval/answers"]
 
 
-@pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp", "fsdp_grad_op", slow("fsdp_offload"), slow("hsdp")])
+@pytest.mark.parametrize("yaml", ["cpu", "fsdp", *map(slow, ("ddp", "fsdp_grad_op", "fsdp_offload", "hsdp"))])
 def test_answers_are_those_of_transformers_before_and_after(
     whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str
 ) -> None:

@@ -5,9 +5,8 @@ import csv
 import io
 import json
 import random
-import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, datetime
@@ -15,15 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Features, Value
 from pyarrow import parquet
-from pyarrow.json import read_json
 
 from src.config.errors import UserError
-from src.tasks.text import formats, readers
+from src.tasks.text import readers
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.chats import ChatEncoder, as_tools
@@ -31,7 +28,7 @@ from src.tasks.text.packing import Chunk
 from src.tasks.text.source import cache_folder
 from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.values import Rows, as_label, as_text
-from tests.launching import Launch, slow
+from tests.launching import Launch
 from tests.text import tiny
 
 FILES = 300
@@ -337,22 +334,6 @@ def differences(kind: str, files: list[bytes], folder: Path) -> str:
     return ""
 
 
-def shrunk(kind: str, files: list[bytes], folder: Path) -> str:
-    """The fewest lines that are still read wrongly, and how."""
-    attempts = iter(range(10**6))
-    says = differences(kind, files, folder / str(next(attempts)))
-    for number, data in enumerate(files):
-        lines = data.splitlines(keepends=True)
-        size = 1 if kind == "parquet" else len(lines)
-        while size := size // 2:
-            for first in range(len(lines) - size, 0, -size):
-                fewer = lines[:first] + lines[first + size :]
-                less = [*files[:number], b"".join(fewer), *files[number + 1 :]]
-                if found := differences(kind, less, folder / str(next(attempts))):
-                    lines, files, says = fewer, less, found
-    return f"{says}\n" + "\n".join(map(repr, files))
-
-
 def hostile(kind: str, seed: int) -> list[bytes]:
     """One file, or two of which the second is of another kind."""
     draw = random.Random(f"{kind} {seed}")
@@ -361,9 +342,10 @@ def hostile(kind: str, seed: int) -> list[bytes]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_value_is_what_the_file_says(kind: str, tmp_path: Path) -> None:
-    """In 300 hostile files of each kind, loaded and streamed."""
-    wrong = [seed for seed in range(FILES) if differences(kind, hostile(kind, seed), tmp_path / str(seed))]
-    assert not wrong, f"{len(wrong)} files; seed {wrong[0]}: {shrunk(kind, hostile(kind, wrong[0]), tmp_path / 'less')}"
+    """In 300 hostile files of each kind, loaded and streamed. Tried with pandas' reader of csv, whose guesses change
+    values, with pyarrow's of JSON, which makes times of strings, and with a blank line that is a row."""
+    found = {seed: differences(kind, hostile(kind, seed), tmp_path / str(seed)) for seed in range(FILES)}
+    assert not any(found.values()), {seed: says for seed, says in found.items() if says}
 
 
 # --------------------------------------------------------------------------------------------------- in a whole run
@@ -398,8 +380,7 @@ def documents(folder: Path) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
-@pytest.mark.parametrize("kind", ["csv", "jsonl", *map(slow, ("tsv", "json", "parquet"))])
+@pytest.mark.parametrize(("kind", "streaming"), [("csv", False), ("jsonl", True)])
 def test_two_processes_read_what_the_files_say(kind: str, streaming: bool, launch: Launch, tmp_path: Path) -> None:
     """Each usable row once, of ten hostile files: under DDP, as in a run of one's own."""
     (tmp_path / "data").mkdir()
@@ -410,52 +391,11 @@ def test_two_processes_read_what_the_files_say(kind: str, streaming: bool, launc
             kept = [usable({**row, "label": "any"}) for row in KINDS[kind].read(data) if row is not None]
             expected.update(str(row[0]) for row in kept if row)
             (tmp_path / f"data/train-{seed}.{kind}").write_bytes(data)
-    pd.DataFrame({"text": ["dev"]}).to_parquet(tmp_path / "dev.parquet")
-    dev = {"csv": b"text\ndev\n", "tsv": b"text\ndev\n", "jsonl": b'{"text": "dev"}\n', "json": b'[{"text": "dev"}]'}
-    (tmp_path / f"data/dev.{kind}").write_bytes(dev.get(kind) or (tmp_path / "dev.parquet").read_bytes())
+    dev = {"csv": "text\ndev\n", "jsonl": '{"text": "dev"}\n'}
+    (tmp_path / f"data/dev.{kind}").write_text(dev[kind])
     run = launch(
         "ddp", "--task.name=causal_lm", f"--task.dataset={tmp_path}/data", "--task.text_column=text", "--epochs=1",
         "--task.bad_rows=skip", "--task.sequence_length=64", f"--task.streaming={str(streaming).lower()}",
         "--global_batch_size=64", *tiny.NEW_LLAMA, processes=2, before=RECORD,
     ).succeeded()  # fmt: skip
     assert documents(run.folder) == expected
-
-
-# ------------------------------------------------------------------------------------------- readers that were there
-def by_pandas(data: bytes, columns: Sequence[str], **_: Any) -> formats.Parsed:
-    """A csv's values are guessed."""
-    found = pd.read_csv(io.BytesIO(data), names=columns, na_filter=False, index_col=False, encoding_errors="replace")
-    return formats.Parsed(found.to_dict("records"), [*range(len(found))], {})
-
-
-def by_arrow(data: bytes, _: Sequence[str]) -> formats.Parsed:
-    """Strings of JSON that look like times become times, and all rows get the keys of any."""
-    found = read_json(io.BytesIO(data)).to_pylist()
-    return formats.Parsed(found, [*range(len(found))], {})
-
-
-def with_blank_lines(data: bytes, columns: Sequence[str]) -> formats.Parsed:
-    """A blank line is a row, which is none."""
-    return formats.parse_lines(data.replace(b"\n\n", b"\n0\n"), columns)
-
-
-@pytest.mark.parametrize(
-    ("kind", "parse"),
-    [("csv", by_pandas), ("jsonl", by_arrow), ("jsonl", with_blank_lines)],
-    ids=lambda of: str(of)[:18],
-)
-def test_readers_that_guess_are_found(kind: str, parse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they were, until November 2026, in loaded data and in streamed ones."""
-    index, _ = formats.TEXT_FORMATS[f".{kind}"]
-    monkeypatch.setitem(formats.TEXT_FORMATS, f".{kind}", (index, parse))
-    monkeypatch.setattr(readers, "read_table", lambda *_, **__: None)
-
-    def is_found(seed: int) -> bool:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pd.errors.ParserWarning)
-            try:
-                return bool(differences(kind, hostile(kind, seed), tmp_path / str(seed)))
-            except ValueError:  # theirs refuses the file
-                return False
-
-    assert any(is_found(seed) for seed in range(30))

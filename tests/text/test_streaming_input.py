@@ -371,25 +371,19 @@ def test_a_shard_that_is_gone_is_named(tmp_path: Path, kind: str) -> None:
     assert says(UserError, lambda: reader.read(0, 0, 3, ("text",))).startswith(f"a.{kind} has changed or is gone")
 
 
-def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(tmp_path: Path) -> None:
+def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes() -> None:
+    """In a process that loads data too. Tried without: a traceback of that process."""
     rows: list[Any] = [{"text": str(i)} for i in range(20_000)]
     rows[1500] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
     train, _ = built(task)
-    assert says(UserError, lambda: [*epoch(task, train)]) == f"a.jsonl, line 1501: text is int, not text; {HINT}"
-
-
-def test_a_bad_row_is_one_line_in_a_loading_process_too(tmp_path: Path) -> None:  # room: workers
-    """Tried without: a traceback of the process that loads."""
-    rows: list[Any] = [{"text": str(i)} for i in range(20_000)]
-    rows[1500] = {"text": 3}
-    task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
-    train, _ = built(task)
-    config: Any = SimpleNamespace(seed=0, num_workers=2, task=task)
-    stream = task.augmented(train, [0, 0, 1])
-    batches = [[i] for i in range(len(stream))]
-    said = says(UserError, lambda: deque(load_in_workers(config, stream, batches, 0, 0), maxlen=0))
-    assert said == f"a.jsonl, line 1501: text is int, not text; {HINT}"
+    expected = f"a.jsonl, line 1501: text is int, not text; {HINT}"
+    assert says(UserError, lambda: [*epoch(task, train)]) == expected
+    config: Any = SimpleNamespace(seed=0, num_workers=2, task=task)  # room: workers
+    stream = task.augmented(train, [0, 0, 1])  # room: workers
+    batches = [[i] for i in range(len(stream))]  # room: workers
+    loaded = load_in_workers(config, stream, batches, 0, 0)  # room: workers
+    assert says(UserError, lambda: deque(loaded, maxlen=0)) == expected  # room: workers
 
 
 class Failing:  # room: workers

@@ -95,16 +95,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, share: float = 1.
     return failed
 
 
-def test_elsewhere_the_same_rows_come_in_the_same_order(memory: str, calm: list[str]) -> None:
-    assert seen(memory) == calm
-
-
-@pytest.mark.parametrize(
-    "error",
-    [OSError("reset by peer"), TimeoutError(), ConnectionResetError(104, "reset")],
-    ids=lambda e: type(e).__name__,
-)
-def test_no_row_is_lost_or_doubled_when_a_third_of_the_calls_fail(
+@pytest.mark.parametrize("error", [OSError("reset by peer"), TimeoutError()], ids=lambda e: type(e).__name__)
+def test_elsewhere_the_same_rows_come_in_the_same_order_when_a_third_of_the_calls_fail(
     memory: str, calm: list[str], waited: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Tried without another try: it ends with the first failure."""
