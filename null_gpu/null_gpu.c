@@ -86,10 +86,12 @@ void null_gpu_write_kernels(const char *path) { /* lines of count, tab, name; co
 /* ---- The device, as the runtime (cuda...) and the driver (cu...) describe it: an H100 if nothing else is set ---- */
 static int emulated(void) { return setting("NULL_GPU_EMULATE", "0") == 1; }
 static int device_count(void) { /* those that CUDA_VISIBLE_DEVICES names */
+  static int known = -1; /* a watchdog of NCCL may ask while Python changes the environment: getenv is not safe then */
+  if (known >= 0) return known;
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
   int count = setting("NULL_GPU_COUNT", "1"), named = visible && *visible;
   for (const char *c = visible ?: ""; *c; c++) named += *c == ',';
-  return visible && named < count ? named : count;
+  return known = visible && named < count ? named : count;
 }
 static int driver(void) { return setting("NULL_GPU_DRIVER", "13000"); }
 static size_t gib(const char *name, const char *otherwise) { return setting(name, otherwise) * (1ull << 30); }
