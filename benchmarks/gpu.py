@@ -36,13 +36,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import null_gpu
+from benchmarks.gpu_forked import Act, Forked, fork, peaks
+from benchmarks.gpu_right import NEEDS, OPTIONAL, RIGHT, SETTINGS, Bench, Finding, Measure
 from benchmarks.language import Plan, write_text
 from benchmarks.pairs import drift
 from benchmarks.runs import NEVER, PROJECT, Side, arguments, running, train_py, write_images
 from src.config.errors import cause
 from src.tracking.performance import peak_flops
-from tests.gpu.forked import Act, Forked, fork, peaks
-from tests.gpu.right import NEEDS, OPTIONAL, RIGHT, SETTINGS, Bench, Finding, Measure
 from tests.warm_ranks import warm
 
 INTERVAL, INTERVALS = 5, 4

@@ -26,7 +26,7 @@ FILES = {
     "familiar": "src/config/familiar.py tests/test_familiar.py",
     "four_bit": "src/tasks/text/four_bit.py tests/text/test_four_bit.py configs/chat_qlora.yaml",
     "generate": "src/tools/generate.py tests/text/test_generate.py",
-    "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu.py .github/ISSUE_TEMPLATE/gpu.yml",
+    "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu*.py .github/ISSUE_TEMPLATE/gpu.yml",
     "hub": "src/checkpoint/hub.py",
     "integrity": "tests/faults/test_damage.py",
     "launch_guard": "src/distributed/launch_guard.py tests/test_guard.py",
@@ -56,8 +56,7 @@ FILES = {
     " tests/test_wandb_sweep.py",
     "workers": "src/training/workers.py",
     "wsd": "tests/test_wsd.py",
-    "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/forked.py tests/gpu/right.py"
-    " tests/gpu/test_benchmark.py",
+    "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/test_benchmark.py",
     "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml docs/examples.md"
     " tests/test_examples.py tests/text/test_examples.py",
     "course": "docs/learn tests/test_learn.py",

@@ -1,6 +1,6 @@
 """Whether a real GPU computes right and no step waits for it: rows of the proof that benchmarks/gpu.py writes.
 
-Runs of train.py are compared with each other, each in a process of its own (forked.py).
+Runs of train.py are compared with each other, each in a process of its own (gpu_forked.py).
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from benchmarks.gpu_forked import Forked, run_forked
 from benchmarks.pairs import drift
 from benchmarks.runs import NEVER
 from src.training.run import new_model
-from tests.gpu.forked import Forked, run_forked
 
 STEPS, SAVED = 12, 6
 """Steps of the runs that are compared, and the one after which those that are killed have saved."""
