@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import accumulate, chain, groupby
 from typing import Any, ClassVar
 
 import numpy as np
@@ -170,16 +169,16 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
     at the end of a line if possible."""
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
-    sizes = np.cumsum([end - start for _, start, end in slices]) // (SLICE * TOGETHER)
-    numbered = groupby(zip(sizes.tolist(), slices, strict=True), itemgetter(0))
-    groups = ([part for _, part in group] for _, group in numbered)
+    characters = accumulate(end - start for _, start, end in slices)
+    groups = groupby(slices, lambda _: next(characters) // (SLICE * TOGETHER))
     fast = tokenizer.backend_tokenizer  # which does not warn of "longer than the model's maximum": we cut
     fast.no_truncation()
     fast.no_padding()
     fast.encode_special_tokens = tokenizer.split_special_tokens
     encode = fast.encode_batch if has_offsets else fast.encode_batch_fast
     found = [[_without_text([], 0)[: 3 if has_offsets else 1]] for _ in texts]
-    for group in groups:
+    for _, together in groups:
+        group = [*together]
         parts = [texts[i][start:end] for i, start, end in group]
         for (i, start, _), encoding in zip(group, encode(parts, add_special_tokens=False), strict=True):
             tokens = np.array([encoding.ids], np.int32)

@@ -36,12 +36,11 @@ class LanguageModel(nn.Module):
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
         self.hf.get_input_embeddings().register_forward_hook(_in_bf16_under_autocast)
-        with_new_rows = isinstance(head, TrainableTokensWrapper)  # its weight has them  # room: new_tokens
-        self._is_plain_head = type(head) is nn.Linear and head.bias is None  # with adapters it is not
-        self._is_plain_head |= with_new_rows  # room: new_tokens
-        self._has_tied_rows = False
+        with_new_rows = isinstance(head, TrainableTokensWrapper)  # its weight has them
+        # with adapters it is not plain
+        self._is_plain_head = with_new_rows or (type(head) is nn.Linear and head.bias is None)
         # Accelerate finds out whether layers are tied by their weights, which peft makes anew each time
-        self._has_tied_rows = with_new_rows and head.token_adapter.tied_adapter is not None  # room: new_tokens
+        self._has_tied_rows = with_new_rows and head.token_adapter.tied_adapter is not None
         if self._is_plain_head:
             # around it, FSDP gathers the weight
             head.forward = partial(self._head_forward, head)
@@ -120,14 +119,11 @@ class LanguageModel(nn.Module):
         """
         return self._logits(self._states(**inputs))
 
-    def _states(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor | None = None, max_length: int | None = None
-    ) -> Tensor:
+    def _states(self, input_ids: Tensor, position_ids: Tensor, **lengths: Any) -> Tensor:
         """Return what the output layer sees."""
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
-        if self._takes_lengths:
-            inputs |= {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
-            inputs |= {"max_length_q": max_length, "max_length_k": max_length}
+        if self._takes_lengths:  # of queries and of keys, which are the same
+            inputs |= {f"{name}_{of}": length for name, length in lengths.items() for of in "qk"}
         return self.hf.base_model(**inputs).last_hidden_state
 
     def _logits(self, states: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -152,10 +153,8 @@ class TextSource(Settings):
         if not len(bad):
             return table
         if self.bad_rows == "refuse" or len(bad) == len(table):
-            ends = np.cumsum([last - first for _, first, last in parts])
-            number = int(np.searchsorted(ends, bad[0], side="right"))
-            group, _, last = parts[number]
-            name = source.name(group, last - int(ends[number] - bad[0]))
+            places = ((group, row) for group, first, last in parts for row in range(first, last))
+            name = source.name(*next(islice(places, bad[0], None)))
             count = f"{len(bad):,} of {len(table):,} rows in {where} cannot be used"
             raise UserError(f"{name}: {reasons[bad[0]]}; {count}: fix them, {SKIP}")
         self._skipped_rows[part] += len(bad)  # of all sources of a mixture: the copies of a task share it

@@ -106,12 +106,10 @@ def count_sequences(order: Order, sources: list[Source], blocks: Blocks, capacit
         sample = np.unique(np.minimum(starts[:, None] + np.arange(SAMPLED), size - 1))
         # one after another: rows may be long, and their blocks are kept until all of a place are read
         places = np.array_split(sample, min(PLACES, len(sample)))
-        by_row = []
-        for chunks in chain.from_iterable(blocks.read(source, rows) for rows in places):
-            in_row = [len(chunk["input_ids"]) for chunk in chunks]
-            lengths += in_row
-            by_row.append(sum(in_row))
-        found = np.array(by_row)
+        by_row = chain.from_iterable(blocks.read(source, rows) for rows in places)
+        in_rows = [[len(chunk["input_ids"]) for chunk in chunks] for chunks in by_row]
+        lengths += chain.from_iterable(in_rows)
+        found = np.array([*map(sum, in_rows)])
         groups = np.searchsorted(np.cumsum(source.sizes), sample, side="right")
         expected = masses[groups] / source.sizes[groups]
         # tokens of a row of mean size, in all and at each place
