@@ -8,6 +8,8 @@ import numpy as np
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from src.tasks.base import Tensors
+
 EXACT = 1e-4
 """Largest relative error. The order of a sum makes 1e-7 to 1e-5; a distribution fault, 1e-2 to 1."""
 FLOOR = 1e-2
@@ -68,7 +70,7 @@ def relative_error(found: float, expected: float) -> float:
     return abs(found - expected) / (abs(expected) or 1.0)
 
 
-def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> dict[str, float]:
+def relative_errors(found: Tensors, expected: Tensors, where: str) -> dict[str, float]:
     """Return each tensor's relative error by its name and `where`: the L2 norm of the difference, as a share of the
     expected norm. A tensor that is not in `found` counts as zeros."""
     num_values = sum(tensor.numel() for tensor in expected.values())

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from src.distributed.stop import StopSignal
+from src.tasks.base import Tensors
 from src.training.batches import CountedSteps, MicroBatch, Steps, TrainStep, training_steps
 from src.training.evaluation import Evaluation
 from src.training.gradients import to_local
@@ -83,7 +84,7 @@ class Subject:
         self.copy_to_reference()
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> Tensors:
     """Return the parameters, tied ones once, and the buffers, by name."""
     return dict([*model.named_parameters(), *model.named_buffers()])
 

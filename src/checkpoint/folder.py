@@ -27,6 +27,11 @@ def parse(content: str | bytes) -> Json:
     return found if isinstance(found, dict) else {}
 
 
+def read_json(file: Path) -> Json:
+    """Return the JSON object in a file; an empty one if there is none."""
+    return parse(file.read_bytes()) if file.exists() else {}
+
+
 def read_lines(file: Path) -> Iterator[Json]:  # room: report sweep
     """Yield each record of metrics.jsonl, if it is there: an empty one for a line that is damaged, and none for a last
     one that a kill cut short."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.folder import list_checkpoints, parse, saved_settings
+from src.checkpoint.folder import list_checkpoints, read_json, saved_settings
 from src.checkpoint.same_run import LENGTH_SETTINGS, changed_settings
 from src.config import terminal
 from src.config.config import Config
@@ -89,10 +89,7 @@ def _is_held(path: Path) -> bool:
 
 def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
     """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says."""
-    with contextlib.suppress(FileNotFoundError):
-        newest = parse((folder / "status.json").read_bytes()).get("checkpoint")
-        return newest not in (None, saved.get("resume"))
-    return False
+    return read_json(folder / "status.json").get("checkpoint") not in (None, saved.get("resume"))
 
 
 def _write_errors(folder: Path) -> Iterator[str]:

@@ -17,4 +17,4 @@ TASKS = {
 def load_metric(name: str) -> Any:
     """Return a new metric of src/tasks/metrics.py. Importing `evaluate` takes seconds, for which the first evaluation
     waits, not the start."""
-    return getattr(import_module("src.tasks.metrics"), name)()
+    return getattr(import_module("src.tasks.metrics"), name)(keep_in_memory=True)

@@ -34,6 +34,8 @@ Indices = np.ndarray | range
 """Indices into a dataset, int64: an array, or a range of them, which takes no memory."""
 Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON."""
+Tables = dict[str, Table]
+"""Tables by name."""
 Tensors = dict[str, Tensor]
 """Tensors by name."""
 
@@ -167,12 +169,12 @@ class Task(Settings, ABC):
         exactly once, in the dataset's order, on the CPU."""
         return {}
 
-    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
+    def tables(self, outputs: Tensors, dataset: Any) -> Tables:  # room: tables
         """Return tables to record at each evaluation, by name, such as the worst mistakes. The arguments are those of
         `metrics`, and the evaluation set. Called on the main process only."""
         return {}
 
-    def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], dict[str, Table]]:  # room: tables
+    def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], Tables]:  # room: tables
         """Return metrics and tables by name that need the trained model, such as what it generates. Called once, after
         the last evaluation. Every process must call the model, on `device`, equally often."""
         return {}, {}
@@ -228,6 +230,12 @@ def parameters_on(device: torch.device) -> Iterator[None]:  # room: plan text
         yield
     finally:
         hook.remove()
+
+
+def num_weights(parameter: nn.Parameter) -> int:
+    """Return how many weights a parameter has: one in 4 bits holds several in each of its numbers."""
+    quantized = getattr(parameter, "quant_state", None)
+    return quantized.shape.numel() if quantized else parameter.numel()
 
 
 def samples(dataset: Any, indices: list[int]) -> Any:

@@ -19,12 +19,7 @@ class _Numbers(datasets.Features):
         return {name: np.asarray(column) for name, column in batch.items()}
 
 
-class _Metric(evaluate.Metric):
-    def __init__(self) -> None:
-        super().__init__(keep_in_memory=True)
-
-
-class _LabelMetric(_Metric):
+class _LabelMetric(evaluate.Metric):
     """Compares predicted labels with references, both int64 of shape (examples,)."""
 
     def _info(self) -> evaluate.MetricInfo:
@@ -52,17 +47,3 @@ class Matthews(_LabelMetric):  # room: text
 
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
         return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}
-
-
-class Facts(_Metric):  # room: tables+text
-    """Tells which answers are right: those that have all of their facts, in capital or small letters."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        features = datasets.Features({"predictions": text, "references": datasets.List(text)})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
-
-    def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, Any]:
-        pairs = zip(predictions, references, strict=True)
-        right = [all(fact.casefold() in answer.casefold() for fact in facts) for answer, facts in pairs]
-        return {"right": right, "share": sum(right) / len(right)}

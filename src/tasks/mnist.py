@@ -20,7 +20,7 @@ from src.config.errors import UserError, cause
 from src.config.groups import Share
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import PICTURE, Table, Task, Tensors
+from src.tasks.base import PICTURE, Tables, Task, Tensors
 from src.tasks.tables import label_columns, label_tables
 
 
@@ -179,7 +179,7 @@ class Mnist(Task):
     def metrics(self, outputs: Tensors) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
-    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
+    def tables(self, outputs: Tensors, dataset: Any) -> Tables:  # room: tables
         def show(index: int) -> dict[str, str]:
             png = io.BytesIO()
             Image.fromarray(dataset.images[index].numpy(force=True)).save(png, "png")

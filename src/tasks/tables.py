@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from src.tasks.base import Table, Tensors
+from src.tasks.base import Tables, Tensors
 
 MOST_MISTAKES = 24
 MOST_LABELS = 50
 """Labels in a table: where there are more, those that are wrongly predicted most often."""
 
 
-def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict[str, Any]]) -> dict[str, Table]:
+def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict[str, Any]]) -> Tables:
     """Return the tables `mistakes` (left out if there are none), `confusion` and `classes`.
 
     Args:

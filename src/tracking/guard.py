@@ -8,7 +8,7 @@ from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from src.config.errors import cause
-from src.tasks.base import Table
+from src.tasks.base import Tables
 from src.training.run import Run
 
 START_SECONDS = 240.0
@@ -17,8 +17,6 @@ HANG_SECONDS = 180.0
 """Seconds that a call may then take. W&B gives up on uploads at the end of a run after 120."""
 
 Record = dict[str, Any]
-Tables = dict[str, Table]
-"""Tables to record, by name."""
 
 
 class Recorder:

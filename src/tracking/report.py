@@ -13,12 +13,12 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError
 
-from src.checkpoint.folder import is_number, parse, read_lines, saved_settings
+from src.checkpoint.folder import is_number, read_json, read_lines, saved_settings
 from src.checkpoint.format import write_text
 from src.config.errors import UserError, cause, explained
 from src.config.settings import flatten
 from src.distributed.process import exit_codes
-from src.tasks.base import PICTURE, Table
+from src.tasks.base import PICTURE, Tables
 from src.training.score import score
 
 MOST_PICTURES, MOST_ROWS = 24, 50
@@ -36,8 +36,7 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
         self.summary, self.status, self.check = (
-            parse(file.read_bytes()) if (file := folder / f"{name}.json").exists() else {}
-            for name in ("summary", "status", "check")
+            read_json(folder / f"{name}.json") for name in ("summary", "status", "check")
         )
         self.settings = dict(flatten(saved_settings(folder) or self.check.get("config", {})))
         """Values by dotted name."""
@@ -45,7 +44,7 @@ class Recorded:
             raise UserError(f"{folder}: holds no run (no config.yaml of one); name a run's folder")
         self.curves: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         """Steps and finite values by metric."""
-        self.step, self.results, self.tables = 0, dict[str, float](), dict[str, Table]()
+        self.step, self.results, self.tables = 0, dict[str, float](), Tables()
         """The last step, and what the last evaluation gave."""
         for record in filter(None, read_lines(folder / "metrics.jsonl")):
             self.step = record["step"]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 from src.distributed.stop import StopSignal
-from src.tasks.base import Examples, Task
+from src.tasks.base import Examples, Task, Tensors
 from src.tasks.returned import require_right
 from src.training.batches import MicroBatch, fetch, micro_batch
 from src.training.gradients import float64_zeros
@@ -22,7 +22,7 @@ class Evaluation(NamedTuple):
 
     metrics: dict[str, float]
     """Values by name, eval/…."""
-    outputs: dict[str, Tensor]  # room: tables
+    outputs: Tensors  # room: tables
     """The outputs that Task.tables makes tables from."""
 
 
@@ -31,7 +31,7 @@ class Scores(NamedTuple):
 
     totals: Tensor
     """The loss summed, its targets and the examples; shape (3,), float64, on the device."""
-    outputs: dict[str, Tensor]
+    outputs: Tensors
     """The outputs of Task.evaluate for each example, by name; shape (examples, ...)."""
 
 
@@ -71,7 +71,7 @@ def evaluate_batches(
 
 def evaluate_alone(  # room: check evaluate
     task: Task, model: nn.Module, dataset: Examples, batch_size: int, device: torch.device
-) -> tuple[float, dict[str, Tensor]]:
+) -> tuple[float, Tensors]:
     """Evaluate by this process alone, as --check and `python -m src.tools.evaluate` do. Return the mean loss over the
     targets of the whole dataset, and by name what Task.evaluate returned for each example, on the CPU."""
     # in the dataset's order; `evaluation_batches` would need a Run, which a tool has not
@@ -104,7 +104,7 @@ def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int
     return in_order[:num_examples].cpu()
 
 
-def metrics_of(task: Task, loss: float, examples: int, outputs: dict[str, Any]) -> dict[str, float]:
+def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> dict[str, float]:
     """Return the metrics of an evaluation, by the names that metrics.jsonl has them under."""
     of_task = task.metrics(outputs)
     require_right(task, "metrics", of_task)  # room: examine

@@ -16,7 +16,7 @@ from src.config.config import Config
 from src.config.errors import UserError, refuse
 from src.distributed.accelerator import HALF_PRECISION, Launch, local_main_process_first
 from src.distributed.machines import require_same_data
-from src.tasks.base import Examples, Task, samples
+from src.tasks.base import Examples, Task, num_weights, samples
 from src.tasks.returned import require_right
 from src.training.cpu import tune_for_cpu
 from src.training.optim import Schedule
@@ -196,12 +196,10 @@ def new_model(
         tuned += tune_for_cpu(model, is_sharded)
     parameters = list(model.parameters())
     facts: dict[str, Any] = {
-        "parameters": sum(p.numel() for p in parameters),
-        "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "parameters": sum(map(num_weights, parameters)),
+        "trained_parameters": sum(num_weights(p) for p in parameters if p.requires_grad),
         "tuned": tuned,  # room: compile cpu cuda_graphs text
     }
-    packed: list[Any] = [p for p in parameters if getattr(p, "quant_state", None)]  # room: four_bit
-    facts["parameters"] += sum(p.quant_state.shape.numel() - p.numel() for p in packed)  # room: four_bit
     facts["built_whole"] = is_sharded and not any(p.is_meta for p in parameters)  # room: text
     return model, facts
 

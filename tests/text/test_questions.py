@@ -9,10 +9,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.config.errors import UserError
-from src.tasks import load_metric
 from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.questions import MOST_TOKENS
+from src.tasks.text.questions import MOST_TOKENS, Question
 from tests.launching import Run, Whole, slow
 from tests.text import tiny
 from tests.text.tasks import EARLY
@@ -78,10 +77,10 @@ def test_an_answer_ends_where_the_models_own_chat_template_ends_a_turn(tmp_path:
 
 def test_an_answer_is_right_if_it_has_all_the_facts() -> None:
     """In capital or small letters; a part of them is not enough."""
-    asked = [["--check"], ["Save_every", "500"], ["save_every", "500"]]
-    said = ["Add `--CHECK`.", "`save_every`, 500 by default", "It is `save_every`."]
-    found = load_metric("Facts").compute(predictions=said, references=asked)
-    assert found == {"right": [True, True, False], "share": pytest.approx(2 / 3)}
+    assert Question(question="?", facts=["--check"]).is_right("Add `--CHECK`.")
+    asked = Question(question="?", facts=["Save_every", "500"])
+    assert asked.is_right("`save_every`, 500 by default")
+    assert not asked.is_right("It is `save_every`.")
 
 
 @pytest.mark.parametrize(

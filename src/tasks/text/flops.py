@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from src.tasks.base import num_weights
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -45,9 +47,4 @@ def count_flops(model: PreTrainedModel) -> Flops | None:
 def _of_matrices(modules: Iterable[nn.Module]) -> int:
     layers = [module for module in modules if not isinstance(module, nn.Embedding)]
     matrices = [weight for layer in layers for weight in layer.parameters(recurse=False) if weight.ndim == 2]
-    return sum((6 if weight.requires_grad else 4) * _num_weights(weight) for weight in matrices)
-
-
-def _num_weights(matrix: nn.Parameter) -> int:
-    quantized = getattr(matrix, "quant_state", None)
-    return quantized.shape.numel() if quantized else matrix.numel()
+    return sum((6 if weight.requires_grad else 4) * num_weights(weight) for weight in matrices)
