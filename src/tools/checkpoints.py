@@ -32,7 +32,7 @@ def show(path: Path, contents: bool) -> bool:
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
     evaluated = "  ".join(f"{name} {value:.4g}" for name, value in evaluation_of(path).items())
     under = f"{state.strategy} x {state.num_processes}"
-    absent = absent_random_file(path, state.num_processes) or ""
+    absent = absent_random_file(path, state.num_processes)
     print(f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {under}  {evaluated}  {absent}".rstrip())
     return True
 

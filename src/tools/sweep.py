@@ -98,10 +98,9 @@ class Sweep(BaseModel, extra="forbid"):
             if choices := parameter.choices():
                 settings[name] = str(trial.suggest_categorical(name, choices))
             else:
-                assert parameter.min is not None
-                assert parameter.max is not None
+                bounds: Any = parameter.min, parameter.max  # both: else there are choices
                 is_log = parameter.distribution == "log_uniform_values"
-                settings[name] = f"{trial.suggest_float(name, parameter.min, parameter.max, log=is_log):.4g}"
+                settings[name] = f"{trial.suggest_float(name, *bounds, log=is_log):.4g}"
         return settings
 
 
@@ -163,8 +162,8 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
     values: list[float] = []
     while True:
         code = process.poll()
-        recorded = [record.get(sweep.metric.name) for record in read_lines(own / "metrics.jsonl")]
-        for value in [value for value in recorded if value is not None][len(values) :]:
+        records, name = read_lines(own / "metrics.jsonl"), sweep.metric.name
+        for value in [record[name] for record in records if record.get(name) is not None][len(values) :]:
             values.append(value)
             trial.report(value, len(values))
         if code is not None:
