@@ -1,7 +1,7 @@
 """What the checks find: errors compared with their bounds, and the line for each."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ EXACT = 1e-4
 """Largest relative error. The order of a sum makes 1e-7 to 1e-5; a distribution fault, 1e-2 to 1."""
 FLOOR = 1e-2
 """Share of the root mean square of all gradients: rounding of the larger ones leaks into those below it."""
+Errors = dict[str, float]
+"""Errors by the names of what was compared."""
 Row = dict[str, str]
 """A line of the terminal, of check.json and of W&B."""
 
@@ -30,8 +32,8 @@ def none_differ(what: str, differing: Iterable[str], bound: str, cause: str) -> 
     return finding(what, f"differing: {', '.join(named) or 'none'}", bound, not named, cause)
 
 
-def worst(what: str, errors: Mapping[str, float], bound: float, cause: str) -> Row:
-    """Return a row that compares the largest of the errors, which are given by name, with their bound."""
+def worst(what: str, errors: Errors, bound: float, cause: str) -> Row:
+    """Return a row that compares the largest of the errors with their bound."""
     index = int(np.argmax([*errors.values()]))  # NaN counts as the largest
     name, error = [*errors.items()][index]
     return finding(what, f"{error:.1e} ({name})", f"{bound:.2g}", error <= bound, cause)
@@ -70,7 +72,7 @@ def relative_error(found: float, expected: float) -> float:
     return abs(found - expected) / (abs(expected) or 1.0)
 
 
-def relative_errors(found: Tensors, expected: Tensors, where: str) -> dict[str, float]:
+def relative_errors(found: Tensors, expected: Tensors, where: str) -> Errors:
     """Return each tensor's relative error by its name and `where`: the L2 norm of the difference, as a share of the
     expected norm. A tensor that is not in `found` counts as zeros."""
     num_values = sum(tensor.numel() for tensor in expected.values())

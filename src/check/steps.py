@@ -7,7 +7,18 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from src.check.findings import EXACT, Row, finding, gather, none_differ, norm, relative_error, relative_errors, worst
+from src.check.findings import (
+    EXACT,
+    Errors,
+    Row,
+    finding,
+    gather,
+    none_differ,
+    norm,
+    relative_error,
+    relative_errors,
+    worst,
+)
 from src.check.reference import all_reduce, average_gradients, backward
 from src.check.subject import Subject, checksum, named_tensors, whole
 from src.tasks.base import Tensors
@@ -59,7 +70,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     run, config = subject.run, subject.run.config
     own, optim = config.micro_batch(run.world_size), config.optim
     update_bound = MUON_UPDATE if optim.name == "muon" and run.accelerator.is_fsdp2 else UPDATE
-    errors: dict[tuple[str, float], dict[str, float]] = defaultdict(dict)  # by what is compared, and the bound
+    errors: dict[tuple[str, float], Errors] = defaultdict(dict)  # by what is compared, and the bound
     found: Tensors = {}
 
     def capture(*_: Any) -> None:
@@ -129,7 +140,7 @@ def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tup
     return gradients, (loss_sum / num_targets.clamp(min=1)).item()
 
 
-def _update_errors(subject: Subject, gradients: Tensors, where: str) -> dict[str, float]:
+def _update_errors(subject: Subject, gradients: Tensors, where: str) -> Errors:
     """Update the reference with the run's gradients. Return by name how far the run's weights then are from its own, as
     a share of how far these have moved."""
     reference, before, errors = dict(subject.reference.named_parameters()), {}, {}
@@ -146,7 +157,7 @@ def _update_errors(subject: Subject, gradients: Tensors, where: str) -> dict[str
     return errors
 
 
-def _rate_errors(subject: Subject) -> dict[str, float]:
+def _rate_errors(subject: Subject) -> Errors:
     """Take steps of one example at the edges of the run and of its first epochs, and halfway. Return the errors of
     their learning rates, as shares of the peak."""
     run, per_epoch, errors = subject.run, subject.run.steps_per_epoch, {}

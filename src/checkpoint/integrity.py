@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 
 from src.checkpoint.format import MANIFEST, STATE, Json, file_facts
 from src.config.config import Config
-from src.config.errors import UserError
+from src.config.errors import UserError, refuse
 
 RECORD = ("metrics.jsonl", "config.yaml")
 """Files of the run that a mirror keeps beside each checkpoint."""
@@ -63,6 +63,12 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
         yield f"{error.filename} cannot be read, {error.strerror}"
 
 
+def require_whole(checkpoint: Path) -> None:
+    """Raise a UserError if it is damaged."""
+    if wrong := next(problems(checkpoint), None):
+        raise UserError(f"{checkpoint}: {wrong}")
+
+
 def first_valid(
     accelerator: Accelerator,
     candidates: list[Path],
@@ -90,7 +96,7 @@ def require_none_damaged(config: Config, damaged: Damaged) -> None:
         if (config.folder / "checkpoints").exists():
             advice = f"move {config.folder} away to start over"
         advice += "" if config.checkpoint.mirror else ", or set checkpoint.mirror if the run had one"  # room: mirror
-        raise UserError("\n".join([*lines, f"no valid checkpoint to continue from: {advice}"]))
+        refuse([*lines, f"no valid checkpoint to continue from: {advice}"])
 
 
 def passed_over(config: Config, damaged: Damaged) -> list[str]:

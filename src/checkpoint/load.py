@@ -7,7 +7,7 @@ from torch import nn
 
 from src.checkpoint.folder import list_checkpoints, saved_settings
 from src.checkpoint.format import MANIFEST, STATE, read_state
-from src.checkpoint.integrity import problems
+from src.checkpoint.integrity import require_whole
 from src.checkpoint.tensors import frozen_norm, load_tensors, require_same_frozen
 from src.config.config import Config, config_from
 from src.config.errors import UserError
@@ -19,8 +19,8 @@ def find_model(source: str) -> Path:
     it is such a folder. Raise a UserError if there is none, or the checkpoint is damaged."""
     path = Path(source)
     for place in (path / "model", *list_checkpoints(path / "checkpoints"), path):
-        if is_checkpoint(place) and (wrong := next(problems(place), None)):
-            raise UserError(f"{place}: {wrong}")
+        if is_checkpoint(place):
+            require_whole(place)
         if any(place.glob("*.safetensors")):
             return place
     raise UserError(f"{source}: neither a run's output folder, nor a model, nor a checkpoint")

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -41,10 +41,8 @@ TEXT = (str, str | None)
 """The types of fields whose value is taken as it was written."""
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False):
     """A group of settings. The docstring under each field is what `--help` prints."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

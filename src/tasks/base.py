@@ -34,6 +34,8 @@ Indices = np.ndarray | range
 """Indices into a dataset, int64: an array, or a range of them, which takes no memory."""
 Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON."""
+Metrics = dict[str, float]
+"""Results of an evaluation by name."""
 Tables = dict[str, Table]
 """Tables by name."""
 Tensors = dict[str, Tensor]
@@ -164,7 +166,7 @@ class Task(Settings, ABC):
         """Return what `loss` returns, and what `metrics` needs by name: tensors of shape (examples, ...)."""
         return self.loss(model, batch), {}
 
-    def metrics(self, outputs: Tensors) -> dict[str, float]:
+    def metrics(self, outputs: Tensors) -> Metrics:
         """Return the metrics of the whole evaluation set by name. `outputs` are those of `evaluate`, each example
         exactly once, in the dataset's order, on the CPU."""
         return {}
@@ -174,7 +176,7 @@ class Task(Settings, ABC):
         `metrics`, and the evaluation set. Called on the main process only."""
         return {}
 
-    def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], Tables]:  # room: tables
+    def report(self, model: Any, device: torch.device) -> tuple[Metrics, Tables]:  # room: tables
         """Return metrics and tables by name that need the trained model, such as what it generates. Called once, after
         the last evaluation. Every process must call the model, on `device`, equally often."""
         return {}, {}

@@ -11,6 +11,8 @@ import evaluate
 import numpy as np
 from sklearn.metrics import f1_score, matthews_corrcoef
 
+from src.tasks.base import Metrics
+
 
 class _Numbers(datasets.Features):
     """Columns that are written as they are: datasets would look at each number by itself (docs/figures.md)."""
@@ -30,14 +32,14 @@ class _LabelMetric(evaluate.Metric):
 class Accuracy(_LabelMetric):
     """The share of predictions that equal their reference."""
 
-    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
+    def _compute(self, predictions: list[int], references: list[int]) -> Metrics:
         return {"accuracy": float(np.mean(np.equal(predictions, references)))}
 
 
 class F1(_LabelMetric):  # room: text
     """The harmonic mean of precision and recall: of label 1 where there are two `labels`, else the mean over them."""
 
-    def _compute(self, predictions: list[int], references: list[int], labels: int) -> dict[str, float]:
+    def _compute(self, predictions: list[int], references: list[int], labels: int) -> Metrics:
         average = "binary" if labels == 2 else "macro"
         return {"f1": float(f1_score(references, predictions, average=average, zero_division=0))}
 
@@ -45,5 +47,5 @@ class F1(_LabelMetric):  # room: text
 class Matthews(_LabelMetric):  # room: text
     """Matthews' correlation coefficient, -1 to 1; 0 is chance, however uneven the labels."""
 
-    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
+    def _compute(self, predictions: list[int], references: list[int]) -> Metrics:
         return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}

@@ -20,7 +20,7 @@ from src.config.errors import UserError, cause
 from src.config.groups import Share
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import PICTURE, Tables, Task, Tensors
+from src.tasks.base import PICTURE, Metrics, Tables, Task, Tensors
 from src.tasks.tables import label_columns, label_tables
 
 
@@ -176,7 +176,7 @@ class Mnist(Task):
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
         return F.cross_entropy(logits, labels, reduction="sum"), outputs
 
-    def metrics(self, outputs: Tensors) -> dict[str, float]:
+    def metrics(self, outputs: Tensors) -> Metrics:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
     def tables(self, outputs: Tensors, dataset: Any) -> Tables:  # room: tables

@@ -15,7 +15,7 @@ from src.checkpoint.export import export_weights, replacing
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import MANIFEST, read_state
 from src.checkpoint.hub import write_card
-from src.checkpoint.integrity import problems
+from src.checkpoint.integrity import problems, require_whole
 from src.checkpoint.load import config_of, is_checkpoint, load_model
 from src.checkpoint.rng import absent_random_file
 from src.config.errors import UserError
@@ -46,8 +46,7 @@ def evaluation_of(checkpoint: Path) -> dict[str, float]:
 def export(path: Path, folder: Path) -> None:
     """Write the model of a checkpoint as a run would export it, on one CPU. Raise a UserError if the checkpoint is
     damaged, or the folder exists."""
-    if wrong := next(problems(path), None):
-        raise UserError(f"{path}: {wrong}")
+    require_whole(path)
     if folder.exists():
         raise UserError(f"{folder}: exists already; name another folder")
     config = config_of(path)

@@ -39,10 +39,9 @@ def draw(title: str, curves: list[tuple[str, list[float], list[float]]], log_bas
             marker = "o" if len(steps) < 20 else ""
             axes.plot(thinned(steps, most), thinned(values, most), marker=marker, label=label[:40])
         if log_base:  # room: plan
-            axes.set_xscale("log", base=log_base)
-            axes.set_yscale("log", base=log_base)
-            axes.xaxis.set_major_formatter(ScalarFormatter())
-            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.loglog(base=log_base)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter(ScalarFormatter())
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=6)
         svg = io.StringIO()

@@ -104,10 +104,9 @@ def draw(runs: list[Recorded]) -> dict[str, str]:
     for run in runs:
         for name, (steps, values) in run.curves.items():
             part, _, title = name.partition("/")
-            if len(runs) == 1:  # loss in training and evaluation in one picture
-                pictures[title].append((part, steps, values))
-            else:
-                pictures[name].append((run.name, steps, values))
+            # of one run, loss in training and evaluation in one picture
+            picture, label = (title, part) if len(runs) == 1 else (name, run.name)
+            pictures[picture].append((label, steps, values))
     titles = sorted(pictures, key=lambda title: "loss" not in title)[:MOST_PICTURES]
     drawn = {title: figures.draw(title, pictures[title]) for title in titles}
     return {title: base64.b64encode(svg.encode(errors="replace")).decode() for title, svg in drawn.items()}

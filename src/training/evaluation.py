@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 from src.distributed.stop import StopSignal
-from src.tasks.base import Examples, Task, Tensors
+from src.tasks.base import Examples, Metrics, Task, Tensors
 from src.tasks.returned import require_right
 from src.training.batches import MicroBatch, fetch, micro_batch
 from src.training.gradients import float64_zeros
@@ -20,7 +20,7 @@ from src.training.gradients import float64_zeros
 class Evaluation(NamedTuple):
     """What one evaluation found."""
 
-    metrics: dict[str, float]
+    metrics: Metrics
     """Values by name, eval/…."""
     outputs: Tensors  # room: tables
     """The outputs that Task.tables makes tables from."""
@@ -104,7 +104,7 @@ def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int
     return in_order[:num_examples].cpu()
 
 
-def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> dict[str, float]:
+def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> Metrics:
     """Return the metrics of an evaluation, by the names that metrics.jsonl has them under."""
     of_task = task.metrics(outputs)
     require_right(task, "metrics", of_task)  # room: examine

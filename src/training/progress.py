@@ -12,13 +12,14 @@ from torch import Tensor
 
 from src.config.config import Config, metric_errors
 from src.config.groups import EarlyStopping
+from src.tasks.base import Metrics
 from src.training.score import score
 
 SMALLEST_LOSS_SCALE = 2.0**-24
 """The first loss scale, halved 40 times: from there on an overflow counts as a bad step."""
 GROWTH_INTERVAL = 2000
 """Finite steps in a row after which the loss scale is doubled."""
-Evaluations = dict[int, dict[str, float]]
+Evaluations = dict[int, Metrics]
 """Results of each evaluation by name, by the step it came after."""
 
 
@@ -119,7 +120,7 @@ class Progress:
         return next(reversed(self.evaluations), 0)
 
     @property
-    def evaluation(self) -> dict[str, float]:
+    def evaluation(self) -> Metrics:
         """Return the results of the last evaluation; empty: none yet."""
         return self.evaluations.get(self.last_evaluated, {})
 
@@ -228,7 +229,7 @@ class Progress:
         self.interval_tokens = 0.0  # room: text
         self.interval_padded_tokens = 0.0  # room: text
 
-    def count_improvement(self, results: dict[str, float], settings: EarlyStopping) -> None:  # room: best
+    def count_improvement(self, results: Metrics, settings: EarlyStopping) -> None:  # room: best
         """Count for how many evaluations the watched metric has not improved."""
         if settings.metric is None or settings.metric not in results:
             return

@@ -7,7 +7,7 @@ from ruamel.yaml.error import YAMLError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, explained, refuse
 from src.config.settings import nearest, read_yaml
 
 
@@ -36,9 +36,8 @@ def new_config(
         raise UserError(f"task.architecture.model_type={kind}: transformers has no such causal language model{close}")
     default = AutoConfig.for_model(kind)
     known = [name for name in {**default.to_dict(), **default.attribute_map} if not name.startswith("_")]
-    if unknown := [name for name in fields if name not in known]:
-        lines = [f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}" for name in unknown]
-        raise UserError("\n".join(lines))
+    unknown = [name for name in fields if name not in known]
+    refuse(f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}" for name in unknown)
     fields.setdefault("vocab_size", len(tokenizer))
     positions = default.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # n_positions in GPT-2
     if positions in known and "max_position_embeddings" not in fields:

@@ -150,7 +150,7 @@ def split_text(rows: Dataset, column: str, share: float) -> tuple[Dataset, Datas
     return only(slice(cut)), only(slice(cut, None))
 
 
-def _cut_text(batch: dict[str, list[str]], column: str, part: slice) -> dict[str, list[str]]:
+def _cut_text(batch: Rows, column: str, part: slice) -> Rows:
     return {column: [text[part] for text in batch[column]]}
 
 

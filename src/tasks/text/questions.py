@@ -4,22 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from src.config.errors import UserError, explained
 from src.config.terminal import is_first, say
-from src.tasks.base import Table, Tables
+from src.tasks.base import Metrics, Table, Tables
 
 MOST_TOKENS = 64
 """Tokens after which an answer is cut off."""
 
 
-class Question(BaseModel):
+class Question(BaseModel, extra="forbid", strict=True):
     """A line of the file."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     question: str
     facts: list[str] = Field(min_length=1)
     """What a right answer contains."""
@@ -53,7 +52,7 @@ def read_questions(file: str, tokenizer: Any) -> list[Question]:
 
 def ask(
     model: Any, tokenizer: Any, questions: list[Question], device: torch.device, has_adapters: bool
-) -> tuple[dict[str, float], Tables]:
+) -> tuple[Metrics, Tables]:
     """Return the share of right answers, and a table of all of them: what is likeliest, token by token. `before` is
     without the adapters. Collective: each process asks all the questions."""
     parameters = [*model.parameters()]

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import ClassLabel, Features, Json
 
-from src.config.errors import cause
+from src.config.errors import explained
 
 Rows = dict[str, list[Any]]
 """Values of rows, by column."""
@@ -51,19 +51,15 @@ def as_label(value: Any) -> str:
 
 def as_json(value: Any) -> str:
     """Return a value as JSON. Raise a ValueError if it cannot be."""
-    try:
+    with explained("is no JSON, ", (TypeError, RecursionError), ValueError):
         return encodable(json.dumps(value, ensure_ascii=False))
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"is no JSON, {cause(error)}") from error
 
 
 def encodable(text: str) -> str:
     """Return the text. Raise a ValueError if it has half an emoji, or bytes that are not UTF-8, which no tokenizer
     takes."""
-    try:
+    with explained("is no Unicode text, ", UnicodeEncodeError, ValueError):
         text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"is no Unicode text, {error}") from error
     return text
 
 

@@ -1,7 +1,6 @@
 """Mixtures: their settings, and what is told apart by source, tokens of batches and losses of evaluations."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from src.config.settings import Settings
-from src.tasks.base import Tensors
+from src.tasks.base import Metrics, Tensors
 from src.tasks.text.packing import Batch, Chunk
 from src.tasks.text.source import TextSource
 
@@ -48,7 +47,7 @@ class BySource(TextSource):
     def count_more(self, batch: Batch) -> list[int]:
         return batch.get("counted", [])
 
-    def counts_by_source(self, chunks: list[Chunk], labels: str) -> dict[str, Any]:
+    def counts_by_source(self, chunks: list[Chunk], labels: str) -> Batch:
         """Return what a batch of these chunks, each with `labels`, has more than others: how many tokens are from each
         source of a mixture and how many rows cannot be used, and the source of each target."""
         if not self.is_streamed:
@@ -78,7 +77,7 @@ class BySource(TextSource):
             sums[f"loss_{name}"] = values.new_zeros(num_rows, 2).index_add(0, rows, own)
         return sums
 
-    def losses_by_source(self, outputs: Tensors) -> dict[str, float]:
+    def losses_by_source(self, outputs: Tensors) -> Metrics:
         """Return the mean loss over the targets of each source, from what `sums_by_source` returned."""
         names = [f"loss_{name}" for name in self._source_names]
         sums = {name: outputs[name].double().sum(0).tolist() for name in names}

@@ -13,13 +13,11 @@ import numpy as np
 from datasets.fingerprint import Hasher
 
 from src.config.errors import UserError
-from src.tasks.text.packing import Chunk, best_fit
+from src.tasks.text.packing import ChunkLists, best_fit
 from src.tasks.text.readers import Source
 from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order
 
-Window = list[list[Chunk]]
-"""The chunks of each sequence; none where it is all padding."""
 PLACES, SAMPLED = 8, 1024
 """Places in each source, evenly spread, and rows at each, that tell how long rows are."""
 WIDENING = 1.02
@@ -43,13 +41,13 @@ class Stream:
     """Sequences of each window, as `count_sequences` returns them."""
     seed: int = 0
     epoch: int = 0
-    _read: dict[int, Future[Window]] = field(default_factory=dict, init=False)
+    _read: dict[int, Future[ChunkLists]] = field(default_factory=dict, init=False)
     """Windows that are being read or have been, by number."""
 
     def __len__(self) -> int:
         return int(self.counts.sum())
 
-    def __getitems__(self, indices: list[int]) -> list[list[Chunk]]:
+    def __getitems__(self, indices: list[int]) -> ChunkLists:
         ends = np.cumsum(self.counts)
         windows = np.searchsorted(ends, indices, side="right")
         places = indices - (ends - self.counts)[windows]
@@ -67,7 +65,7 @@ class Stream:
         arrays = [*self.order.groups, *self.order.masses, self.order.shares, self.counts]
         return hashlib.sha256(str(parts).encode() + b"".join(array.tobytes() for array in arrays)).hexdigest()
 
-    def _window(self, number: int) -> Window:
+    def _window(self, number: int) -> ChunkLists:
         """Return a window, and begin to read the one after it."""
         near = range(number, min(number + 2, len(self.counts)))
         for other in self._read.keys() - near:
@@ -77,8 +75,8 @@ class Stream:
                 self._read[window] = in_thread(partial(self.read_window, window))
         return self._read[number].result()
 
-    def read_window(self, number: int) -> Window:
-        """Return the sequences of a window, shuffled."""
+    def read_window(self, number: int) -> ChunkLists:
+        """Return the sequences of a window, shuffled; one without chunks is all padding."""
         sources, rows = self.order.rows(self.seed, self.epoch, number)
         of_source = [self.blocks.read(source, rows[sources == i]) for i, source in enumerate(self.sources)]
         chunks = [chunk | {"source": i} for i in sources.tolist() for chunk in next(of_source[i])]
@@ -138,10 +136,10 @@ def packed(lengths: list[int], capacity: int, count: int) -> list[list[int]]:
     return sequences + [[] for _ in range(count - len(sequences))]
 
 
-def in_thread(read: Callable[[], Window]) -> Future[Window]:
+def in_thread(read: Callable[[], ChunkLists]) -> Future[ChunkLists]:
     """Begin to read in a thread. It is no daemon: stopped in the midst of a read, Arrow crashes the interpreter. Nor is
     it a ThreadPoolExecutor's: these are waited for before `main_thread` counts as ended, which is what stops a read."""
-    future: Future[Window] = Future()
+    future: Future[ChunkLists] = Future()
 
     def run() -> None:
         try:
