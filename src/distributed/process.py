@@ -41,12 +41,14 @@ class Signals:
     _caught: Sequence[signal.Signals] = ()
 
     def catch(self) -> None:
-        """Note the signals from now on, in place of their default action. SIGHUP stays ignored if nohup said so."""
+        """Note the signals from now on, in place of their default action. SIGHUP stays ignored if nohup said so; a launcher
+        may have to ignore others, but not this process: launchers/slurm.sbatch."""
         noted, written = os.pipe()
         os.set_blocking(written, False)
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what they are sent is not for this one
-        self._caught = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        by_nohup = signal.SIGHUP if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else None
+        self._caught = [number for number in STOP_SIGNALS if number != by_nohup]
         for number in self._caught:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._watch, args=[noted], daemon=True).start()

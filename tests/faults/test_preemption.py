@@ -65,12 +65,16 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
     assert (status["reason"], status["output"]) == ("SIGHUP", "the reader of the output is gone: see metrics.jsonl")
 
 
-def test_under_nohup_it_trains_on(tmp_path: Path) -> None:
-    """But under torch's launcher, which ends by SIGHUP all the same. Tried with a handler in any case: preempted."""
-    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, "done"), (signal.SIGTERM, "preempted")])
+def test_of_signals_that_are_ignored_at_the_start_only_sighup_stays_so(
+    tmp_path: Path, number: signal.Signals, status: str
+) -> None:
+    """As under nohup, unless torch's launcher is between; slurm.sbatch has a launcher ignore SIGTERM, and its processes
+    with it. Tried with a handler in any case, and with none for any signal that is ignored."""
+    ignored = f"import signal; signal.signal({int(number)}, signal.SIG_IGN)"
     with Started("cpu", *TINY, folder=tmp_path / "run", before=ignored) as started:
-        started.wait_for("step      2/").send(signal.SIGHUP, to=started.trainers[0])
-        assert started.ended().status == {"status": "done", "step": 14}
+        started.wait_for("step      2/").send(number, to=started.trainers[0])
+        assert started.ended().status["status"] == status
 
 
 def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(whole: Whole, tmp_path: Path) -> None:
