@@ -41,8 +41,8 @@ class Signals:
     _caught: Sequence[signal.Signals] = ()
 
     def catch(self) -> None:
-        """Note the signals from now on, in place of their default action. SIGHUP stays ignored if nohup said so; a launcher
-        may have to ignore others, but not this process: launchers/slurm.sbatch."""
+        """Note the signals from now on, in place of their default action. SIGHUP stays ignored if nohup said so; others
+        may be ignored for the launcher's sake, as by launchers/slurm.sbatch, but not for this process's."""
         noted, written = os.pipe()
         os.set_blocking(written, False)
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
