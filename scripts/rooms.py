@@ -18,7 +18,7 @@ FILES = {
     "check": "src/check tests/check tests/text/test_check.py docs/check.md",
     "checkpoints": "src/tools/checkpoints.py tests/test_checkpoint_tool.py tests/text/test_checkpoint_tool.py",
     "compile": "src/training/transforms.py",
-    "cpu": "src/training/cpu tests/test_cpu.py",
+    "cpu": "src/training/cpu.py tests/test_cpu.py",
     "cuda_graphs": "src/training/cuda_graph.py",
     "dry_run": "src/tracking/dry_run.py tests/test_dry_run.py tests/text/test_preview.py",
     "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from src.training.cpu.dropout import Dropout
+from src.training.cpu import Dropout
 
 
 @pytest.fixture(autouse=True)
