@@ -113,9 +113,9 @@ def test_one_that_may_not_be_read_is_not_set_aside(run: Path, monkeypatch: pytes
     """Another user's may be whole. Tried without: it is renamed, and the run goes on from the one before."""
     checkpoint = run / "checkpoints" / "step_00000012"
 
-    def refuse(path: Path) -> str:
+    def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ValueError, match="cannot be read, Permission denied: ask for permission to read it"):
         list(problems(checkpoint))
