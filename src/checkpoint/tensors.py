@@ -107,10 +107,10 @@ def saved_tensors(checkpoint: Path) -> dict[str, Any]:
 def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:  # room: text examples
     """Return the L2 norm over all parameters that are not trained. It identifies them, as no checkpoint holds them.
     Collective if an accelerator has sharded them."""
-    frozen = (to_local(p.detach()).float() for p in model.parameters() if not p.requires_grad)
     squares = torch.zeros((), dtype=torch.float64)
-    for values in frozen:
-        squares += values.square().sum().double().cpu()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            squares += to_local(parameter.detach()).float().square().sum().double().cpu()
     if accelerator and accelerator.is_fsdp2:
         squares = accelerator.reduce(squares.to(accelerator.device), "sum").cpu() / num_replicas(accelerator)
     return squares.sqrt().item()

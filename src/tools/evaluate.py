@@ -61,7 +61,8 @@ def _with_settings(config: Config, arguments: list[str]) -> Config:
         saved["task.eval_from"] = "all"
     new, bad = validate(type(config), saved | values, written, mistakes)
     assert isinstance(new, Config)
-    mistakes.extend(new.task.validation_errors() if not bad else [])
+    if not bad:
+        mistakes.extend(new.task.validation_errors())
     refuse(mistakes)
     return new
 

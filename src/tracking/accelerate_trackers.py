@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
@@ -12,13 +13,15 @@ PROJECT = "accelerate-template"
 """Project of trackio that the run is filed under."""
 
 
+@dataclass
 class AccelerateRecorder(Recorder):
     """Passes numbers on to one of Accelerate's trackers."""
 
-    def __init__(self, title: str, tracker: GeneralTracker, where: str, command: str) -> None:
-        """Keep a tracker that has not been started, and the command that shows the run."""
-        self.title, self.tracker, self.where = title, tracker, where
-        self.closing = f"  {title:<10} {command}"
+    tracker: GeneralTracker
+    """One that has not been started."""
+    title: str
+    where: str
+    closing: str
 
     def start(self) -> None:
         self.tracker.start()
@@ -37,9 +40,10 @@ def accelerate_recorders(run: Run, run_id: str) -> Iterator[Recorder]:
     if "trackio" in config.trackers:
         name = f"{config.run_name}-{run_id}"
         tracker = TrackioTracker(PROJECT, name=name, resume="allow", config=describe(run))
-        yield AccelerateRecorder("trackio", tracker, name, f"trackio show --project {PROJECT}")
+        yield AccelerateRecorder(tracker, "trackio", name, f"  trackio    trackio show --project {PROJECT}")
     if "tensorboard" in config.trackers:
         folder = str(config.folder / "tensorboard")
         # of an earlier session that was killed, hide the steps that are taken once more
         tensorboard = TensorBoardTracker("", logging_dir=folder, purge_step=run.progress.step + 1)
-        yield AccelerateRecorder("TB", tensorboard, folder, f"tensorboard --logdir {shlex.quote(folder)}")
+        command = f"tensorboard --logdir {shlex.quote(folder)}"
+        yield AccelerateRecorder(tensorboard, "TB", folder, f"  TB         {command}")

@@ -26,16 +26,18 @@ def explains_memory() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        phase = next((PHASES[f.f_code.co_name] for f in reversed(frames) if f.f_code.co_name in PHASES), "run")
-        run = next((r for r in (f.f_locals.get("run") for f in frames) if isinstance(r, Run)), None)
+        phase, run = "run", None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            phase = PHASES.get(frame.f_code.co_name, phase)
+            local = frame.f_locals.get("run")
+            run = run or (local if isinstance(local, Run) else None)
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()  # CUDA's own, and other processes'
         line = f"out of memory in the {phase}, on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} of it outside torch"
         if run:
             line += _explain(run)
         line += "; python -m src.tools.plan -- with the same settings says what fits"
-        if run and frames[-1].f_code.co_filename == inspect.getfile(type(run.task)):
+        if run and frame.f_code.co_filename == inspect.getfile(type(run.task)):
             sys.stderr.write(f"train.py: {line}\n")
             raise
         raise UserError(line) from error

@@ -195,12 +195,12 @@ def new_model(
     if device_type == "cpu":  # room: cpu
         tuned += tune_for_cpu(model, is_sharded)
     parameters = list(model.parameters())
-    facts: dict[str, Any] = {
+    facts = {
         "parameters": sum(map(num_weights, parameters)),
         "trained_parameters": sum(num_weights(p) for p in parameters if p.requires_grad),
         "tuned": tuned,  # room: compile cpu cuda_graphs text
+        "built_whole": is_sharded and not any(p.is_meta for p in parameters),  # room: text
     }
-    facts["built_whole"] = is_sharded and not any(p.is_meta for p in parameters)  # room: text
     return model, facts
 
 

@@ -67,8 +67,8 @@ def small_model(config: PreTrainedConfig) -> Any:
     heads = getattr(own, "num_attention_heads", None)
     is_grouped = getattr(own, "num_key_value_heads", heads) != heads
     head = getattr(own, "head_dim", None) or own.hidden_size // (heads or 4)  # of its own size: kernels refuse some
-    narrow = {"hidden_size": 4 * head, "intermediate_size": 64, "num_attention_heads": 4}
-    narrow["num_key_value_heads"] = 2 if is_grouped else 4
+    narrow = {"hidden_size": 4 * head, "intermediate_size": 64}
+    narrow |= {"num_attention_heads": 4, "num_key_value_heads": 2 if is_grouped else 4}
     with suppress(Exception):  # narrower than the class allows
         small = _of_sizes(config, few | narrow)
         small(TOKENS, use_cache=False)
