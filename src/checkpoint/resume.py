@@ -95,10 +95,10 @@ def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
     if (watched["metric"], watched["mode"]) != (watches.metric, watches.mode):  # room: best
         state.progress.best = None
         state.progress.evaluations_without_gain = 0
-    if accelerator.is_main_process and point.is_own(config):  # room: safeguards mirror
-        require_whole_record(config, checkpoint, state)  # room: safeguards
-        if point.mirror:  # room: mirror
-            point.mirror.catch_up(checkpoint, point.is_finished)
+    if accelerator.is_main_process and point.is_own(config):  # room: safeguards
+        require_whole_record(config, checkpoint, state)
+    if accelerator.is_main_process and point.is_own(config) and point.mirror:  # room: mirror
+        point.mirror.catch_up(checkpoint, point.is_finished)
     if accelerator.is_main_process and config.saves:  # room: integrity mirror
         # of the run's own: the one that it branches off from is the last candidate
         for path in damaged:
