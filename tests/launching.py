@@ -248,8 +248,7 @@ class Started:
                     stdout=stdout,
                     stderr=stderr,
                     start_new_session=True,
-                    # where pytest runs in the background of a shell, SIGINT is ignored, and children inherit that
-                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                    preexec_fn=hear_signals,
                 )
         else:
             self._stdout.touch()
@@ -347,6 +346,13 @@ class Started:
     def __exit__(self, *_: object) -> None:
         self.kill_all()
         self._files.cleanup()
+
+
+def hear_signals() -> None:
+    """Take the actions of signals back to their defaults: children inherit that pytest ignores SIGINT in the background
+    of a shell, and SIGHUP under nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def catches(process: psutil.Process, number: signal.Signals) -> bool:

@@ -161,6 +161,7 @@ def free_port() -> int:
 def become_rank(request: Request, script: str, arguments: list[str], environment: dict[str, str]) -> tuple[str, str]:
     """Set this process up as if it had been started with the script and its arguments."""
     os.setpgid(0, 0)  # launchers signal whole groups: the processes that load data too
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.environ.clear()
     os.environ |= environment
     # train.py looks there for what was asked of Accelerate's launcher

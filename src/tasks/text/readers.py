@@ -69,7 +69,7 @@ class ShardReader:
     def content(self) -> list[str]:
         """Return what changes with the content of the files: of text its digest, whatever tar, rsync and the layers of
         an image make of its time; of parquet, whose footer alone the index has seen, its version too."""
-        return [shard.digest + lasting(shard.version) * (shard.kind == ".parquet") for shard in self.shards]
+        return [shard.digest + shard.version * (shard.kind == ".parquet") for shard in self.shards]
 
     def version(self, number: int) -> str:
         """Return what changes with a group's content, also where the footer of its file stays as it was."""
