@@ -173,23 +173,7 @@ def load_config(
 
     config, bad = validate(config_class, values, written, mistakes)
     assert isinstance(config, Config)
-    if not bad & {"global_batch_size", "micro_batch_size"}:
-        mistakes.extend(_batch_errors(config, world_size()))
-    if not (config.epochs or config.max_steps):
-        mistakes.append("epochs and max_steps are both null: set one of them")
-    mistakes.extend(_profile_errors(config.profile_steps))  # room: performance
-    if (warmup := config.optim.warmup_steps) > 1 and warmup % 1:
-        mistakes.append(f"optim.warmup_steps={warmup}: must be a whole number of steps, or below 1, a share of all")
-    length = None if config.epochs else config.max_steps  # room: wsd
-    mistakes.extend(config.optim.decay_errors(length or math.inf))  # room: wsd
-    if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():  # room: best
-        mistakes.append(
-            "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
-        )
-    if "wandb" in config.trackers:  # room: wandb
-        mistakes.extend(config.wandb.environment_errors())
-    if config.push_to_hub:  # room: hub
-        mistakes.extend(_hub_errors(config.push_to_hub))
+    mistakes.extend(_setting_errors(config, bad))
     if fetch:  # room: wandb
         bad |= fetch(config, mistakes)
     if also and not bad & {"run_name", "output_dir", "resume"}:  # room: safeguards
@@ -225,21 +209,38 @@ def _config_class(task: str, tasks: Mapping[str, str]) -> type[Config]:
     return create_model("Config", __base__=Config, task=(task_class, Field(default_factory=task_class)))
 
 
-def _profile_errors(steps: str | None) -> Iterator[str]:  # room: performance
-    written = re.fullmatch(r"([1-9]\d*):(\d+)", steps or "1:1")
-    if not written or int(written[1]) > int(written[2]):
-        yield f"profile_steps={steps}: write the first step and the last, such as 10:15"
+def _setting_errors(config: Config, bad: set[str]) -> Iterator[str]:
+    """Yield what no single setting can tell, a line each, but nothing of batches if their sizes are among the `bad`."""
+    if not bad & {"global_batch_size", "micro_batch_size"}:
+        yield from _batch_errors(config.global_batch_size, config.micro_batch_size, world_size())
+    if not (config.epochs or config.max_steps):
+        yield "epochs and max_steps are both null: set one of them"
+    written = re.fullmatch(r"([1-9]\d*):(\d+)", config.profile_steps or "1:1")  # room: performance
+    if not written or int(written[1]) > int(written[2]):  # room: performance
+        yield f"profile_steps={config.profile_steps}: write the first step and the last, such as 10:15"
+    if (warmup := config.optim.warmup_steps) > 1 and warmup % 1:
+        yield f"optim.warmup_steps={warmup}: must be a whole number of steps, or below 1, a share of all"
+    length = None if config.epochs else config.max_steps  # room: wsd
+    yield from config.optim.decay_errors(length or math.inf)  # room: wsd
+    if config.early_stopping.metric is None and config.early_stopping != EarlyStopping():  # room: best
+        yield "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss"
+    if "wandb" in config.trackers:  # room: wandb
+        yield from config.wandb.environment_errors()
+    if repository := config.push_to_hub:  # room: hub
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+            yield f"push_to_hub={repository}: must be USER/NAME"
+        elif constants.HF_HUB_OFFLINE:
+            yield f"push_to_hub={repository}: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
+        elif get_token() is None:
+            yield f"push_to_hub={repository}: no credentials; `hf auth login` first"
 
 
-def _batch_errors(config: Config, world_size: int) -> Iterator[str]:
-    size, micro = config.global_batch_size, config.micro_batch_size
+def _batch_errors(size: int, micro: int | None, world_size: int) -> Iterator[str]:
     unit = (micro or 1) * world_size
-    if size % unit == 0:
-        return
-    product = f"{micro} (micro_batch_size) x {processes(world_size)} = {unit}" if micro else processes(unit)
-    nearest_sizes = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
-    sizes = " or ".join(map(str, nearest_sizes))
-    yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
+    if size % unit:
+        product = f"{micro} (micro_batch_size) x {processes(world_size)} = {unit}" if micro else processes(unit)
+        sizes = " or ".join(str(near) for near in (size // unit * unit, size // unit * unit + unit) if near)
+        yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
 
 
 def metric_errors(config: Config, names: Collection[str]) -> list[str]:  # room: best
@@ -250,12 +251,3 @@ def metric_errors(config: Config, names: Collection[str]) -> list[str]:  # room:
         for setting, name in judging.items()
         if name is not None and name not in names
     ]
-
-
-def _hub_errors(repository: str) -> Iterator[str]:  # room: hub
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        yield f"push_to_hub={repository}: must be USER/NAME"
-    elif constants.HF_HUB_OFFLINE:
-        yield f"push_to_hub={repository}: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
-    elif get_token() is None:
-        yield f"push_to_hub={repository}: no credentials; `hf auth login` first"
