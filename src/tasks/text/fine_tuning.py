@@ -29,9 +29,10 @@ from src.config.groups import Share
 from src.tasks.base import Indices, Task, parameters_on
 from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
-from src.tasks.text.lean import bytes_in_fp32, empty_pretrained, load, start_heads, weight_files
+from src.tasks.text.lean import bytes_in_fp32, empty_pretrained, load, saved_weights, start_heads, weight_files
 from src.tasks.text.lora import Lora
-from src.tasks.text.pretrained import fsdp_blocks, save_sharded, without_adapters
+from src.tasks.text.pretrained import fsdp_blocks, save, without_adapters
+from src.tasks.text.sharded_files import write_gathered
 from src.tasks.text.source import TextSource
 from src.tasks.text.streaming.settings import Streaming
 from src.tasks.text.streaming.stream import Stream
@@ -240,7 +241,16 @@ class FineTuning(
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
-        return save_sharded(self.core(model), self._tokenizer, folder, accelerator)
+        core = self.core(model)
+        weights = saved_weights(own := without_adapters(core))
+        if weights is None:
+            return False
+        if self.lora.r:
+            core.merge_adapter()
+        if accelerator.is_main_process:
+            save(own, self._tokenizer, {}, folder)
+        write_gathered(weights, folder, accelerator)
+        return True
 
     def cards(self) -> dict[str, dict[str, Any]]:
         card: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": self.pipeline_tag}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from peft import PeftConfig, PeftModel
 from transformers import (
     AutoModelForCausalLM,
@@ -22,9 +21,7 @@ from transformers.trainer_utils import align_special_tokens
 from src.config.errors import UserError, explained
 from src.tasks.base import Tensors
 from src.tasks.text.chats import ends_of_turn
-from src.tasks.text.lean import saved_weights
 from src.tasks.text.new_tokens import grow
-from src.tasks.text.sharded_files import write_gathered
 
 
 def load_exported(folder: Path, **options: Any) -> Any:
@@ -107,23 +104,6 @@ def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: T
     model.load_state_dict(trained, strict=False)
     merged = model.merge_and_unload()
     save(merged, tokenizer, merged.state_dict(), folder)
-
-
-def save_sharded(
-    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerFast, folder: Path, accelerator: Accelerator
-) -> bool:
-    """Write a sharded model as `save` does, with its adapters added to its weights; return False, before anything is
-    written, if its weights would have to be converted. Collective."""
-    own = without_adapters(model)
-    weights = saved_weights(own)
-    if weights is None:
-        return False
-    if isinstance(model, PeftModel):
-        model.merge_adapter()
-    if accelerator.is_main_process:
-        save(own, tokenizer, {}, folder)
-    write_gathered(weights, folder, accelerator)
-    return True
 
 
 def without_adapters(model: PreTrainedModel | PeftModel) -> Any:
