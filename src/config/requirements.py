@@ -24,9 +24,10 @@ def lacking(extra: str = "") -> list[str]:
     file = PROJECT / ("pyproject.toml" if extra else "requirements.txt")
     if not file.exists():  # a copy that installs in its own way
         return []
-    asked = file.read_bytes().decode().splitlines()
+    text = file.read_bytes().decode()
+    asked = text.splitlines()
     if extra:
-        asked = import_module("tomllib").loads(file.read_bytes().decode())["project"]["optional-dependencies"][extra]
+        asked = import_module("tomllib").loads(text)["project"]["optional-dependencies"][extra]
     lines = [line for line in (line.partition("#")[0].strip() for line in asked) if line]
     hint = f"{sys.executable} -m pip install -e '{PROJECT}{f'[{extra}]' if extra else ''}'"
 

@@ -39,8 +39,9 @@ def unusable_gpu() -> str | None:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(known))
     except OSError:  # no driver
         return None
-    driver, built_for = f"{known.value // 1000}.{known.value % 1000 // 10}", torch.version.cuda
-    is_new_enough = built_for and known.value // 1000 >= int(built_for.partition(".")[0])  # minor versions mix
+    major, minor = divmod(known.value, 1000)
+    driver, built_for = f"{major}.{minor // 10}", torch.version.cuda
+    is_new_enough = built_for and major >= int(built_for.partition(".")[0])  # minor versions mix
     if is_new_enough or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
     there = f"the driver of the NVIDIA GPU knows CUDA {driver}, and this torch {torch.__version__}"

@@ -89,8 +89,12 @@ class Tracker:
         progress.tick()
         step, every = progress.step, run.config.log_every
         num_examples = examples_seen(run, step) - examples_seen(run, (step - 1) // every * every)
-        metrics: dict[str, Any] = {"epoch": step / run.steps_per_epoch, "train/lr": result.lr}
-        metrics |= {"train/grad_norm": result.grad_norm, **progress.training_metrics(num_examples, run.is_fp16)}
+        metrics: dict[str, Any] = {
+            "epoch": step / run.steps_per_epoch,
+            "train/lr": result.lr,
+            "train/grad_norm": result.grad_norm,
+            **progress.training_metrics(num_examples, run.is_fp16),
+        }
         progress.train_loss = metrics["train/loss"]
         if run.is_log_due():  # not at the run's end: a longer run's interval would go on
             progress.end_interval()
@@ -186,8 +190,8 @@ class Tracker:
             f"done in {tqdm.format_interval(self._run.progress.seconds)}: {_evaluation_line(evaluation)}",
             f"  model      {folder}/model",
             f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml",
+            report_line(self.folder),  # room: report
         ]
-        lines.append(report_line(self.folder))  # room: report
         if self._run.task.name == "causal_lm":  # room: generate+text
             lines.append(f"  talk       python -m src.tools.generate {folder}")
         if self._run.task.name != "causal_lm":  # room: evaluate

@@ -168,9 +168,11 @@ class CausalLM(Decoder):
 
     @cached_property
     def _questions(self) -> list[Question]:  # room: tables
-        if self.questions and not self._tokenizer.chat_template:
+        if not self.questions:
+            return []
+        if not self._tokenizer.chat_template:
             raise UserError("task.questions: the tokenizer has no chat template; set --task.chat_template")
-        return read_questions(self.questions, self._tokenizer) if self.questions else []
+        return read_questions(self.questions, self._tokenizer)
 
     def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], dict[str, Table]]:  # room: tables
         if not self._questions:
@@ -272,6 +274,6 @@ class CausalLM(Decoder):
         return True
 
     def cards(self) -> dict[str, dict[str, Any]]:
-        (whole,) = super().cards().values()
+        whole = super().cards()[""]
         exported = whole | ({"library_name": "peft"} if self.lora.r else {})
         return {"": exported, "merged": whole} if self.lora.merge else {"": exported}

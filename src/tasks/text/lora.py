@@ -46,12 +46,11 @@ class Lora(Settings):
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
         if absent:
             raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
-        targets = self.target_modules or "all-linear"
         config = LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=targets,
+            target_modules=self.target_modules or "all-linear",
             exclude_modules=self.exclude_modules,
             **options,
         )
@@ -63,8 +62,7 @@ class Lora(Settings):
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
             adapted = get_peft_model(model, config, revision=revision)
         adapters = {name for name, layer in adapted.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
-        pairs = model.all_tied_weights_keys.items()
-        tied = {name.removesuffix(".weight") for pair in pairs for name in pair}
+        tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
         if (self.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters)):
             says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
             raise UserError(f"task.lora.target_modules: {says} when they are merged; leave it out, or set merge=false")

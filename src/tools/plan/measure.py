@@ -135,9 +135,18 @@ def build(config: Config) -> Run:
     optimizers = build_optimizers(config.optim, model)
     if seconds > LONG:
         tuned.append(f"reading the data takes {seconds:.0f} s, for each line below: plan from a sample of them")
-    facts = {"tuned": tuned}
     return Run(
-        config, accelerator, launch, ResumePoint(), model, optimizers, Progress(), train_set, eval_set, {}, facts
+        config,
+        accelerator,
+        launch,
+        ResumePoint(),
+        model,
+        optimizers,
+        Progress(),
+        train_set,
+        eval_set,
+        metadata={},
+        facts={"tuned": tuned},
     )
 
 

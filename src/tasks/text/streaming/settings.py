@@ -98,8 +98,7 @@ class Streaming(BySource):
         other arguments are those of Blocks."""
         skips = self.bad_rows == "skip"
         key = Hasher.hash([columns, maker, skips, CODE])
-        limit = int(self.cache_gb * 1e9)
-        blocks = Blocks(columns, maker, skips, key, cache_folder() / "blocks", limit)
+        blocks = Blocks(columns, maker, skips, key, cache_folder() / "blocks", int(self.cache_gb * 1e9))
         mixed = self.sources or [MixtureSource()]
         weights, passes = [source.weight for source in mixed], [source.max_epochs for source in mixed]
         groups = [source.sizes for source in sources]

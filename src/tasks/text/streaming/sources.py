@@ -86,7 +86,5 @@ class BySource(TextSource):
 
 def by_source(parts: list[Dataset], make_chunks: Callable[[Dataset], Dataset]) -> Dataset:
     """Return the chunks that are made of the rows of each source, with a column `source`."""
-    made = [make_chunks(rows) for rows in parts]
-    return concatenate_datasets(
-        [chunks.add_column("source", np.full(len(chunks), source)) for source, chunks in enumerate(made)]
-    )
+    made = enumerate(map(make_chunks, parts))
+    return concatenate_datasets([chunks.add_column("source", np.full(len(chunks), source)) for source, chunks in made])
