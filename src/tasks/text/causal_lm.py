@@ -24,7 +24,7 @@ from src.tasks.text.four_bit import keep_layout, loading_options
 from src.tasks.text.language_model import LanguageModel
 from src.tasks.text.new_tokens import add_rows, add_tokens
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
-from src.tasks.text.pretrained import check_fit, load_exported, save, save_merged, set_ends
+from src.tasks.text.pretrained import check_fit, load_exported, save, set_ends
 from src.tasks.text.questions import Question, ask, read_questions
 from src.tasks.text.streaming.blocks import Mixture
 from src.tasks.text.streaming.sources import by_source
@@ -250,7 +250,7 @@ class CausalLM(Decoder):
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
         save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
-            save_merged(self.with_adapters(self.load_dense_model()), self._tokenizer, weights, folder / "merged")
+            self.export_merged(weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
         lm = load_exported(

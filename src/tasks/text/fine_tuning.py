@@ -26,7 +26,7 @@ from transformers import (
 
 from src.config.errors import UserError
 from src.config.groups import Share
-from src.tasks.base import Indices, Task, parameters_on
+from src.tasks.base import Indices, Task, Tensors, parameters_on
 from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
 from src.tasks.text.lean import bytes_in_fp32, empty_pretrained, load, saved_weights, start_heads, weight_files
@@ -203,12 +203,6 @@ class FineTuning(
             free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free"
             raise UserError(f"task.model={self.model}: {says}, and {free}; take a smaller model, or fsdp.yaml")
 
-    def load_dense_model(self) -> Any:
-        """Return what `load_model` does, with weights in 4 bits as the bf16 numbers that they stand for."""
-        if self.lora.base_dtype == "nf4":  # room: four_bit
-            return self.load_model().dequantize(torch.bfloat16)
-        return self.load_model()
-
     def _require_all(self, model: PreTrainedModel, absent: set[str]) -> None:
         if self.has_new_head:
             base = f"{model.base_model_prefix}."
@@ -239,6 +233,18 @@ class FineTuning(
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes if there are no files at all
             raise UserError(f"task.{setting}={source}: it has no tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
+
+    def export_merged(self, weights: Tensors, folder: Path) -> None:
+        """Write the model with the adapters in `weights` added to its own weights, those in 4 bits as the bf16 numbers
+        that they stand for."""
+        model = self.load_model()
+        if self.lora.base_dtype == "nf4":  # room: four_bit
+            model = model.dequantize(torch.bfloat16)
+        adapted = self.with_adapters(model)
+        trained = {name: weights[name] for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        adapted.load_state_dict(trained, strict=False)
+        merged = adapted.merge_and_unload()
+        save(merged, self._tokenizer, merged.state_dict(), folder)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         core = self.core(model)

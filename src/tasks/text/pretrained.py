@@ -98,14 +98,6 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folde
     tokenizer.save_pretrained(folder)
 
 
-def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
-    """Load what is trained of `weights` into `model`, add its adapters to its own weights, and write the result."""
-    trained = {name: weights[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    model.load_state_dict(trained, strict=False)
-    merged = model.merge_and_unload()
-    save(merged, tokenizer, merged.state_dict(), folder)
-
-
 def without_adapters(model: PreTrainedModel | PeftModel) -> Any:
     """Return the model itself, where it has adapters with them inside its layers."""
     return model.get_base_model() if isinstance(model, PeftModel) else model

@@ -22,7 +22,7 @@ from src.tasks.text.fine_tuning import FineTuning
 from src.tasks.text.labels import encode_texts, length_grouped, sorted_labels
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
-from src.tasks.text.pretrained import check_fit, save, save_merged
+from src.tasks.text.pretrained import check_fit, save
 from src.tasks.text.source import cached_map, table_checksum
 from src.tasks.text.streaming.blocks import Mixture
 from src.tasks.text.streaming.labelling import Labelling, known_label
@@ -216,7 +216,7 @@ class TextClassification(FineTuning):
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> None:
         if self.lora.r:  # adapters alone would not say which labels there are
-            save_merged(self.finish(self.load_dense_model()), self._tokenizer, weights, folder)
+            self.export_merged(weights, folder)
         else:
             save(model, self._tokenizer, weights, folder)
 
