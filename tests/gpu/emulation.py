@@ -34,6 +34,9 @@ def _install_varlen(torch: Any, varlen: Any) -> None:
             seen = (behind >= 0) & ((behind <= left) | (left < 0))
             yield rows, (parts[0] @ parts[1].mT * scale).masked_fill(~seen, float("-inf")).softmax(-1), parts
 
+    # from torch 2.15 on, that of flash attention, which is off for all else here, has to be chosen
+    varlen._select_backend = lambda *_, **__: getattr(varlen, "_FLASH_ATTENTION_BACKEND", None)
+
     @varlen._varlen_attn.register_kernel("cuda")
     def forward(
         q: Any, k: Any, v: Any, cu: Any, cu_k: Any, max_q: int, max_k: int, is_causal: bool = False,
@@ -56,7 +59,8 @@ def _install_varlen(torch: Any, varlen: Any) -> None:
     @varlen._varlen_attn_backward.register_kernel("cuda")
     def backward(
         grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu: Any, cu_k: Any, max_q: int, max_k: int,
-        is_causal: bool, rng_state: Any, scale: float | None = None, window_size: Sequence[int] = (-1, 0), **__: Any,
+        is_causal: bool, rng_state: Any, scale: float | None = None, window_size: Sequence[int] = (-1, 0), *_: Any,
+        **__: Any,
     ) -> Any:  # fmt: skip
         scale = scale or q.shape[-1] ** -0.5
         grads = [torch.zeros_like(t) for t in (q, k, v)]
