@@ -148,6 +148,13 @@ STUB(cuDeviceGet, (int *d, int i), *d = i) OK(cuCtxSetCurrent) OK(cuCtxPopCurren
 OK(nvmlInit_v2) OK(nvmlDeviceGetHandleByPciBusId_v2) REFUSES(nvmlDeviceGetNvLinkRemoteDeviceType)
 STUB(nvmlDeviceGetComputeRunningProcesses, (void *d, unsigned *n), *n = 0) REFUSES(nvmlDeviceGetNvLinkRemotePciInfo_v2)
 REFUSES(nvmlDeviceGetGpuFabricInfoV) REFUSES(nvmlSystemGetCudaDriverVersion_v2)
+/* CUPTI, by which torch's profiler would hear of kernels: it hears of none. The real one calls itself for ever where
+   there is no real driver. */
+OK(cuptiActivityDisable) OK(cuptiActivityEnable) OK(cuptiActivityEnableCudaEventDeviceTimestamps) OK(cuptiFinalize)
+OK(cuptiActivityEnableDriverApi) OK(cuptiActivityEnableRuntimeApi) OK(cuptiActivityFlushAll) OK(cuptiEnableCallback)
+OK(cuptiActivityPopExternalCorrelationId) OK(cuptiActivityPushExternalCorrelationId) OK(cuptiActivitySetAttribute)
+OK(cuptiActivityRegisterCallbacks) OK(cuptiActivityRegisterTimestampCallback) OK(cuptiSubscribe) OK(cuptiUnsubscribe)
+OK(cuptiEnableDomain) GIVES(cuptiGetVersion, uint32_t, 130000)
 enum { READ_WRITE = PROT_READ | PROT_WRITE, NEW = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE };
 static void *pages(size_t size) { return mmap(0, size, READ_WRITE, NEW, -1, 0); }
 /* ---- What is not here. torch looks up dozens of the driver's functions that it never calls, so each gets a few bytes
