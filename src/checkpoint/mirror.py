@@ -75,7 +75,8 @@ class Mirror:
         self.copying: Path | None = None
         """The published checkpoint that is being copied."""
         self._newest: Path | None = None
-        self._copied = 0
+        self._copied = Callback()
+        """Grows with each file, or part of one, that is copied."""
         self.at_start: list[Path] = []
         """The mirrored checkpoints that `bring_record` has found, the newest first."""
         self._of_main = Path(gather_object([str(self._own)])[0])
@@ -188,15 +189,11 @@ class Mirror:
         """
         work_done, copied = copier().apply_async(work, arguments), -1
         while not work_done.ready():
-            if copied == self._copied:
+            if copied == self._copied.value:
                 raise RunError(f"{self.url} took nothing in half of timeout_minutes={self._config.timeout_minutes:g}")
-            copied = self._copied
+            copied = self._copied.value
             work_done.wait(30 * self._config.timeout_minutes)
         work_done.get()
-
-    def _count(self, *_: int, **__: Any) -> None:
-        """Count that a file, or a part of one, was copied: fsspec tells so."""
-        self._copied += 1
 
     def _copy(self, checkpoint: Path) -> None:
         files = manifest(checkpoint)
@@ -206,8 +203,8 @@ class Mirror:
     def put(self, folder: Path, files: Iterable[str]) -> None:
         """Copy these files of a checkpoint, whose folder may still be an unfinished one."""
         for name in files:
-            self._fs.put_file(str(folder / name), self._path(folder, name), callback=Callback(hooks={"": self._count}))
-            self._count()
+            self._fs.put_file(str(folder / name), self._path(folder, name), callback=self._copied)
+            self._copied.relative_update()  # not all file systems tell of parts of a file
 
     def complete(self, folder: Path, files: Json) -> None:
         """Copy state.json and the run's record as it was then, add the manifest, and delete superfluous checkpoints."""
