@@ -208,7 +208,6 @@ def load_a_step_on(load: Hook, run: Any) -> None:
 
 
 EPOCH_SEED, EPOCH_ORDER, LOAD = (f"src.training.batches.{name}" for name in ("epoch_seed", "epoch_order", "_load"))
-OTHER = {"torch": torch.Generator().manual_seed(1).get_state().numpy().tobytes().hex()}
 FAULTS = [
     Fault("every process reads the same shard", "ddp", "Data", "719 left out, 719 too often, on process 1",
           EPOCH_ORDER, lambda order, run, *rest: np.repeat(order(run, *rest)[:: run.world_size], run.world_size)),
@@ -317,7 +316,7 @@ FAULTS = [
     Fault("a checkpoint whose optimizer state is put back only where there is some", "fsdp", "Checkpoint",
           "the optimizer's state", "src.checkpoint.tensors.create_optimizer_state", lambda *_: None),
     Fault("a checkpoint that forgets the random numbers", "ddp", "Checkpoint", "the random numbers",
-          "src.checkpoint.write.random_state", lambda state, device: state(device) | OTHER),
+          "src.checkpoint.resume.restore_random_state", lambda *_: None),
     Fault("a step added to a checkpoint's", "cpu", "Checkpoint", "the position in the data",
           "train.load_checkpoint", load_a_step_on),
 ]  # fmt: skip
