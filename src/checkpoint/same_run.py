@@ -37,7 +37,7 @@ def note_changes(config: Config, checkpoint: Path, state: RunState) -> list[str]
     that was accepted."""
     changed = changed_settings(config, state.config)
     saved = config.model_copy(update={name: state.config[name] for name in (*LENGTH_SETTINGS, "global_batch_size")})
-    before, after = (of.steps(-(-state.examples // of.global_batch_size))[1] for of in (saved, config))
+    before, after = (of.steps(of.steps_per_epoch(state.examples))[1] for of in (saved, config))
     is_shorter = after < before and not changed.keys().isdisjoint(LENGTH_SETTINGS)
     wrong = {name: pair for name, pair in changed.items() if is_shorter or name not in LENGTH_SETTINGS}
     shorter = f" (the learning rate's schedule then spans {after} steps, not {before})" if is_shorter else ""

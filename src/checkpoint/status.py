@@ -1,12 +1,12 @@
 """status.json: whether a run is unfinished, was told to stop, or is done, and how to continue it. A script that puts
 runs back into a queue reads it."""
 
-import json
 import os
 from pathlib import Path
 from threading import Lock
 from typing import NoReturn
 
+from src.checkpoint.folder import read_json
 from src.checkpoint.format import Json, write_json
 from src.config.config import Config
 from src.config.terminal import say, unread
@@ -46,5 +46,5 @@ def write_status(folder: Path, status: Json | None = None) -> None:
     """Write this status, or what is there already, and what there is to say of the output."""
     file = folder / "status.json"
     with WRITING:
-        status = status or json.loads(file.read_bytes())
+        status = status or read_json(file)
         write_json(file, status | ({"output": unread[0]} if unread else {}))

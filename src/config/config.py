@@ -125,6 +125,10 @@ class Config(Settings):
         is_trial |= self.dry_run  # room: dry_run
         return not is_trial
 
+    def steps_per_epoch(self, examples: int) -> int:
+        """Return the optimizer steps of an epoch of so many examples: its smaller last batch is a step as well."""
+        return math.ceil(examples / self.global_batch_size)
+
     def steps(self, steps_per_epoch: int) -> tuple[int, int]:
         """Return the optimizer steps to take, and those that the learning-rate schedule spans."""
         planned = (self.epochs or 0) * steps_per_epoch

@@ -36,9 +36,11 @@ class Wandb(Settings):
     @property
     def chosen_mode(self) -> str:
         """Return the mode, which the environment chooses if it is auto."""
-        if self.mode == "auto" and os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
+        if self.mode != "auto":
+            return self.mode
+        if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
             return "disabled"
-        return os.environ.get("WANDB_MODE") or "auto" if self.mode == "auto" else self.mode
+        return os.environ.get("WANDB_MODE") or "auto"
 
     def environment_errors(self) -> Iterator[str]:
         """Yield a line if WANDB_MODE is none of W&B's modes."""

@@ -1,6 +1,5 @@
 """One run, as `build` in train.py has prepared it."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,8 +81,7 @@ class Run:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        # rounded up: the smaller last batch is a step as well
-        return math.ceil(len(self.train_set) / self.config.global_batch_size)
+        return self.config.steps_per_epoch(len(self.train_set))
 
     @cached_property
     def total_steps(self) -> int:
@@ -136,7 +134,7 @@ def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exam
         datasets = task.build_datasets()
         require_right(task, "build_datasets", datasets)  # room: examine
     train_set, eval_set = datasets
-    _, schedule_steps = config.steps(-(-len(train_set) // config.global_batch_size))  # room: wsd
+    _, schedule_steps = config.steps(config.steps_per_epoch(len(train_set)))  # room: wsd
     refuse(config.optim.decay_errors(schedule_steps))  # room: wsd
     each = (task.count_targets(task.collate(samples(eval_set, [index]))) for index in range(len(eval_set)))
     if not any(each):  # usually known from the first one

@@ -270,7 +270,7 @@ class Trial:
         evaluate_batches(run.task, run.model.eval(), islice(evaluation_batches(run), 2), run.device, stop)
         run.model.train()
         memory["evaluation"] = peak()
-        rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
+        rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)  # for its peak alone
         memory["save"] = peak()
         return memory
 
