@@ -28,7 +28,7 @@ from src.checkpoint.status import stop_at_start
 from src.checkpoint.tensors import frozen_norm
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config, load_config
-from src.distributed.accelerator import build_accelerator, leave, prepare
+from src.distributed.accelerator import build_accelerator, context_parallel, leave, prepare
 from src.distributed.launcher import resume_command
 from src.distributed.machines import join
 from src.distributed.stop import StopSignal
@@ -112,6 +112,7 @@ def build(config: Config) -> Run | None:
     datasets = build_data(config, accelerator)
     fingerprints = fingerprints_of(config.task, datasets, accelerator)  # room: machines safeguards trackers wandb
     train_set, eval_set = (on_device(config, dataset, accelerator.device) for dataset in datasets)
+    config.task.split_sequences(context_parallel(accelerator))  # room: text
 
     # --------------------------------------------------------------------------------------- model and optimizers
     model, facts = new_model(
@@ -288,10 +289,10 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
         return None
     loss_sum, targets, examples = accelerator.reduce(scores.totals, "sum").tolist()
     # every example once, in the dataset's order: metrics that are no mean over examples, such as F1, need all at once
-    outputs = {name: gather_in_order(accelerator, output, len(run.eval_set)) for name, output in scores.outputs.items()}
+    outputs = {name: gather_in_order(run, output, len(run.eval_set)) for name, output in scores.outputs.items()}
     metrics = {}
     if run.is_main:
-        metrics = metrics_of(task, loss_sum / targets, int(examples), outputs)
+        metrics = metrics_of(task, loss_sum / targets, int(examples) // run.cp_size, outputs)
     # all processes must decide alike on early stopping and the best checkpoints
     (metrics,) = broadcast_object_list([metrics])
     return Evaluation(

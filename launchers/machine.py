@@ -1,5 +1,6 @@
 """python launchers/machine.py [--timeout=600] WORDS: check WORDS, wait for rank 0, become `accelerate launch WORDS`."""
 
+import math
 import os
 import socket
 import sys
@@ -17,13 +18,15 @@ from src.config.settings import read_yaml
 from src.distributed.process import exit_codes
 
 KEYS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
-MESH = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
+MESH = [f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "cp")]
 
 
 def mistakes(machines: int, processes: int, rank: int, ip: str, port: int, *mesh: int) -> Iterator[str]:
     """Yield what would end in a traceback or in endless waiting, one line each."""
-    if mesh and mesh[0] * mesh[1] != processes:
-        yield f"dp_replicate_size={mesh[0]} x dp_shard_size={mesh[1]} is not num_processes={processes}: change one"
+    if mesh and math.prod(mesh) != processes:
+        replicas, shards, parts = mesh
+        product = f"dp_replicate_size={replicas} x dp_shard_size={shards}" + (f" x cp_size={parts}" * (parts > 1))
+        yield f"{product} is not num_processes={processes}: change one"
     if machines == 1:
         return
     if (processes or 1) % machines:

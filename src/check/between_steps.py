@@ -61,7 +61,7 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     changed = [name for name in before if after[name] != before[name]]
     yield none_differ("afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
     model = subject.reference.eval()
-    loss, outputs = evaluate_alone(task, model, less.eval_set, EVALUATION_FACTOR, run.device)
+    loss, outputs = evaluate_alone(subject.task, model, less.eval_set, EVALUATION_FACTOR, run.device)
     for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
@@ -69,8 +69,8 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     packed = max(samples(run.train_set, spread(run.train_set, 64)), key=lambda sample: len(task.documents(sample)))
     documents = task.documents(packed)
     if len(documents) > 1:
-        found, _ = evaluate_alone(task, model, [packed], EVALUATION_FACTOR, run.device)
-        expected, _ = evaluate_alone(task, model, documents, EVALUATION_FACTOR, run.device)
+        found, _ = evaluate_alone(subject.task, model, [packed], EVALUATION_FACTOR, run.device)
+        expected, _ = evaluate_alone(subject.task, model, documents, EVALUATION_FACTOR, run.device)
         errors = {f"an example of {len(documents)} documents": relative_error(found, expected)}
         yield worst("loss of packed documents", errors, EXACT, DOCUMENTS_MEET)
 

@@ -98,7 +98,7 @@ def reading_indices(run: Run) -> Run:
 def evaluating_less(subject: Subject) -> Run:
     """Return the run with a shortened evaluation set and the smallest batches. The last batch is a single example, so
     that all processes but one compute on a dummy."""
-    size = EVALUATION_FACTOR * subject.run.world_size
+    size = EVALUATION_FACTOR * subject.run.data_size
     most = min(len(subject.run.eval_set), MOST_BATCHES * size)
     dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
     return replace(subject.at(0, micro_batch_size=1), eval_set=dataset)
@@ -108,7 +108,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
     """Follow the run's own path to the data, from the sampler to the batches, data workers included."""
     run, steps = subject.run, subject.run.steps_per_epoch
     set_seed(run.config.seed)
-    some = [fetch(run.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
+    some = [fetch(subject.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
     yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0], OTHER_DATA)
     indexed = reading_indices(run)
@@ -124,16 +124,16 @@ def check_data(subject: Subject) -> Iterator[Row]:
     yield none_differ("the first examples of epochs", others, "as drawn by hand", OTHER_EPOCHS)
     less = evaluating_less(subject)
     steps_read = ([batch] for batch in evaluation_batches(reading_indices(less)))
-    size = EVALUATION_FACTOR * run.world_size
+    size = EVALUATION_FACTOR * run.data_size
     batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
-    expected = [batch[run.rank :: run.world_size] for batch in batches]
+    expected = [batch[run.data_rank :: run.data_size] for batch in batches]
     yield _as_by_hand("evaluation", steps_read, expected, OTHER_EVALUATION)
 
 
 def _by_hand(run: Run, first: int, last: int) -> list[list[int]]:
     """Work out by hand which indices this process should read in each step after the first `first`, up to `last`."""
     epoch, done = divmod(first, run.steps_per_epoch)
-    shares = (own_share(run.config, run.train_set, of, run.rank, run.world_size) for of in count(epoch))
+    shares = (own_share(run.config, run.train_set, of, run.data_rank, run.data_size) for of in count(epoch))
     return [share.tolist() for share in islice(chain.from_iterable(shares), done, done + last - first)]
 
 
@@ -148,7 +148,7 @@ def _as_by_hand(what: str, steps: Iterable[list[MicroBatch]], expected: list[lis
 
 def _drawn(run: Run, step: int) -> list[Any]:
     """Work out by hand which augmented batches this process should read in the step after the first `step`."""
-    size, epoch = run.config.micro_batch(run.world_size), step // run.steps_per_epoch
+    size, epoch = run.config.micro_batch(run.data_size), step // run.steps_per_epoch
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
     (own,) = _by_hand(run, step, step + 1)
     return [fetch(run.task, augmented, indices) for indices in BatchSampler(own, size, drop_last=False)]

@@ -68,7 +68,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     so a fault shows either in the gradients or in the updates.
     """
     run, config = subject.run, subject.run.config
-    own, optim = config.micro_batch(run.world_size), config.optim
+    own, optim = config.micro_batch(run.data_size), config.optim
     update_bound = MUON_UPDATE if optim.name == "muon" and run.accelerator.is_fsdp2 else UPDATE
     errors: dict[tuple[str, float], Errors] = defaultdict(dict)  # by what is compared, and the bound
     found: Tensors = {}
@@ -86,7 +86,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         for model in (run.model, subject.reference):
             model.train(not is_reordered)  # they would draw other numbers for dropout
         subject.copy_to_reference()
-        expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step)))
+        expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step, task=subject.task)))
         expected_norm = norm(expected.values())
         # at the schedule's peak, an update stands out from the weights' rounding
         changes: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0}
@@ -128,7 +128,7 @@ def check_cost(subject: Subject) -> Iterator[Row]:
 def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[Tensors, float]:
     """Return a step's gradients, by name, and its loss. Collective."""
     subject.seed()
-    model, task = subject.reference, subject.run.task
+    model, task = subject.reference, subject.task
     sums = backward(task, model, [batch.data for batch in micro_batches if batch.weight])
     for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): all need as many forward passes
         if not batch.weight:
@@ -186,7 +186,7 @@ def _replicas(subject: Subject) -> Row:
 
 def _other_size(subject: Subject) -> int:
     """Return the possible micro-batch size nearest to the run's own, or its own if there is no other."""
-    config, world_size = subject.run.config, subject.run.world_size
-    share, own = config.global_batch_size // world_size, config.micro_batch(world_size)
+    config, data_size = subject.run.config, subject.run.data_size
+    share, own = config.global_batch_size // data_size, config.micro_batch(data_size)
     others = [size for size in range(1, share + 1) if share % size == 0 and size != own]
     return min(others, key=lambda size: abs(size - own), default=own)

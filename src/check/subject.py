@@ -39,7 +39,9 @@ class Subject:
         self.rng_checksum = checksum(torch.get_rng_state())
         """Checksum of the generator as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
-        config = self.at(0, task=run.task.reference()).config
+        self.task = run.task.reference()
+        """The reference's task, which has whole examples where the run splits them."""
+        config = self.at(0, task=self.task).config
         self.reference = new_model(config, run.launch.device, run.launch.precision)[0].to(run.device).train()
         self.reference_optimizers = build_optimizers(config.optim, self.reference)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.config.environment import leftovers, processes, world_size
+from src.config.environment import cp_size, leftovers, processes, world_size
 from src.config.errors import explained, refuse
 from src.config.groups import Checkpoint, EarlyStopping, Optim
 from src.config.settings import (
@@ -135,13 +135,13 @@ class Config(Settings):
         total = self.max_steps or planned
         return total, max(total, planned)
 
-    def micro_batch(self, world_size: int) -> int:
-        """Return the examples per forward pass of one of `world_size` processes."""
-        return self.micro_batch_size or self.global_batch_size // world_size
+    def micro_batch(self, data_size: int) -> int:
+        """Return the examples per forward pass of a process, where the data are dealt to `data_size` of them."""
+        return self.micro_batch_size or self.global_batch_size // data_size
 
-    def accumulation(self, world_size: int) -> int:
-        """Return the micro-batches per optimizer step on each of `world_size` processes."""
-        return self.global_batch_size // (self.micro_batch(world_size) * world_size)
+    def accumulation(self, data_size: int) -> int:
+        """Return the micro-batches per optimizer step of a process, where the data are dealt to `data_size` of them."""
+        return self.global_batch_size // (self.micro_batch(data_size) * data_size)
 
 
 def load_config(
@@ -216,7 +216,7 @@ def _config_class(task: str, tasks: Mapping[str, str]) -> type[Config]:
 def _setting_errors(config: Config, bad: set[str]) -> Iterator[str]:
     """Yield what no single setting can tell, a line each, but nothing of batches if their sizes are among the `bad`."""
     if not bad & {"global_batch_size", "micro_batch_size"}:
-        yield from _batch_errors(config.global_batch_size, config.micro_batch_size, world_size())
+        yield from _batch_errors(config.global_batch_size, config.micro_batch_size, world_size(), cp_size())
     if not (config.epochs or config.max_steps):
         yield "epochs and max_steps are both null: set one of them"
     written = re.fullmatch(r"([1-9]\d*):(\d+)", config.profile_steps or "1:1")  # room: performance
@@ -239,10 +239,11 @@ def _setting_errors(config: Config, bad: set[str]) -> Iterator[str]:
             yield f"push_to_hub={repository}: no credentials; `hf auth login` first"
 
 
-def _batch_errors(size: int, micro: int | None, world_size: int) -> Iterator[str]:
-    unit = (micro or 1) * world_size
+def _batch_errors(size: int, micro: int | None, world_size: int, cp_size: int) -> Iterator[str]:
+    unit = (micro or 1) * max(1, world_size // cp_size)
     if size % unit:
-        product = f"{micro} (micro_batch_size) x {processes(world_size)} = {unit}" if micro else processes(unit)
+        dealt_to = processes(world_size, cp_size)
+        product = f"{micro} (micro_batch_size) x {dealt_to} = {unit}" if micro else dealt_to
         sizes = " or ".join(str(near) for near in (size // unit * unit, size // unit * unit + unit) if near)
         yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
 

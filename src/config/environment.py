@@ -12,8 +12,17 @@ TELLING = (
 
 def world_size() -> int:
     """Return the number of processes that the launcher has started; one without a launcher."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdigit() else 1
+    return _size("WORLD_SIZE")
+
+
+def cp_size() -> int:
+    """Return how many processes share each sequence (context parallelism), by the yaml; one by default."""
+    return _size("PARALLELISM_CONFIG_CP_SIZE")
+
+
+def _size(name: str) -> int:
+    value = os.environ.get(name, "")
+    return max(1, int(value)) if value.isdigit() else 1
 
 
 def leftovers() -> Iterator[str]:
@@ -35,6 +44,9 @@ def leftovers() -> Iterator[str]:
             )
 
 
-def processes(number: int) -> str:
-    """Return `1 process` or `4 processes`."""
+def processes(number: int, cp_size: int = 1) -> str:
+    """Return `1 process` or `4 processes`; where `cp_size` of them share each sequence, `2 groups of 2 processes`."""
+    if cp_size > 1:
+        groups = number // cp_size
+        return f"{groups} group{'s' if groups > 1 else ''} of {processes(cp_size)}"
     return f"{number} process{'es' if number > 1 else ''}"

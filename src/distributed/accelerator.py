@@ -35,6 +35,7 @@ from src.config.errors import UserError, explained, refuse
 from src.distributed.launch_guard import launch_errors, refuse_another_strategy
 from src.distributed.launcher import Launcher, find_launcher, what_is_asked
 from src.distributed.process import SIGNALS
+from src.tasks.base import ContextParallel
 
 warnings.filterwarnings("ignore", "Slicing a flattened dim")  # what Accelerate does for HSDP
 warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor", FutureWarning)  # its gather, on NCCL
@@ -53,7 +54,7 @@ class Launch:
     requested: dict[str, Any]
     """The yaml's (or command line's) distributed_type, num_processes and mixed_precision."""
     strategy: str
-    """single, ddp, or fsdp or hsdp, followed by _grad_op, _offload or both."""
+    """single, ddp, or fsdp or hsdp, followed by _cp and its size, _grad_op and _offload, where they are asked for."""
     num_processes: int
     device: str
     precision: str
@@ -101,7 +102,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         accelerator.native_amp = True
     refuse_another_strategy(accelerator, asked)  # room: launch_guard
     if mesh := accelerator.torch_device_mesh:  # its groups have not taken over the timeout
-        for group in mesh.get_all_groups():
+        for group in (*mesh.get_all_groups(), mesh["dp_shard_cp"].get_group()):
             group.set_timeout(timeout)
 
     config_file, yaml = (launcher.config_file, launcher.config) if launcher else (None, {})
@@ -174,9 +175,10 @@ def _strategy(accelerator: Accelerator) -> str:
     if not accelerator.is_fsdp2:
         return "ddp" if accelerator.use_distributed else "single"
     plugin = accelerator.state.fsdp_plugin
+    cp = f"_cp{cp_size(accelerator)}" if cp_size(accelerator) > 1 else ""
     grad_op = "" if plugin.reshard_after_forward else "_grad_op"
     offload = "_offload" if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else ""
-    return f"{'hsdp' if num_replicas(accelerator) > 1 else 'fsdp'}{grad_op}{offload}"
+    return f"{'hsdp' if num_replicas(accelerator) > 1 else 'fsdp'}{cp}{grad_op}{offload}"
 
 
 def num_replicas(accelerator: Accelerator) -> int:
@@ -184,6 +186,20 @@ def num_replicas(accelerator: Accelerator) -> int:
     if not accelerator.is_fsdp2:
         return accelerator.num_processes
     return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
+
+
+def cp_size(accelerator: Accelerator) -> int:
+    """Return how many processes, neighbours, share each sequence: FSDP shards over them too."""
+    mesh = accelerator.torch_device_mesh
+    return mesh["cp"].size() if mesh and "cp" in mesh.mesh_dim_names else 1
+
+
+def context_parallel(accelerator: Accelerator) -> ContextParallel:  # room: text
+    """Return this process's place among those that share its sequences."""
+    if cp_size(accelerator) == 1:
+        return ContextParallel()
+    mesh = accelerator.torch_device_mesh["cp"]
+    return ContextParallel(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
 
 
 @contextlib.contextmanager
@@ -212,6 +228,9 @@ def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare(model)
+    if accelerator.parallelism_config:
+        # else it has hooks drop the masks of attention, those of generation too: see tests/test_canaries.py
+        accelerator.parallelism_config.cp_size = 1
     blocks = "_no_split_modules (a list of class names), or fsdp_transformer_layer_cls_to_wrap in the yaml"
     with explained(f"{blocks}: ", ValueError):  # names a class that the model does not have
         model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it insists on an optimizer

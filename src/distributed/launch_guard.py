@@ -5,6 +5,7 @@ it is alone and trains a model of its own. Here each of these ends the run, in o
 """
 
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 
@@ -72,14 +73,13 @@ def launch_errors(
     if not on_cpu and asked.local_world_size > gpus:
         yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"
     if config.cuda_graphs:  # room: cuda_graphs
-        is_alone = asked.world_size == config.accumulation(asked.world_size) == 1
+        is_alone = asked.world_size == config.accumulation(1) == 1
         is_cuda = not on_cpu and torch.cuda.is_available()
         if not (is_alone and is_cuda) or precision == "fp16" or config.optim.name == "muon":
             yield "cuda_graphs=true is for one NVIDIA GPU, without accumulation, fp16 or muon"
     if is_set("ACCELERATE_USE_DEEPSPEED"):
         yield "deepspeed is not supported here: use one of accelerate_configs/"
-    if any(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1") != "1" for axis in ("TP", "CP", "SP")):
-        yield "parallelism_config: only dp_replicate_size and dp_shard_size are supported here"
+    yield from _mesh_errors(config, asked)
     if asked.fsdp and os.environ.get("FSDP_VERSION") != "2":
         yield "FSDP version 1 is not supported here: set fsdp_version: 2 in the yaml's fsdp_config"
     if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
@@ -101,3 +101,27 @@ def launch_errors(
         for key in launcher.config.get(section) or {}:
             if prefix + key.removeprefix(prefix) not in known:
                 yield f"{file}: {section} has no key {key}{nearest(key, known)}"
+    if launcher.arguments.parallelism_config_cp_size != asked.cp_size and not launcher.config.get("parallelism_config"):
+        yield f"--parallelism_config_cp_size: {file} has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"
+
+
+def _mesh_errors(config: Config, asked: Asked) -> Iterator[str]:
+    """Yield what is wrong with the sizes in the yaml's parallelism_config, one line each."""
+    axes = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
+    sizes = {f"{axis}_size": os.environ.get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", "1") for axis in axes}
+    instead = {
+        "tp_size": "fsdp_cp.yaml splits sequences, fsdp.yaml weights: docs/accelerate.md says why",
+        "sp_size": "it is DeepSpeed's; cp_size splits sequences by the same all-to-all",
+    }
+    for name, hint in instead.items():
+        if sizes.pop(name) != "1":
+            yield f"parallelism_config: {name} is not supported here: {hint}"
+    if math.prod(map(int, sizes.values())) not in (1, asked.world_size):
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        yield f"parallelism_config: {product} must be the number of processes, {asked.world_size}: change one"
+    if asked.cp_size == 1:
+        return
+    if not asked.fsdp:
+        yield "parallelism_config: cp_size is FSDP's, which shards over these processes too: use fsdp_cp.yaml"
+    if not config.task.splits_sequences:  # room: text
+        yield f"task.name={config.task.name}: no sequences to split over processes: take cp_size out of the yaml"

@@ -13,7 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.environment import world_size
+from src.config.environment import cp_size, world_size
 from src.config.errors import explained
 from src.config.settings import read_yaml
 
@@ -38,6 +38,8 @@ class Asked:
     """The processes on this machine."""
     cpu: bool
     fsdp: bool
+    cp_size: int
+    """The processes that share each sequence."""
     precision: str
     """Mixed precision: no, bf16, fp16 or fp8."""
 
@@ -72,6 +74,7 @@ def what_is_asked() -> Asked:
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         cpu=is_set("ACCELERATE_USE_CPU"),
         fsdp=is_set("ACCELERATE_USE_FSDP"),
+        cp_size=cp_size(),
         precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
     )
 

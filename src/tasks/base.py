@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,15 @@ Tensors = dict[str, Tensor]
 """Tensors by name."""
 
 
+class ContextParallel(NamedTuple):  # room: text
+    """This process's place in a group of processes that share each sequence; by default it is alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = ""
+    """The name of the group, by which torch.distributed knows it."""
+
+
 class Task(Settings, ABC):
     """Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
     (`--task.<field>`). All methods but `metrics`, `tables`, `preview` and `export` are called on every process."""
@@ -50,6 +59,8 @@ class Task(Settings, ABC):
     """The task to train."""
     metric_names: ClassVar[tuple[str, ...] | None] = None  # room: best
     """Names that `metrics` returns, so that settings that name one are checked at the start; None: not known then."""
+    splits_sequences: ClassVar[bool] = False  # room: text
+    """Whether several processes can share each example, which is a sequence: see the method `split_sequences`."""
 
     def validation_errors(self) -> Iterator[str]:
         """Yield what no single field can tell, one line each, before anything is loaded: settings that contradict each
@@ -60,6 +71,10 @@ class Task(Settings, ABC):
         """Choose what depends on the kind of device and the dtype that it computes in, before `build_model`. Return
         what was chosen, for the start-up summary. Raise a UserError if the settings ask for what can't be."""
         return []
+
+    def split_sequences(self, cp: ContextParallel) -> None:  # room: text
+        """From now on, have `collate` return this process's part of each example. What `loss`, `evaluate` and those
+        that count return must then add up, over the group, to that of whole examples. Called if `splits_sequences`."""
 
     def reference(self) -> "Task":  # room: check
         """Return the task whose model --check compares with: it computes the same in the plainest way, in any dtype."""

@@ -18,8 +18,8 @@ def print_summary(run: Run, recorders: dict[str, str]) -> None:
         "model": _model(run),
         "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
         **{part: in_one_line(figures) for part, figures in run.facts["data"].items()},  # room: text
-        "batch": f"{config.global_batch_size} = {config.micro_batch(run.world_size)} per micro-batch x "
-        f"{processes(run.world_size)} x {config.accumulation(run.world_size)} accumulated",
+        "batch": f"{config.global_batch_size} = {config.micro_batch(run.data_size)} per micro-batch x "
+        f"{processes(run.world_size, run.cp_size)} x {config.accumulation(run.data_size)} accumulated",
         "tuned": ", ".join(run.facts["tuned"]),  # room: compile cpu cuda_graphs text
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),

@@ -67,7 +67,7 @@ TrainStep = Callable[[Run, list[MicroBatch], StepCounts], StepResult]
 
 @dataclass(frozen=True)
 class ShardedBatchSampler:
-    """One process's part of each chunk of micro_batch_size x world_size examples: every world_size-th. Iterating yields
+    """One process's part of each chunk of micro_batch_size x data_size examples: every data_size-th. Iterating yields
     lists of indices, one per micro-batch."""
 
     order: Indices
@@ -75,19 +75,19 @@ class ShardedBatchSampler:
     global_batch_size: int
     """Examples per step, over all processes and micro-batches."""
     micro_batch_size: int
-    rank: int
-    world_size: int
+    data_rank: int
+    data_size: int
 
     def steps(self) -> Iterator[list[Indices]]:
         """Yield this process's indices for each step, an array per micro-batch: the same number on all processes."""
         # what all processes together pass through the model at once
-        chunk_size = self.micro_batch_size * self.world_size
+        chunk_size = self.micro_batch_size * self.data_size
         for start in range(0, len(self.order), self.global_batch_size):
             batch = self.order[start : start + self.global_batch_size]
             # The global batch is cut first and dealt out second, so that it holds the same examples on any number of
             # processes. As it is dealt in turn, the shares of a smaller last batch differ by one example at most.
             chunks = [batch[i : i + chunk_size] for i in range(0, len(batch), chunk_size)]
-            yield [chunk[self.rank :: self.world_size] for chunk in chunks]
+            yield [chunk[self.data_rank :: self.data_size] for chunk in chunks]
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps():
@@ -125,7 +125,7 @@ def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
 
 def _training_steps(run: Run, first: int, last: int) -> Steps:
     config, step = run.config, first
-    sizes = config.global_batch_size, config.micro_batch(run.world_size)
+    sizes = config.global_batch_size, config.micro_batch(run.data_size)
     while step < last:
         # only the first epoch after a resume begins in its middle, with `done` > 0
         epoch, done = divmod(step, run.steps_per_epoch)
@@ -177,8 +177,8 @@ class CountedSteps:
 
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
     """Yield this process's part of the evaluation set, in order."""
-    size = EVALUATION_FACTOR * run.config.micro_batch(run.world_size)
-    global_batch_size = size * run.world_size
+    size = EVALUATION_FACTOR * run.config.micro_batch(run.data_size)
+    global_batch_size = size * run.data_size
     # never shuffled: gather_in_order in evaluation.py relies on the order of the dataset
     order = range(len(run.eval_set))
     batches = _on_device(run, _load(run, run.eval_set, order, global_batch_size, size))
@@ -227,13 +227,13 @@ def _load(
         order,
         global_batch_size,
         micro_batch_size,
-        run.rank,
-        run.world_size,
+        run.data_rank,
+        run.data_size,
     )
     # no DataLoader: what it adds to each batch takes as long as a small model's step
     batches: Iterator[Any] = (fetch(config.task, dataset, indices) for indices in sampler)
     if config.num_workers > 0:  # room: workers
-        batches = load_in_workers(config, dataset, sampler, run.rank, epoch)
+        batches = load_in_workers(config, dataset, sampler, run.data_rank, epoch)
     # the sampler runs twice, for the indices of the batches and for their number in a step: both are lazy and cheap
     for step in sampler.steps():
         # without indices the batch is a dummy: it has examples, but none that count

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
@@ -15,6 +14,7 @@ from src.tasks.base import Examples, Metrics, Task, Tensors
 from src.tasks.returned import require_right
 from src.training.batches import MicroBatch, fetch, micro_batch
 from src.training.gradients import float64_zeros
+from src.training.run import Run
 
 
 class Evaluation(NamedTuple):
@@ -85,22 +85,22 @@ def evaluate_alone(  # room: check evaluate
     return loss_sum / max(targets, 1), {name: output.cpu() for name, output in scores.outputs.items()}
 
 
-def gather_in_order(accelerator: Accelerator, outputs: Tensor, num_examples: int) -> Tensor:
-    """Return per-example outputs of all processes, in the order of the dataset, on the CPU. Collective.
+def gather_in_order(run: Run, outputs: Tensor, num_examples: int) -> Tensor:
+    """Return per-example outputs of all processes, in the order of the dataset, on the CPU; of those that share an
+    example, the sum. Collective.
 
     Args:
         outputs: those of this process's `evaluation_batches`; shape (share, ...).
         num_examples: how many examples the dataset has, and so the length of what is returned.
     """
-    world_size = accelerator.num_processes
-    largest_share = math.ceil(num_examples / world_size)
-    # A gather takes equal sizes; shares are every world_size-th example, so that one is missing at most.
+    largest_share = math.ceil(num_examples / run.data_size)
+    # A gather takes equal sizes; shares are every data_size-th example, so that one is missing at most.
     # (Accelerate's gather_for_metrics only drops what its own DataLoader has repeated.)
     missing = outputs.new_zeros(largest_share - len(outputs), *outputs.shape[1:])
     padded = torch.cat([outputs, missing])
-    gathered = accelerator.gather(padded).view(world_size, *padded.shape)
-    # undoes the dealing out: the first example of each process, then the second, …, with the padding last
-    in_order = gathered.transpose(0, 1).flatten(0, 1)
+    gathered = run.accelerator.gather(padded).view(run.data_size, run.cp_size, *padded.shape)
+    # undoes the dealing out: the first example of each share, then the second, …, with the padding last
+    in_order = gathered.sum(1, dtype=padded.dtype).transpose(0, 1).flatten(0, 1)
     return in_order[:num_examples].cpu()
 
 

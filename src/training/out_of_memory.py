@@ -59,7 +59,7 @@ def _explain(run: Run) -> str:
     state = sum(held.values())
     held["activations"] = rest = torch.cuda.max_memory_allocated() - state
 
-    size, world_size = run.config.micro_batch(run.world_size), run.world_size
+    size, world_size = run.config.micro_batch(run.data_size), run.world_size
     blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))  # room: compile
     saves: dict[str, float] = {}
     if not run.launch.strategy.endswith("offload"):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from src.config.config import Config
 from src.config.errors import UserError, refuse
-from src.distributed.accelerator import HALF_PRECISION, Launch, local_main_process_first
+from src.distributed.accelerator import HALF_PRECISION, Launch, cp_size, local_main_process_first
 from src.distributed.machines import require_same_data
 from src.tasks.base import Examples, Task, num_weights, samples
 from src.tasks.returned import require_right
@@ -65,6 +65,21 @@ class Run:
     @property
     def world_size(self) -> int:
         return self.accelerator.num_processes
+
+    @property
+    def cp_size(self) -> int:
+        """Return how many processes share each sequence."""
+        return cp_size(self.accelerator)
+
+    @property
+    def data_rank(self) -> int:
+        """Return which share of the examples is dealt to this process, and to those that it shares sequences with."""
+        return self.rank // self.cp_size
+
+    @property
+    def data_size(self) -> int:
+        """Return into how many shares the examples are dealt."""
+        return self.world_size // self.cp_size
 
     @property
     def is_main(self) -> bool:

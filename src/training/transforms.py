@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from src.config.config import Config
 from src.config.errors import UserError
+from src.distributed.accelerator import cp_size
 from src.training.blocks import repeating_blocks
 
 INPUTS_OF_BLOCKS = r"L\['(args|kwargs)'\]"
@@ -57,7 +58,7 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
         # of 1.1B launches 1,409 kernels in place of 3,293 (docs/gpu.md).
         for module in blocks or [model]:
             compiled = torch.compile(module.forward)
-            has_rows = config.micro_batch(accelerator.num_processes) > 1
+            has_rows = config.micro_batch(accelerator.num_processes // cp_size(accelerator)) > 1
             if blocks and has_rows:
                 compiled = partial(_forward, module.forward, compiled)
             module.forward = compiled

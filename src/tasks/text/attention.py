@@ -1,7 +1,7 @@
 """How a language model computes attention where several documents share a row.
 
 transformers' own way is a mask of shape (batch, 1, length, length), which each layer reads and keeps. torch's kernel
-for documents of any length needs none.
+for documents of any length needs none. Both are here as functions of where documents end.
 """
 
 import inspect
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -63,12 +64,7 @@ def varlen_attention(
     Raises:
         ValueError: the model asks for more than the kernel can do.
     """
-    asked = {"dropout": dropout or None, **options}
-    unknown = [
-        n for n, option in asked.items() if n not in WITHOUT_EFFECT and option is not None and option is not False
-    ]
-    if unknown:
-        raise ValueError(f"varlen attention has no {' and no '.join(unknown)}")
+    _require_known("varlen", {"dropout": dropout or None, **options})
     q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
@@ -78,4 +74,51 @@ def varlen_attention(
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
+def masked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Any = None,
+    max_length_q: int = 0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return what `varlen_attention` does, by a mask, and with dropout."""
+    _require_known("masked", options)
+    batch, _, length, _ = query.shape
+    places = torch.arange(batch * length, device=query.device).view(batch, 1, length)
+    documents = torch.bucketize(places, cu_seq_lens_q, right=True)
+    behind = places.unsqueeze(-1) - places.unsqueeze(-2)
+    mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)) & (behind >= 0)
+    if sliding_window is not None:
+        mask &= behind < sliding_window
+    is_grouped = query.shape[1] != key.shape[1]
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=is_grouped)
+    return output.transpose(1, 2), None
+
+
+def attention_in_halves(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Return what `masked_attention` does, where two rows of the batch, one after the other, are the halves of a
+    sequence. Rows don't see each other elsewhere in a model: what it computes is what two processes would, which have
+    a half each."""
+    whole = (tensor.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3) for tensor in (query, key, value))
+    output, _ = masked_attention(module, *whole, *arguments, **options)
+    return output.unflatten(1, (2, -1)).flatten(0, 1), None
+
+
+def _require_known(name: str, options: dict[str, Any]) -> None:
+    """Raise a ValueError if attention of this name is asked for what it can't do."""
+    asked = {option for option, value in options.items() if value is not None and value is not False}
+    if unknown := sorted(asked - WITHOUT_EFFECT):
+        raise ValueError(f"{name} attention has no {' and no '.join(unknown)}")
+
+
 AttentionInterface.register("varlen", varlen_attention)  # without an AttentionMaskInterface no mask is made
+AttentionInterface.register("in_halves", attention_in_halves)

@@ -6,6 +6,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
@@ -15,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
-from src.tasks.base import Table, Tensors
+from src.tasks.base import ContextParallel, Table, Tensors
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn
+from src.tasks.text.context_parallel import own_part, register, require_known_positions
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
 from src.tasks.text.four_bit import keep_layout, loading_options
@@ -28,7 +30,7 @@ from src.tasks.text.pretrained import check_fit, load_exported, save, set_ends
 from src.tasks.text.questions import Question, ask, read_questions
 from src.tasks.text.streaming.blocks import Mixture
 from src.tasks.text.streaming.sources import by_source
-from src.tasks.text.trial import failure, require_decoder
+from src.tasks.text.trial import failure, require_decoder, require_splittable
 from src.tasks.text.values import Encoders, as_is, as_text
 
 SUMS = ("nats", "targets", "correct")
@@ -67,18 +69,31 @@ class CausalLM(Decoder):
     """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
     precision on a GPU, if the model can, else by a mask."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
+    splits_sequences: ClassVar[bool] = True
+    _cp: ContextParallel = ContextParallel()
     _columns: Columns = {}
     _attention: str = "sdpa"
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
-        self._attention, reason = "sdpa", ""
-        if self.attention == "auto" and self.packing and device == "cuda" and dtype != torch.float32:
+        self._attention, note = "sdpa", ""
+        # a mask of a long sequence would take as much memory as nothing else does
+        has_use = self.packing or self._cp.size > 1
+        if self.attention == "auto" and has_use and device == "cuda" and dtype != torch.float32:
             if refusal := failure(self._config, "varlen", self.packing, device, dtype):
-                reason = f" (not varlen: {refusal})"
+                note = f" (not varlen: {refusal})"
             else:
                 self._attention = "varlen"
-        return [*chosen_before, f"{self._attention} attention{reason}"]
+        chosen = f"{self._attention} attention{note}"
+        if self._cp.size > 1:
+            require_known_positions(self._config)
+            require_splittable(self._config, self.packing)
+            self._attention = register(self._attention, self._cp)
+            chosen += f", across {self._cp.size} processes"
+        return [*chosen_before, chosen]
+
+    def split_sequences(self, cp: ContextParallel) -> None:
+        self._cp = cp
 
     def load_model(self) -> Any:  # room: new_tokens
         model = super().load_model()
@@ -92,7 +107,9 @@ class CausalLM(Decoder):
         return super().build_empty_model()
 
     def reference(self) -> "CausalLM":
-        return self.model_copy(update={"attention": "sdpa"})
+        whole = self.model_copy(update={"attention": "sdpa"})
+        whole.split_sequences(ContextParallel())
+        return whole
 
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
@@ -188,23 +205,25 @@ class CausalLM(Decoder):
     def collate(self, samples: list[list[Chunk]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         width = max(self.sequence_length if self.packing else 1, *map(sum, lengths))
+        width += -width % self._cp.size
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
-        return {
+        batch = {
             "inputs": inputs | document_lengths(ends),
             "tokens": sum(map(sum, lengths)),
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
             **self.counts_by_source([*chain.from_iterable(samples)], "labels"),  # room: streaming
         }
+        return own_part(batch, [*map(sum, lengths)], self._cp) if self._cp.size > 1 else batch
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]
 
     def preview(self, dataset: Sequences, index: int) -> str:  # room: dry_run
         (chunks,) = dataset.__getitems__([index])
-        batch = self.collate([chunks])
-        targets = self.count_targets(batch)
-        share = f"{targets:,} of them ({targets / batch['tokens']:.1%})"
-        text = f"{batch['tokens']:,} tokens, {share} contribute to the loss"
+        labels = np.concatenate([chunk["labels"] for chunk in chunks])
+        targets = (labels != -100).sum()
+        share = f"{targets:,} of them ({targets / len(labels):.1%})"
+        text = f"{len(labels):,} tokens, {share} contribute to the loss"
         for number, chunk in enumerate(chunks, start=1):
             text += f"\n──── document {number} of {len(chunks)} ────\n"
             # each label is the token after: the last one is not read, and shown only if it contributes

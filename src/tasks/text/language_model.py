@@ -24,7 +24,7 @@ class LanguageModel(nn.Module):
     memory as all of them.
 
     `lm` comes from AutoModelForCausalLM, fp32, of a kind that `trial.failure` has nothing against; or is a PeftModel of
-    such a model. `attention` is "sdpa", the model's own with masks, or "varlen".
+    such a model. `attention` is "sdpa", the model's own with masks, or the name of one that takes documents' lengths.
     """
 
     def __init__(self, lm: Any, attention: str = "sdpa") -> None:
@@ -47,9 +47,10 @@ class LanguageModel(nn.Module):
         used = {*self.hf.get_decoder().parameters(), *head.parameters()}
         for parameter in {*self.hf.parameters()} - used:  # such as a vision tower: DDP would wait for its gradients
             parameter.requires_grad_(False)
-        self._takes_lengths = attention == "varlen"
+        self._attention = attention
+        self._takes_lengths = attention != "sdpa"
         if self._takes_lengths:
-            self.hf.set_attn_implementation("varlen")
+            self.hf.set_attn_implementation(attention)
 
     @property
     def hf(self) -> Any:
@@ -106,7 +107,7 @@ class LanguageModel(nn.Module):
         with adapters, torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
             tokens = self.lm.generate(**options)
         if self._takes_lengths:
-            self.hf.set_attn_implementation("varlen")
+            self.hf.set_attn_implementation(self._attention)
         return tokens
 
     def logits(self, **inputs: Any) -> Tensor:

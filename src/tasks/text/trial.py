@@ -26,6 +26,13 @@ def require_decoder(config: PreTrainedConfig, packing: bool) -> None:
         raise UserError(f"{config.model_type} cannot be trained here: {says}{hint}")
 
 
+def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
+    """Raise a UserError if processes can't share the sequences of such models, which mix tokens elsewhere than in their
+    attention, or attend in a way that `masked_attention` can't."""
+    if says := failure(config, "in_halves", packing, "cpu", torch.float32):
+        raise UserError(f"{config.model_type}: processes cannot share its sequences (cp_size): {says}")
+
+
 def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str, dtype: torch.dtype) -> str | None:
     """Return why models of this kind can't be trained with this attention on the device in `dtype`; None if they can.
 
@@ -34,13 +41,14 @@ def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str
     """
     name = type(config).__name__.removesuffix("Config")
     lengths = [3, 5, 6, 2] if packing else [8, 8]
-    positions = torch.cat([torch.arange(length) for length in lengths]).view_as(TOKENS)
+    tokens = TOKENS.view(4, 4) if attention == "in_halves" else TOKENS
+    positions = torch.cat([torch.arange(length) for length in lengths]).view_as(tokens)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     is_half = dtype != torch.float32
     try:
         with torch.random.fork_rng(devices=[]), torch.autocast(device, dtype, enabled=is_half):
             lm = small_model(config).to(device).eval()
-            inputs: Any = {"input_ids": TOKENS, "position_ids": positions, **document_lengths(ends)}
+            inputs: Any = {"input_ids": tokens, "position_ids": positions, **document_lengths(ends)}
             inputs = send_to_device(inputs, device)
             documents = inputs["input_ids"].flatten().split(lengths)
             alone = torch.cat([lm(document[None, :-1], use_cache=False).logits[0] for document in documents])
@@ -60,7 +68,7 @@ def small_model(config: PreTrainedConfig) -> Any:
     wider ones."""
     own = config.get_text_config()
     kinds = vars(own).get("layer_types")  # a mere property follows from other fields
-    few: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2}
+    few: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2, "attention_chunk_size": 2}
     few |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if kinds:
         few |= {"num_hidden_layers": len(set(kinds)), "layer_types": list(dict.fromkeys(kinds))}

@@ -1,0 +1,112 @@
+"""Sequences that several processes share (context parallelism, `cp_size` in the accelerate yaml).
+
+Each process of a group has a part of each sequence. Only attention needs other tokens: around it, an all-to-all makes
+all heads of a part of the sequence into some heads of all of it, and back. So attention sees whole documents, packed or
+not, and computes what it would on one process; and all processes have as much to do, however long the documents are.
+
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedConfig
+
+from src.config.errors import UserError
+from src.tasks.base import ContextParallel
+from src.tasks.text.attention import masked_attention, varlen_attention
+from src.tasks.text.packing import Batch
+
+Attention = Callable[..., tuple[Tensor, None]]
+"""A function for transformers' AttentionInterface, such as `varlen_attention`."""
+
+
+def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
+    """Return this process's part of what CausalLM.collate made of whole sequences.
+
+    Labels have been shifted there: the one of a part's last token is the first token of the next part.
+
+    Args:
+        batch: its rows divide into `cp.size` parts.
+        sizes: the tokens of each row, without padding.
+    """
+    inputs, index = batch["inputs"], batch["inputs"]["index"]
+    width = inputs["input_ids"].shape[1]
+    length = width // cp.size
+    start = cp.rank * length
+    rows, places = index // width, index % width
+    is_own = places // length == cp.rank
+    own = {
+        "input_ids": inputs["input_ids"][:, start : start + length].contiguous(),
+        "position_ids": inputs["position_ids"][:, start : start + length].contiguous(),
+        "index": (rows * length + places - start)[is_own],
+        "targets": inputs["targets"][is_own],
+    }
+    part = {
+        "inputs": inputs | own,
+        "tokens": sum(min(max(size - start, 0), length) for size in sizes),
+        "pairs": batch["pairs"] / cp.size,  # of each head, and a process has as many heads as any other
+    }
+    if "counted" in batch:  # room: streaming
+        part["counted"] = [number * (cp.rank == 0) for number in batch["counted"]]
+    if "sources" in batch:  # room: streaming
+        part["sources"] = batch["sources"][is_own]
+    return part
+
+
+def register(attention: str, cp: ContextParallel) -> str:
+    """Have transformers know this attention, sdpa or varlen, across the processes of a group. Return its name there."""
+    AttentionInterface.register(
+        "context_parallel", partial(across, cp, varlen_attention if attention == "varlen" else masked_attention)
+    )
+    return "context_parallel"
+
+
+def across(
+    cp: ContextParallel,
+    attention: Attention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *arguments: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention of this process's part of each sequence to all of it. Collective.
+
+    `query`, `key` and `value` have the shapes that `attention` takes, but for their length: that of a part.
+    """
+    heads = query.shape[1]
+    # Each process computes as many heads, and needs the heads of keys and values that they attend to. Where there are
+    # fewer of these than processes, each is sent to several of them. Where the heads don't divide, some of zeros, of
+    # which nothing comes back, make up for it.
+    copies = math.lcm(key.shape[1], cp.size) // key.shape[1] if heads % cp.size == 0 else heads // key.shape[1]
+    # rotary embeddings may have made queries and keys fp32 under autocast, twice the bytes
+    tensors = [query.to(value.dtype), *(t.to(value.dtype).repeat_interleave(copies, 1) for t in (key, value))]
+    tensors = [F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % cp.size)) for tensor in tensors]
+    # of shape (processes, batch, heads of each, length of a part, head size)
+    cut = [tensor.unflatten(1, (cp.size, -1)).movedim(1, 0) for tensor in tensors]
+    joined = _exchanged(torch.cat(cut, 2), cp)
+    whole = joined.movedim(0, 2).flatten(2, 3).split([tensor.shape[2] for tensor in cut], 1)
+    output, _ = attention(module, *whole, *arguments, **options)
+    parts = _exchanged(output.unflatten(1, (cp.size, -1)).movedim(1, 0), cp)
+    return parts.movedim(0, 2).flatten(2, 3)[:, :, :heads], None
+
+
+def _exchanged(parts: Tensor, cp: ContextParallel) -> Tensor:
+    """Send part i, along the first dimension, to process i of the group. Return what came from each."""
+    return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, cp.group)
+
+
+def require_known_positions(config: PreTrainedConfig) -> None:
+    """Raise a UserError if rotary embeddings depend on the longest position, of which each part has its own."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for kind in ("dynamic", "longrope"):
+        if f"'{kind}'" in str(rope):
+            raise UserError(f"{config.model_type}: rotary embeddings of type {kind} depend on the length: no cp_size")
