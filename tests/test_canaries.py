@@ -52,6 +52,40 @@ def test_what_each_process_gets_of_a_yaml(tmp_path: Path, code: str, says: str, 
     assert launched(tmp_path, code, distributed_type="FSDP", **config).stdout.splitlines() == [says, says]
 
 
+def test_the_mesh_of_context_parallelism(tmp_path: Path) -> None:
+    """src/distributed/accelerator.py: its names, by which FSDP shards over both; and hooks that drop each mask of
+    attention, also outside of Accelerate's own context: why `prepare` hides cp_size from it."""
+    code = """
+import os, torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+PartialState(cpu=True)._shared_state["distributed_type"] = "MULTI_GPU"
+a = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+mesh = a.torch_device_mesh
+class Attention(torch.nn.Linear):
+    def forward(self, x, attention_mask, is_causal=False):
+        self.seen = attention_mask, is_causal
+        return super().forward(x)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn = Attention(2, 2)
+    def forward(self, x):
+        return self.self_attn(x, attention_mask=x)
+seen = []
+for a.parallelism_config.cp_size in (2, 1):
+    model = Model()
+    model, _ = a.prepare(model, torch.optim.SGD(model.parameters()))
+    model(torch.ones(1, 2))
+    seen.append(model.self_attn.seen[0] is None)
+ranks = torch.distributed.get_process_group_ranks(mesh["dp_shard_cp"].get_group())
+say(mesh.mesh_dim_names, mesh["cp"].size(), ranks, seen)
+"""
+    config = {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False, "fsdp_auto_wrap_policy": "NO_WRAP"}
+    sizes = {"parallelism_config_cp_size": 2}
+    run = launched(tmp_path, code, distributed_type="FSDP", fsdp_config=config, parallelism_config=sizes)
+    assert run.stdout.splitlines() == ["('cp',) 2 [0, 1] [True, False]"] * 2
+
+
 def test_a_mixed_precision_policy_of_ours_is_kept() -> None:
     """src/distributed/accelerator.py: gradients are reduced in fp32."""
     ours = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)

@@ -13,7 +13,7 @@ from src.distributed.accelerator import choose_precision
 from src.distributed.launch_guard import unusable_gpu
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command, slow
 
-FSDP, HSDP = (yaml.safe_load((PROJECT / f"accelerate_configs/{name}.yaml").read_text()) for name in ("fsdp", "hsdp"))
+FSDP = yaml.safe_load((PROJECT / "accelerate_configs/fsdp.yaml").read_text())
 ONE_GPU = "import torch.accelerator as a; a.is_available = lambda: True; a.device_count = lambda: 1"
 WITHOUT_FSDP = """
 import os, accelerate, src.distributed.accelerator
@@ -46,6 +46,8 @@ def refused(run: Run, code: int = 2) -> str:
     ("config", "arguments", "more", "says"),
     [
         ("ddp", ["--sed=1"], {"processes": 4}, "--sed=1: unknown setting, did you mean seed?"),
+        ("fsdp", [], {"launcher_arguments": ("--parallelism_config_cp_size=2",)}, "--parallelism_config_cp_size: "
+         "*/fsdp.yaml has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"),
         ("fsdp", ["--ddp_comm_hook=bf16"], {}, "ddp_comm_hook=bf16 is DDP's, FSDP has none: take it out"),
         ("ddp", ["--cuda_graphs=true"], {}, "cuda_graphs=true is for one NVIDIA GPU, *"),
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
@@ -70,6 +72,10 @@ def fsdp(**changes: object) -> dict[str, Any]:
     return FSDP | {"fsdp_config": FSDP["fsdp_config"] | changes}
 
 
+def mesh(**sizes: int) -> dict[str, Any]:
+    return FSDP | {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
+
+
 @pytest.mark.parametrize("real", [False, slow(True)])
 @pytest.mark.parametrize(
     ("settings", "text", "says"),
@@ -89,11 +95,16 @@ def fsdp(**changes: object) -> dict[str, Any]:
         # tried without: RecursionError, in the search for keys that are repeated
         ({"num_processes": 2, "distributed_type": "FSDP"}, "fsdp_config: &a {fsdp_version: 2, more: *a}",
          "{file}: Circular reference detected"),
-        (HSDP | {"num_machines": 1, "parallelism_config": {"parallelism_config_tp_size": 2}}, "",
-         "parallelism_config: only dp_replicate_size and dp_shard_size are supported here"),
+        (mesh(tp=2), "", "parallelism_config: tp_size is not supported here: fsdp_cp.yaml splits sequences, fsdp.yaml "
+         "weights: docs/accelerate.md says why"),
+        (mesh(sp=2), "", "parallelism_config: sp_size is not supported here: it is DeepSpeed's; cp_size splits *"),
+        (mesh(dp_shard=3), "", "parallelism_config: dp_replicate_size 1 x dp_shard_size 3 x cp_size 1 must be the "
+         "number of processes, 2: change one"),
+        (mesh(cp=2), "", "task.name=mnist: no sequences to split over processes: take cp_size out of the yaml"),
     ],
     ids=[
-        "misspelt", "version 1", "blocks", "checkpointing", "compiled", "twice", "without an end", "tensor parallelism"
+        "misspelt", "version 1", "blocks", "checkpointing", "compiled", "twice", "without an end", "tensor parallelism",
+        "DeepSpeed's", "another number of processes", "no sequences",
     ],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_what_cannot_be_is_refused(

@@ -114,7 +114,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
     indexed = reading_indices(run)
     for what, first, cause in (("epoch 1", 0, OTHER_ORDER), ("epoch 1, resumed after step 1", 1, OTHER_RESUME)):
         last = first + steps
-        yield _as_by_hand(what, training_steps(indexed, first, last), _by_hand(run, first, last), cause)
+        yield _as_by_hand(run, what, training_steps(indexed, first, last), _by_hand(run, first, last), cause)
     others = []
     for epoch in (0, 1, 2, max(3, run.total_steps // steps - 1)):
         first = epoch * steps
@@ -127,7 +127,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
     size = EVALUATION_FACTOR * run.data_size
     batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
     expected = [batch[run.data_rank :: run.data_size] for batch in batches]
-    yield _as_by_hand("evaluation", steps_read, expected, OTHER_EVALUATION)
+    yield _as_by_hand(run, "evaluation", steps_read, expected, OTHER_EVALUATION)
 
 
 def _by_hand(run: Run, first: int, last: int) -> list[list[int]]:
@@ -137,11 +137,13 @@ def _by_hand(run: Run, first: int, last: int) -> list[list[int]]:
     return [share.tolist() for share in islice(chain.from_iterable(shares), done, done + last - first)]
 
 
-def _as_by_hand(what: str, steps: Iterable[list[MicroBatch]], expected: list[list[int]], cause: str) -> Row:
+def _as_by_hand(run: Run, what: str, steps: Iterable[list[MicroBatch]], expected: list[list[int]], cause: str) -> Row:
     """Compare the indices that this process reads in each step with those that it should, and count those of all
     processes. Collective."""
     found = [[index for batch in step if batch.weight for index in batch.data] for step in steps]
-    read, due = (Counter(chain.from_iterable(chain.from_iterable(gather(steps)))) for steps in (found, expected))
+    # once, of processes that share sequences
+    shares = (gather(steps)[:: run.cp_size] for steps in (found, expected))
+    read, due = (Counter(chain.from_iterable(chain.from_iterable(share))) for share in shares)
     measured = f"{read.total():,} read, {(due - read).total():,} left out, {(read - due).total():,} too often"
     return finding(what, measured, "as on one process, in this order", found == expected, cause)
 

@@ -2,7 +2,7 @@
 
     accelerate launch … tests/check/examine.py OUTPUT.json YAML SETTINGS…
 
-It writes, for each of tests.check.planted.FAULTS of this yaml by name, the rows that failed.
+It writes, for each of the planted faults of this yaml by name, the rows that failed.
 """
 
 import json
@@ -15,8 +15,13 @@ from accelerate.state import AcceleratorState
 import train
 from src.check import CHECKS, examine
 from src.check.subject import Subject
-from tests.check.planted import FAULTS, Fault, build_smaller, put
+from tests.check import planted
+from tests.check.planted import Fault, build_smaller, put
+from tests.text import split_faults  # room: text
 from train import run_settings
+
+FAULTS = [*planted.FAULTS]
+FAULTS += split_faults.FAULTS  # room: text
 
 
 def failures(fault: Fault, settings: list[str]) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,13 @@ CHAT = (
     "--task.sequence_length=96", "--task.lora.merge=true", "--optim.warmup_steps=0", "--optim.schedule=constant",
 )  # fmt: skip
 """Ten steps as `make chat` takes them, on fewer tokens."""
+
+
+def over(groups: int, cp: int, replicas: int = 1, *launcher_arguments: str) -> dict[str, Any]:
+    """What `launch` takes for fsdp_cp.yaml on so many groups of processes that share their sequences."""
+    sizes = {"dp_replicate": replicas, "dp_shard": groups, "cp": cp}
+    words = (f"--parallelism_config_{name}_size={size}" for name, size in sizes.items())
+    return {"processes": replicas * groups * cp, "launcher_arguments": (*words, *launcher_arguments)}
 
 
 def of(task: Short, *arguments: str) -> Short:

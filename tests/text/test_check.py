@@ -1,11 +1,14 @@
 """--check on language models and classifiers: all is well where it is, and packed documents that meet are found out."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.check.test_check import assert_all_is_well, rows
-from tests.launching import Launch
+from tests.launching import QUIET, Launch
+from tests.text.split_faults import FAULTS
+from tests.text.tasks import over
 from tests.text.tiny import NEW_LLAMA
 
 TASK = ("--task.name=causal_lm", "--task.sequence_length=64")
@@ -21,6 +24,17 @@ def test_a_language_model_with_ragged_counts_is_well(launch: Launch, made: Path,
 def test_a_classifier_is_well(launch: Launch, made: Path) -> None:
     arguments = (f"--task.model={made}/models/bert", f"--task.dataset={made}/reviews", "--task.dropout=0.1")
     assert_all_is_well(launch("fsdp", "--check", "--task.name=text_classification", *arguments))
+
+
+def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, made: Path, tmp_path: Path) -> None:
+    """On two processes."""
+    output, words = tmp_path / "found.json", (*TASK, f"--task.dataset={made}/questions.jsonl", *NEW_LLAMA)
+    arguments = (*words, "--global_batch_size=8", "--micro_batch_size=2", "--task.eval_from=last", *QUIET)
+    launch("fsdp_cp", str(output), "fsdp_cp", *arguments, script="tests/check/examine.py", **over(1, 2)).succeeded()
+    found = json.loads(output.read_text())
+    for fault in FAULTS:
+        assert {row["check"] for row in found[fault.name]} == {fault.fails}, (fault.name, found[fault.name])
+        assert fault.says in {row["what"] for row in found[fault.name]}, (fault.name, found[fault.name])
 
 
 def test_packed_documents_that_see_each_other_are_found_out(launch: Launch, made: Path) -> None:

@@ -43,7 +43,9 @@ def answers(run: Run) -> list[dict[str, Any]]:
     return record["eval/answers"]
 
 
-@pytest.mark.parametrize("yaml", ["cpu", "fsdp", *map(slow, ("ddp", "fsdp_grad_op", "fsdp_offload", "hsdp"))])
+@pytest.mark.parametrize(
+    "yaml", ["cpu", "fsdp", *map(slow, ("ddp", "fsdp_cp", "fsdp_grad_op", "fsdp_offload", "hsdp"))]
+)
 def test_answers_are_those_of_transformers_before_and_after(
     whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str
 ) -> None:

@@ -35,6 +35,7 @@ from src.tasks.text.streaming.stream import Stream, count_sequences, packed
 from src.tasks.text.text_classification import TextClassification
 from tests.launching import Launch, Run, Started, slow, wait
 from tests.text import tiny
+from tests.text.tasks import over
 
 ARCHITECTURE = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
 ROWS, FILES, STEPS = 3000, 8, 40
@@ -458,3 +459,16 @@ def test_a_killed_run_goes_on_with_the_same_sequences_at_another_number_of_proce
     assert sequences(folder) == sequences(whole_run.folder)
     assert run.losses == pytest.approx(whole_run.losses, rel=1e-5)
     assert tokens(run) == tokens(whole_run)
+
+
+def test_processes_that_share_sequences_count_each_token_and_target_of_a_source_once(
+    shards: Path, whole_run: Run, launch: Launch
+) -> None:
+    """Tried with counts by every process of a group, and with the sources of a whole sequence's targets."""
+    run = launch("fsdp_cp", *arguments(shards), **over(1, 2)).succeeded()
+    assert run.losses == pytest.approx(whole_run.losses, rel=1e-5)
+    assert tokens(run) == tokens(whole_run)
+    evaluated, expected = (
+        {n: v for n, v in of.records[-1].items() if n.startswith("eval/")} for of in (run, whole_run)
+    )
+    assert evaluated == pytest.approx(expected, rel=1e-5)

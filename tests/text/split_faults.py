@@ -1,0 +1,80 @@
+"""Faults of sequences that several processes share (context parallelism), for tests/check/examine.py."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from src.tasks.base import ContextParallel
+from src.tasks.text.packing import Batch
+from tests.check.planted import Fault, Hook, rank
+
+CP = "src.tasks.text.causal_lm."
+
+
+def with_all_targets(count: Hook, task: Any, batch: Batch) -> int:
+    return count(task, batch) * task._cp.size
+
+
+def with_positions_from_zero(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
+    part = cut(batch, sizes, cp)
+    positions = part["inputs"]["position_ids"]
+    positions -= positions[:, :1].clone()
+    return part
+
+
+def without_the_last_labels(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
+    part = cut(batch, sizes, cp)
+    inputs = part["inputs"]
+    length = inputs["input_ids"].shape[1]
+    stays = inputs["index"] % length < length - 1
+    for name in ("index", "targets"):
+        inputs[name] = inputs[name][stays]
+    return part
+
+
+def of_the_other_rank(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
+    return cut(batch, sizes, cp._replace(rank=cp.size - 1 - cp.rank))
+
+
+def of_the_first_rank(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
+    return cut(batch, sizes, cp._replace(rank=0))
+
+
+def of_parts_alone(
+    _: Hook, cp: ContextParallel, attention: Hook, module: Any, *tensors: Any, cu_seq_lens_q: Tensor, **options: Any
+) -> Any:
+    batch, _, length, _ = tensors[0].shape
+    edges = torch.cat([cu_seq_lens_q, torch.arange(batch + 1) * length * cp.size])
+    own = edges.unique().sub(cp.rank * length).int()  # of each row, as if the parts of the others were not there
+    return attention(module, *tensors, cu_seq_lens_q=own.clamp(0, batch * length), **options)
+
+
+def dealt_by_process(sampler: Hook, order: Any, global_size: int, micro_size: int, *_: int) -> Any:
+    return sampler(order, global_size, micro_size, rank(), 2)
+
+
+def counted_by_each(metrics: Hook, task: Any, loss: float, examples: int, outputs: Any) -> Any:
+    return metrics(task, loss, 2 * examples, outputs)
+
+
+def of_the_first_parts(gather: Hook, run: Any, outputs: Tensor, examples: int) -> Tensor:
+    return gather(run, outputs * (run.rank % 2 == 0), examples)
+
+
+FAULTS = [
+    Fault(name, "fsdp_cp", fails, says, where, hook)
+    for name, fails, says, where, hook in (
+        ("each part counts all targets", "Steps", "gradients", CP + "CausalLM.count_targets", with_all_targets),
+        ("positions begin anew in each part", "Steps", "gradients", CP + "own_part", with_positions_from_zero),
+        ("labels are shifted after the cut", "Steps", "gradients", CP + "own_part", without_the_last_labels),
+        ("a part is another one's", "Steps", "gradients", CP + "own_part", of_the_other_rank),
+        ("all have the first part", "Steps", "gradients", CP + "own_part", of_the_first_rank),
+        ("a part sees itself alone", "Steps", "gradients", "src.tasks.text.context_parallel.across", of_parts_alone),
+        ("examples are dealt by process", "Data", "epoch 1", "src.training.batches.ShardedBatchSampler",
+         dealt_by_process),
+        ("each part counts an example", "Evaluation", "eval/examples", "train.metrics_of", counted_by_each),
+        ("outputs are the first parts'", "Evaluation", "eval/perplexity", "train.gather_in_order", of_the_first_parts),
+    )
+]  # fmt: skip
+"""Run on two processes that share each sequence."""
