@@ -14,11 +14,13 @@ from tests.text.tiny import NEW_LLAMA
 TASK = ("--task.name=causal_lm", "--task.sequence_length=64")
 
 
-@pytest.mark.parametrize(("yaml", "lora"), [("ddp", False), ("fsdp", True)])
+@pytest.mark.parametrize(("yaml", "lora"), [("ddp", False), ("fsdp", True), ("fsdp_cp", False)])
 def test_a_language_model_with_ragged_counts_is_well(launch: Launch, made: Path, yaml: str, lora: bool) -> None:
+    """Also where it has dropout, of which each process that shares a sequence draws its part."""
+    dropout = (f"--task.dropout={0.1 * (yaml == 'fsdp_cp')}",)
     model = [f"--task.model={made}/models/llama", "--task.lora.r=4"] if lora else NEW_LLAMA
     batch = ("--global_batch_size=8", "--micro_batch_size=2", "--optim.max_grad_norm=1")
-    assert_all_is_well(launch(yaml, "--check", *TASK, f"--task.dataset={made}/questions.jsonl", *model, *batch))
+    assert_all_is_well(launch(yaml, "--check", *TASK, f"--task.dataset={made}/questions.jsonl", *model, *batch, *dropout))
 
 
 def test_a_classifier_is_well(launch: Launch, made: Path) -> None:

@@ -464,7 +464,7 @@ def test_a_killed_run_goes_on_with_the_same_sequences_at_another_number_of_proce
 def test_processes_that_share_sequences_count_each_token_and_target_of_a_source_once(
     shards: Path, whole_run: Run, launch: Launch
 ) -> None:
-    """Tried with counts by every process of a group, and with the sources of a whole sequence's targets."""
+    """Tried with counts by every process of a group."""
     run = launch("fsdp_cp", *arguments(shards), **over(1, 2)).succeeded()
     assert run.losses == pytest.approx(whole_run.losses, rel=1e-5)
     assert tokens(run) == tokens(whole_run)
