@@ -100,11 +100,12 @@ def mesh(**sizes: int) -> dict[str, Any]:
         (mesh(sp=2), "", "parallelism_config: sp_size is not supported here: it is DeepSpeed's; cp_size splits *"),
         (mesh(dp_shard=3), "", "parallelism_config: dp_replicate_size 1 x dp_shard_size 3 x cp_size 1 must be the "
          "number of processes, 2: change one"),
+        (mesh(dp_replicate=2), "", "parallelism_config: dp_replicate_size is for HSDP, which shards too: *"),
         (mesh(cp=2), "", "task.name=mnist: no sequences to split over processes: take cp_size out of the yaml"),
     ],
     ids=[
         "misspelt", "version 1", "blocks", "checkpointing", "compiled", "twice", "without an end", "tensor parallelism",
-        "DeepSpeed's", "another number of processes", "no sequences",
+        "DeepSpeed's", "another number of processes", "replicas alone", "no sequences",
     ],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_what_cannot_be_is_refused(

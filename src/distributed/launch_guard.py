@@ -119,6 +119,8 @@ def _mesh_errors(config: Config, asked: Asked) -> Iterator[str]:
     if math.prod(map(int, sizes.values())) not in (1, asked.world_size):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         yield f"parallelism_config: {product} must be the number of processes, {asked.world_size}: change one"
+    if sizes["dp_replicate_size"] != "1" and sizes["dp_shard_size"] == "1":
+        yield "parallelism_config: dp_replicate_size is for HSDP, which shards too: set dp_shard_size to more than 1"
     if asked.cp_size == 1:
         return
     if not asked.fsdp:

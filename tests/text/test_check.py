@@ -20,7 +20,9 @@ def test_a_language_model_with_ragged_counts_is_well(launch: Launch, made: Path,
     dropout = (f"--task.dropout={0.1 * (yaml == 'fsdp_cp')}",)
     model = [f"--task.model={made}/models/llama", "--task.lora.r=4"] if lora else NEW_LLAMA
     batch = ("--global_batch_size=8", "--micro_batch_size=2", "--optim.max_grad_norm=1")
-    assert_all_is_well(launch(yaml, "--check", *TASK, f"--task.dataset={made}/questions.jsonl", *model, *batch, *dropout))
+    assert_all_is_well(
+        launch(yaml, "--check", *TASK, f"--task.dataset={made}/questions.jsonl", *model, *batch, *dropout)
+    )
 
 
 def test_a_classifier_is_well(launch: Launch, made: Path) -> None:
