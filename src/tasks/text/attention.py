@@ -42,12 +42,13 @@ def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: Any = None,
-    max_length_q: int = 0,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return each token's attention to itself and to those before it in its document; for AttentionInterface.
@@ -64,7 +65,7 @@ def varlen_attention(
     Raises:
         ValueError: the model asks for more than the kernel can do.
     """
-    _require_known("varlen", {"dropout": dropout or None, **options})
+    _require_known("varlen", {"dropout": dropout or None, "attention_mask": attention_mask, **options})
     q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
@@ -79,16 +80,17 @@ def masked_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: Any = None,
-    max_length_q: int = 0,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return what `varlen_attention` does, by a mask, and with dropout."""
-    _require_known("masked", options)
+    _require_known("masked", {"attention_mask": attention_mask, **options})
     batch, _, length, _ = query.shape
     places = torch.arange(batch * length, device=query.device).view(batch, 1, length)
     documents = torch.bucketize(places, cu_seq_lens_q, right=True)

@@ -90,13 +90,14 @@ def across(
     # rotary embeddings may have made queries and keys fp32 under autocast, twice the bytes
     tensors = [query.to(value.dtype), *(t.to(value.dtype).repeat_interleave(copies, 1) for t in (key, value))]
     tensors = [F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % cp.size)) for tensor in tensors]
-    # of shape (processes, batch, heads of each, length of a part, head size)
-    cut = [tensor.unflatten(1, (cp.size, -1)).movedim(1, 0) for tensor in tensors]
-    joined = _exchanged(torch.cat(cut, 2), cp)
-    whole = joined.movedim(0, 2).flatten(2, 3).split([tensor.shape[2] for tensor in cut], 1)
+    # of shape (processes, batch, length of a part, heads of each, head size): that of values may differ
+    cut = [tensor.unflatten(1, (cp.size, -1)).permute(1, 0, 3, 2, 4) for tensor in tensors]
+    received = _exchanged(torch.cat([tensor.flatten(3) for tensor in cut], -1), cp)
+    joined = torch.cat([*received], 1).split([tensor.shape[3:].numel() for tensor in cut], -1)
+    whole = (part.unflatten(-1, tensor.shape[3:]).transpose(1, 2) for part, tensor in zip(joined, cut, strict=True))
     output, _ = attention(module, *whole, *arguments, **options)
     parts = _exchanged(output.unflatten(1, (cp.size, -1)).movedim(1, 0), cp)
-    return parts.movedim(0, 2).flatten(2, 3)[:, :, :heads], None
+    return torch.cat([*parts], 2)[:, :, :heads], None
 
 
 def _exchanged(parts: Tensor, cp: ContextParallel) -> Tensor:
