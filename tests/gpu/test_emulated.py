@@ -21,7 +21,7 @@ BF16 = ("--mixed_precision=bf16",)
 """Where attention is torch's varlen kernel on a GPU, and convolutions are channels-last."""
 YAMLS = {
     "cpu": 1, "single_gpu": 1, "ddp": 2, "ddp_bf16_hook": 2, "fsdp": 2, "fsdp_grad_op": 2, "fsdp_offload": 2,
-    "fsdp_fp8": 2, "hsdp": 4, "multi_node_ddp": 2, "multi_node_fsdp": 2,
+    "fsdp_fp8": 2, "fsdp_cp": 2, "hsdp": 4, "multi_node_ddp": 2, "multi_node_fsdp": 2,
 }  # fmt: skip
 """All of accelerate_configs/, and on how many processes each is run."""
 
@@ -35,7 +35,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]
     return {"llama": (*data, *SCRATCH), "llama_files": files, "llama_adapters": (*files, "--task.lora.r=4")}
 
 
-@pytest.mark.parametrize("yaml", ["single_gpu", *(slow(yaml) for yaml in YAMLS if yaml != "single_gpu")])
+@pytest.mark.parametrize(
+    "yaml", ["single_gpu", *(slow(yaml) for yaml in YAMLS if yaml not in ("single_gpu", "fsdp_cp"))]
+)
 def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
     gpu: Launch, whole: Whole, tmp_path: Path, yaml: str
 ) -> None:
@@ -78,6 +80,30 @@ def require_the_cpus_run(gpu: Launch, whole: Whole, folder: Path, yaml: str, *ta
         assert weights.keys() == expected.keys()
         for name, weight in weights.items():
             assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
+
+
+@needs_text
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("groups", "parts", "heads", "rows"),
+    [(1, 2, (4, 2), 1), (2, 2, (4, 1), 2), (1, 4, (4, 2), 8), (1, 4, (6, 3), 4), (1, 3, (4, 4), 2)],
+)
+def test_shared_sequences_have_the_losses_of_whole_ones_by_varlen_attention(
+    gpu: Launch, text: Any, groups: int, parts: int, heads: tuple[int, int], rows: int
+) -> None:
+    """Packed documents in bf16: within what it rounds a loss to, of FSDP on one GPU, which computes in the same types.
+    Tried with keys repeated in another order, and with positions that start anew in each part."""
+    shape = {"hidden_size": 8 * heads[0], "num_attention_heads": heads[0], "num_key_value_heads": heads[1],
+             "initializer_range": 0.2}  # fmt: skip
+    arguments = (*text["llama"], *(f"--task.architecture.{name}={value}" for name, value in shape.items()))
+    arguments += ("--log_every=1", "--max_steps=6", "--optim.lr=1e-3", "--optim.warmup_steps=0")
+    mesh = (f"--parallelism_config_dp_shard_size={groups}", f"--parallelism_config_cp_size={parts}")
+    how: dict[str, Any] = {"processes": groups * parts, "launcher_arguments": (*BF16, *mesh)}
+    run = gpu("fsdp_cp", *arguments, f"--micro_batch_size={rows}", **how).succeeded()
+    alone = gpu("fsdp", *arguments, processes=1, launcher_arguments=BF16).succeeded()
+    assert f"varlen attention, across {parts} processes" in run.summary["tuned"]
+    assert run.losses == pytest.approx(alone.losses, rel=2**-9)
+    assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=2**-9)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", slow("adadelta"), slow("sgd")])
