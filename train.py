@@ -112,7 +112,7 @@ def build(config: Config) -> Run | None:
     datasets = build_data(config, accelerator)
     fingerprints = fingerprints_of(config.task, datasets, accelerator)  # room: machines safeguards trackers wandb
     train_set, eval_set = (on_device(config, dataset, accelerator.device) for dataset in datasets)
-    config.task.split_sequences(context_parallel(accelerator))  # room: text
+    config.task.split_sequences(context_parallel(accelerator))
 
     # --------------------------------------------------------------------------------------- model and optimizers
     model, facts = new_model(

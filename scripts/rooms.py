@@ -15,7 +15,7 @@ from pathlib import Path
 
 FILES = {
     "best": "src/checkpoint/best.py",
-    "check": "src/check tests/check tests/text/test_check.py docs/check.md",
+    "check": "src/check tests/check tests/text/test_check.py tests/text/split_faults.py docs/check.md",
     "checkpoints": "src/tools/checkpoints.py tests/test_checkpoint_tool.py tests/text/test_checkpoint_tool.py",
     "compile": "src/training/transforms.py",
     "cpu": "src/training/cpu.py tests/test_cpu.py",

@@ -194,7 +194,7 @@ def cp_size(accelerator: Accelerator) -> int:
     return mesh["cp"].size() if mesh and "cp" in mesh.mesh_dim_names else 1
 
 
-def context_parallel(accelerator: Accelerator) -> ContextParallel:  # room: text
+def context_parallel(accelerator: Accelerator) -> ContextParallel:
     """Return this process's place among those that share its sequences."""
     if cp_size(accelerator) == 1:
         return ContextParallel()

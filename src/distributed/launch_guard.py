@@ -125,5 +125,5 @@ def _mesh_errors(config: Config, asked: Asked) -> Iterator[str]:
         return
     if not asked.fsdp:
         yield "parallelism_config: cp_size is FSDP's, which shards over these processes too: use fsdp_cp.yaml"
-    if not config.task.splits_sequences:  # room: text
+    if not config.task.splits_sequences:
         yield f"task.name={config.task.name}: no sequences to split over processes: take cp_size out of the yaml"

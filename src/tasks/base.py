@@ -42,7 +42,7 @@ Tensors = dict[str, Tensor]
 """Tensors by name."""
 
 
-class ContextParallel(NamedTuple):  # room: text
+class ContextParallel(NamedTuple):
     """This process's place in a group of processes that share each sequence; by default it is alone."""
 
     rank: int = 0
@@ -59,7 +59,7 @@ class Task(Settings, ABC):
     """The task to train."""
     metric_names: ClassVar[tuple[str, ...] | None] = None  # room: best
     """Names that `metrics` returns, so that settings that name one are checked at the start; None: not known then."""
-    splits_sequences: ClassVar[bool] = False  # room: text
+    splits_sequences: ClassVar[bool] = False
     """Whether several processes can share each example, which is a sequence: see the method `split_sequences`."""
 
     def validation_errors(self) -> Iterator[str]:
@@ -72,7 +72,7 @@ class Task(Settings, ABC):
         what was chosen, for the start-up summary. Raise a UserError if the settings ask for what can't be."""
         return []
 
-    def split_sequences(self, cp: ContextParallel) -> None:  # room: text
+    def split_sequences(self, cp: ContextParallel) -> None:
         """From now on, have `collate` return this process's part of each example. What `loss`, `evaluate` and those
         that count return must then add up, over the group, to that of whole examples. Called if `splits_sequences`."""
 

@@ -6,16 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from src.training.gradients import to_local
 
-SENT = {"allreduce": 2.0, "allgather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0, "all_to_all": 1.0}
+SENT = {"allreduce": 2.0, "allgather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
 """How often a process sends a collective's largest tensor, but for its own part: NCCL's rings."""
-IDLE = ("prim::", "empty", "detach", "view", "wait_tensor", "_wrap_tensor")
+IDLE = ("prim::", "empty", "detach", "view")
 """Parts of the names of operators that give a device nothing to do."""
 
 
@@ -68,10 +67,9 @@ class Work(TorchDispatchMode):
         return result
 
     def _count_collective(self, name: str, size: int, leaves: list[Any]) -> None:
-        boxed = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-        groups = [ProcessGroup.unbox(leaf) for leaf in boxed if "ProcessGroup" in str(leaf._type())]
-        names = [leaf for leaf in leaves if isinstance(leaf, str)]  # functional collectives call it by its name
-        ranks = get_process_group_ranks(*groups or map(_resolve_process_group, names[-1:]))
+        objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+        group = next(leaf for leaf in objects if "ProcessGroup" in str(leaf._type()))
+        ranks = get_process_group_ranks(ProcessGroup.unbox(group))
         factor = next((factor for kind, factor in SENT.items() if kind in name), 0.0)
         machines = len({rank // self._per_machine for rank in ranks})
         sent = factor * size * (len(ranks) - 1) / len(ranks)

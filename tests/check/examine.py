@@ -1,13 +1,14 @@
 """Builds and examines a run in these processes again and again, each time with another fault planted in it.
 
-    accelerate launch … tests/check/examine.py OUTPUT.json YAML SETTINGS…
+    accelerate launch … tests/check/examine.py OUTPUT.json MODULE YAML SETTINGS…
 
-It writes, for each of the planted faults of this yaml by name, the rows that failed.
+It writes, for each of the module's FAULTS of this yaml by name, the rows that failed.
 """
 
 import json
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -15,13 +16,8 @@ from accelerate.state import AcceleratorState
 import train
 from src.check import CHECKS, examine
 from src.check.subject import Subject
-from tests.check import planted
 from tests.check.planted import Fault, build_smaller, put
-from tests.text import split_faults  # room: text
 from train import run_settings
-
-FAULTS = [*planted.FAULTS]
-FAULTS += split_faults.FAULTS  # room: text
 
 
 def failures(fault: Fault, settings: list[str]) -> list[dict[str, str]]:
@@ -36,9 +32,9 @@ def failures(fault: Fault, settings: list[str]) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    output, yaml, *settings = sys.argv[1:]
+    output, module, yaml, *settings = sys.argv[1:]
     found: dict[str, list[dict[str, str]]] = {}
-    for fault in FAULTS:
+    for fault in resolve_name(f"{module}:FAULTS"):
         if fault.yaml == yaml:
             found[fault.name] = failures(fault, [*settings, f"--output_dir={Path(output).parent}/{len(found)}"])
     Path(output).write_text(json.dumps(found))

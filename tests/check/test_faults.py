@@ -16,7 +16,7 @@ SETTINGS = ("--task.source=digits", "--global_batch_size=16", "--epochs=4", *QUI
 def test_each_fault_is_found_by_its_check(launch: Launch, tmp_path: Path, yaml: str) -> None:
     """In the same processes, one after the other."""
     output, faults = tmp_path / "found.json", {fault.name: fault for fault in FAULTS if fault.yaml == yaml}
-    launch(yaml, str(output), yaml, *SETTINGS, script="tests/check/examine.py").succeeded()
+    launch(yaml, str(output), "tests.check.planted", yaml, *SETTINGS, script="tests/check/examine.py").succeeded()
     found = json.loads(output.read_text())
     assert found.keys() == faults.keys()
     for name, fault in faults.items():

@@ -32,9 +32,10 @@ def test_a_classifier_is_well(launch: Launch, made: Path) -> None:
 
 def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, made: Path, tmp_path: Path) -> None:
     """On two processes."""
-    output, words = tmp_path / "found.json", (*TASK, f"--task.dataset={made}/questions.jsonl", *NEW_LLAMA)
-    arguments = (*words, "--global_batch_size=8", "--micro_batch_size=2", "--task.eval_from=last", *QUIET)
-    launch("fsdp_cp", str(output), "fsdp_cp", *arguments, script="tests/check/examine.py", **over(1, 2)).succeeded()
+    output, task = tmp_path / "found.json", (*TASK, f"--task.dataset={made}/questions.jsonl", *NEW_LLAMA)
+    arguments = (*task, "--global_batch_size=8", "--micro_batch_size=2", "--task.eval_from=last", *QUIET)
+    words = (str(output), "tests.text.split_faults", "fsdp_cp", *arguments)
+    launch("fsdp_cp", *words, script="tests/check/examine.py", **over(1, 2)).succeeded()
     found = json.loads(output.read_text())
     for fault in FAULTS:
         assert {row["check"] for row in found[fault.name]} == {fault.fails}, (fault.name, found[fault.name])

@@ -48,16 +48,13 @@ def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
         "index": (rows * length + places - start)[is_own],
         "targets": inputs["targets"][is_own],
     }
-    part = {
+    return {
         "inputs": inputs | own,
         "tokens": sum(min(max(size - start, 0), length) for size in sizes),
         "pairs": batch["pairs"] / cp.size,  # of each head, and a process has as many heads as any other
+        "counted": [number * (cp.rank == 0) for number in batch.get("counted", [])],  # room: streaming
+        **({"sources": batch["sources"][is_own]} if "sources" in batch else {}),  # room: streaming
     }
-    if "counted" in batch:  # room: streaming
-        part["counted"] = [number * (cp.rank == 0) for number in batch["counted"]]
-    if "sources" in batch:  # room: streaming
-        part["sources"] = batch["sources"][is_own]
-    return part
 
 
 def register(attention: str, cp: ContextParallel) -> str:
