@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from src.training.gradients import to_local
 
-SENT = {"allreduce": 2.0, "allgather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
+SENT = {"allreduce": 2.0, "allgather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0, "all_to_all": 1.0}
 """How often a process sends a collective's largest tensor, but for its own part: NCCL's rings."""
-IDLE = ("prim::", "empty", "detach", "view")
+IDLE = ("prim::", "empty", "detach", "view", "wait_tensor", "_wrap_tensor")
 """Parts of the names of operators that give a device nothing to do."""
 
 
@@ -24,7 +25,8 @@ class Work(TorchDispatchMode):
     `counts` has, by name: `product flops DTYPE` of matrix products and convolutions, and `attention flops DTYPE`;
     `bytes` that all other operators read and write; `copied` bytes from or to the host's memory; `sent PLACE` bytes of
     this process and `collectives PLACE`, where PLACE is `within` a machine, or `between` machines, through the network
-    card of this process, for a group of processes that spans several.
+    card of this process, for a group of processes that spans several; and those of all-to-alls, which attention waits
+    for, once more: `awaited sent PLACE` and `awaited collectives PLACE`.
     """
 
     def __init__(self, device: str, per_machine: int) -> None:
@@ -68,16 +70,19 @@ class Work(TorchDispatchMode):
 
     def _count_collective(self, name: str, size: int, leaves: list[Any]) -> None:
         objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-        group = next(leaf for leaf in objects if "ProcessGroup" in str(leaf._type()))
-        ranks = get_process_group_ranks(ProcessGroup.unbox(group))
+        groups = [ProcessGroup.unbox(leaf) for leaf in objects if "ProcessGroup" in str(leaf._type())]
+        names: list[Any] = [leaf for leaf in leaves if isinstance(leaf, str)]  # functional collectives have these
+        group, *_ = groups or map(_resolve_process_group, names)
+        ranks = get_process_group_ranks(group)
         factor = next((factor for kind, factor in SENT.items() if kind in name), 0.0)
         machines = len({rank // self._per_machine for rank in ranks})
         sent = factor * size * (len(ranks) - 1) / len(ranks)
         place = "within"
         if machines > 1:  # NCCL has as many rings as a machine has network cards, and each carries a part
             place, sent = "between", sent / (len(ranks) / machines)
-        self.counts[f"sent {place}"] += sent
-        self.counts[f"collectives {place}"] += 1
+        for kind in ("", "awaited ") if "all_to_all" in name else ("",):
+            self.counts[f"{kind}sent {place}"] += sent
+            self.counts[f"{kind}collectives {place}"] += 1
 
 
 def _is_offsets(value: Any) -> bool:
