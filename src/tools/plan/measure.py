@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -20,7 +21,7 @@ from null_gpu import NullGpu, join_alone, null_environment
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.config import Config, load_config
 from src.config.errors import UserError
-from src.distributed.accelerator import build_accelerator, prepare
+from src.distributed.accelerator import build_accelerator, context_parallel, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
 from src.tools.plan.gpus import Gpu
@@ -58,8 +59,15 @@ class Setup:
     yaml: str
     gpus: int
     gpu: Gpu
+    cp_size: int = 1
+    """GPUs that share each sequence."""
     change: str = ""
     """What was changed for it to fit."""
+
+    @property
+    def name(self) -> str:
+        """Return the yaml's name and, if GPUs share sequences, how many."""
+        return Path(self.yaml).stem + (str(self.cp_size) if self.cp_size > 1 else "")
 
 
 @dataclass(kw_only=True)
@@ -99,10 +107,12 @@ def launcher_arguments(setup: Setup) -> list[str]:
     machines = setup.gpus // setup.gpu.gpus_per_machine
     if machines > 1:
         words += ["--num_machines", str(machines)]
+    sizes = {}
     if "hsdp" in setup.yaml:
-        sizes = {"replicate": machines, "shard": setup.gpus // machines}
-        words += [f"--parallelism_config_dp_{name}_size={size}" for name, size in sizes.items()]
-    return words
+        sizes = {"dp_replicate": machines, "dp_shard": setup.gpus // machines}
+    if setup.cp_size > 1:
+        sizes = {"dp_shard": setup.gpus // setup.cp_size, "cp": setup.cp_size}
+    return [*words, *(f"--parallelism_config_{name}_size={size}" for name, size in sizes.items())]
 
 
 def launcher_environment(setup: Setup) -> dict[str, str]:
@@ -125,6 +135,7 @@ def build(config: Config) -> Run:
     started = time.perf_counter()
     train_set, eval_set = build_data(config, accelerator)
     seconds = time.perf_counter() - started
+    config.task.split_sequences(context_parallel(accelerator))  # room: text
     tuned = config.task.prepare_for("cuda", torch.bfloat16 if launch.precision == "bf16" else torch.float32)
     model = config.task.build_skeleton()
     transform(model, config, accelerator)  # room: compile
@@ -210,15 +221,15 @@ class Trial:
 
     def measured(self, share: float) -> Measured:
         """Return what `measure` does."""
-        run, world_size = self._run, self._run.world_size
-        batch, own = run.config.global_batch_size // world_size, run.config.micro_batch(world_size)
-        there, needed = len(run.train_set), own * world_size  # what all processes pass through the model at once
+        run, data_size, world_size = self._run, self._run.data_size, self._run.world_size
+        batch, own = run.config.global_batch_size // data_size, run.config.micro_batch(data_size)
+        there, needed = len(run.train_set), own * data_size  # what all processes pass through the model at once
         if there < needed:
             hint = "plan with as many, or smaller micro-batches"
             raise UserError(
                 f"the training data have {there:,} examples, and micro-batches take {needed:,} at once: {hint}"
             )
-        sizes = [size for size in range(1, batch + 1) if batch % size == 0 and size * world_size <= there]
+        sizes = [size for size in range(1, batch + 1) if batch % size == 0 and size * data_size <= there]
         capacity = self._gpu.capacity
         fitting = bisect.bisect_right(sizes, share * capacity, key=lambda size: highest(self._memory(size)))
         largest = sizes[fitting - 1] if fitting else 0

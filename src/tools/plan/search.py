@@ -1,5 +1,6 @@
 """Which strategies and numbers of GPUs a run fits on, each tried in a process of its own."""
 
+import math
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,8 +16,8 @@ from src.config.terminal import bar
 from src.tools.plan.gpus import Gpu
 from src.tools.plan.measure import Measured, Setup, measure
 
-YAMLS = ("single_gpu", "ddp", "fsdp_grad_op", "fsdp", "hsdp", "fsdp_offload")
-"""The strategies that are shipped."""
+YAMLS = ("single_gpu", "ddp", "fsdp_grad_op", "fsdp", "hsdp", "fsdp_offload", "fsdp_cp")
+"""The strategies that are shipped; the last one is for sequences that are too long for a GPU."""
 CHANGES: dict[str, list[str]] = {
     "activation checkpointing": ["--activation_checkpointing=true"],  # room: compile
     "LoRA": ["--task.lora.r=16"],  # room: text
@@ -48,9 +49,10 @@ def setups(arguments: list[str], yamls: list[str], sizes: list[int], gpu: Gpu) -
     """Yield the run under each strategy on each number of GPUs that it is for."""
     for gpus in sorted({*sizes}):
         possible = {"single_gpu": gpus == 1, "fsdp_offload": True, "hsdp": gpus > gpu.gpus_per_machine}
+        parts = [2**i for i in range(1, 8) if math.gcd(gpus, gpu.gpus_per_machine) % 2**i == 0]
         for yaml in yamls:
-            if possible.get(yaml, gpus > 1):
-                yield Setup(tuple(arguments), f"accelerate_configs/{yaml}.yaml", gpus, gpu)
+            for cp_size in parts if yaml == "fsdp_cp" else [1] * possible.get(yaml, gpus > 1):
+                yield Setup(tuple(arguments), f"accelerate_configs/{yaml}.yaml", gpus, gpu, cp_size)
 
 
 def changed(setups: list[Setup], config: Config) -> Iterator[Setup]:

@@ -33,7 +33,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
 def line(row: Row, config: Config) -> dict[str, Any]:
     """Return a line of the table: what a row's run takes, by the name of the column; less, if it can't be run."""
     measured, gpu, gpus = row.measured, row.setup.gpu, row.setup.gpus
-    shown: dict[str, Any] = {"GPUs": gpus, "yaml": Path(row.setup.yaml).stem}
+    shown: dict[str, Any] = {"GPUs": gpus, "yaml": row.setup.name}
     if not measured:
         return shown
     is_compiled = False
@@ -82,7 +82,7 @@ def table(rows: list[Row], config: Config) -> str:
         names = lines.columns.str.replace("hours", "time").str.replace("limit", f"{'limit':{width}}")
         parts += [f"with {change}:"] if change else []
         parts.append(lines.to_string(index=False, header=[*names], formatters=FORMATS))
-    parts += [f"{row.setup.gpus} {Path(row.setup.yaml).stem}: {row.reason}" for row in rows if row.reason]
+    parts += [f"{row.setup.gpus} {row.setup.name}: {row.reason}" for row in rows if row.reason]
     return "\n".join(parts)
 
 
@@ -96,7 +96,7 @@ def recommendation(rows: list[Row], config: Config) -> str:
     if setup.gpus > setup.gpu.gpus_per_machine:
         command += "--machine_rank=… --main_process_ip=… "
     command += f"train.py {shlex.join(setup.arguments)}"
-    if row.measured.micro_batch != config.micro_batch(setup.gpus):
+    if row.measured.micro_batch != config.micro_batch(setup.gpus // setup.cp_size):
         command += f" --micro_batch_size={row.measured.micro_batch}"
     takes = [FORMATS[name](found[name]) for name in ("hours", "cost") if found[name]]
     takes.append(f"{setup.gpu.capacity / GB - found['GB']:.1f} GB to spare")
