@@ -62,13 +62,15 @@ def _explain(run: Run) -> str:
     size, world_size = run.config.micro_batch(run.data_size), run.world_size
     blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))  # room: compile
     saves: dict[str, float] = {}
-    if not run.launch.strategy.endswith("offload"):
+    if not run.launch.strategy.endswith("offload") and run.cp_size == 1:
         shards = world_size if run.accelerator.is_fsdp2 else 1
         gpus = max(2 * shards, world_size)
         saves["accelerate_configs/fsdp_offload.yaml"] = state
         saves[f"accelerate_configs/fsdp.yaml on {gpus} GPUs"] = state * (1 - shards / gpus)
     if size > 1:
         saves[f"--micro_batch_size={size // 2}"] = rest / 2
+    elif run.task.splits_sequences:  # room: text
+        saves[f"accelerate_configs/fsdp_cp.yaml with cp_size={2 * run.cp_size}"] = rest / 2
     if blocks and not run.config.activation_checkpointing:  # room: compile
         saves["--activation_checkpointing=true"] = rest * (1 - 1 / blocks)
     saves["PYTORCH_ALLOC_CONF=expandable_segments:True"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
