@@ -30,8 +30,8 @@ def llama(text: str, length: int = 512, batch: int = 8, **shape: object) -> tupl
     return ("--task.name=causal_lm", f"--task.dataset={text}", *batches, *sizes)
 
 
-def setup(yaml: str, gpus: int, arguments: Iterable[str]) -> Setup:
-    return Setup(tuple(arguments), yaml if "/" in yaml else f"accelerate_configs/{yaml}.yaml", gpus, H100)
+def setup(yaml: str, gpus: int, arguments: Iterable[str], cp_size: int = 1) -> Setup:
+    return Setup(tuple(arguments), yaml if "/" in yaml else f"accelerate_configs/{yaml}.yaml", gpus, H100, cp_size)
 
 
 def measured(*setups: Setup, program: str = "from tests.planning import main; main()") -> list[dict[str, Any]]:

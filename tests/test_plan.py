@@ -27,7 +27,7 @@ from src.tools.plan.__main__ import main
 from src.tools.plan.estimate import seconds_of
 from src.tools.plan.gpus import TABLE, Gpu, find_gpu
 from src.tools.plan.measure import Measured, highest
-from src.tools.plan.search import Row, explore_all
+from src.tools.plan.search import Row, explore_all, setups
 from src.tools.plan.show import recommendation, table
 from tests.launching import BIN, PROJECT, QUIET, Launch, needs, run_command, slow
 from tests.planning import H100, llama, measured, setup
@@ -117,6 +117,22 @@ def test_what_each_process_holds_by_hand(text: str) -> None:
 
 @needs_text
 @needs_null_gpu
+def test_what_processes_that_share_sequences_hold_and_send_by_hand(text: str) -> None:
+    """Four hold what each would with a sequence to itself that is a fourth as long. In a layer, each sends three
+    quarters of what it has of queries, keys and values, and of outputs, there and back, all in bf16."""
+    alone = setup("fsdp", 4, llama(text, length=512, batch=4, num_key_value_heads=4))
+    together = setup("fsdp_cp", 4, llama(text, length=2048, batch=1, num_key_value_heads=4), cp_size=4)
+    short, long = (row["measured"] for row in measured(alone, together))
+    assert (long["strategy"], long["micro_batch"], long["tokens"]) == ("fsdp_cp4", 1, short["tokens"])
+    assert highest(long["memory"]) == pytest.approx(highest(short["memory"]), rel=0.05)
+    assert long["work"]["awaited sent within"] == 4 * 2 * (3 + 1) * 512 * 256 * 2 * 3 / 4
+    assert long["work"]["awaited collectives within"] == 4 * 2 * 2
+    for name in ("sent within", "collectives within"):
+        assert long["work"][name] - long["work"][f"awaited {name}"] == short["work"][name]
+
+
+@needs_text
+@needs_null_gpu
 @pytest.mark.slow
 def test_the_8b_of_a_table(text: str) -> None:
     """docs/transformers.md has what a run with weights had allocated: within a hundredth."""
@@ -185,19 +201,27 @@ def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:
 @needs_text
 @needs_null_gpu
 @pytest.mark.slow
-def test_what_does_not_fit_is_tried_with_changes(text: str, tmp_path: Path) -> None:
-    """On a GPU of 2.6 GiB, of which CUDA takes 1.5."""
+@pytest.mark.parametrize(
+    ("yaml", "gpus", "length", "recommended"),
+    [("single_gpu", 1, 8192, "single_gpu"), ("fsdp", 4, 16_384, "fsdp_cp"), ("fsdp", 4, 512, "fsdp")],
+)
+def test_what_does_not_fit_is_tried_with_changes_and_shared_sequences(
+    text: str, tmp_path: Path, yaml: str, gpus: int, length: int, recommended: str
+) -> None:
+    """On GPUs of 2.6 GiB, of which CUDA takes 1.5. The longest does not fit with activation checkpointing alone."""
     gpu = tmp_path / "small.yaml"
     gpu.write_text(
         "small: {name: Small, capability: '9.0', memory_gib: 2.6, bandwidth_gb_s: 100, tflops: {bf16: 10, fp32: 1},"
         " link_gb_s: 10, network_gb_s: 1}"
     )
-    words = [f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu"]
+    words = [f"{BIN}/python", "-m", "src.tools.plan", "--gpus", str(gpus), "--yamls", yaml]
     words += [f"--gpu={gpu}", f"--output={tmp_path}", "--"]
-    arguments = llama(text, length=8192, batch=1, intermediate_size=4096)
+    arguments = llama(text, length=length, batch=gpus, intermediate_size=4096)
     run = run_command([*words, *arguments, *QUIET], tmp_path, PROJECT).succeeded()
-    assert "does not fit: " in run.stdout
-    assert "with activation checkpointing:\n" in run.stdout
+    for says in ("does not fit: ", "with activation checkpointing:\n"):
+        assert (says in run.stdout) == (length > 512)
+    assert f"--config_file accelerate_configs/{recommended}.yaml --num_processes {gpus} " in run.stdout
+    assert ("fsdp_cp" in run.stdout) == (recommended == "fsdp_cp")
 
 
 @needs_text
@@ -241,9 +265,15 @@ def test_at_the_edge_of_80_gb(text: str, tmp_path: Path, more: tuple[str, ...]) 
 
 @needs_text
 @needs_null_gpu
-def test_a_gpu_that_is_out_of_memory_says_what_would_help(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "batch", "helps"),
+    [(512, 64, "--micro_batch_size=32 ("), slow(32_768, 1, "accelerate_configs/fsdp_cp.yaml with cp_size=2 (")],
+)
+def test_a_gpu_that_is_out_of_memory_says_what_would_help(
+    text: str, tmp_path: Path, length: int, batch: int, helps: str
+) -> None:
     """Tried without the decorator: a traceback."""
-    arguments = [*llama(text, batch=64), *QUIET, f"--output_dir={tmp_path}/run"]
+    arguments = [*llama(text, length, batch), *QUIET, f"--output_dir={tmp_path}/run"]
     environment = null_environment(NULL_GPU_GIB="1", ACCELERATE_MIXED_PRECISION="bf16")
     run = run_command([f"{BIN}/python", "train.py", *arguments], tmp_path, PROJECT, **environment)
     (message,) = run.messages
@@ -251,7 +281,7 @@ def test_a_gpu_that_is_out_of_memory_says_what_would_help(text: str, tmp_path: P
     assert "Traceback" not in run.stderr
     assert "out of memory in the step, on a GPU of 1.1 GB, 0.0 of it outside torch: parameters 0.0, " in message
     assert re.search(r"activations [\d.]+; what helps: --activation_checkpointing=true \(0.\d GB\), ", message)
-    assert "--micro_batch_size=32 (" in message
+    assert helps in message
     assert "python -m src.tools.plan" in message
 
 
@@ -261,6 +291,7 @@ MEASURED = Measured(
     work={
         "host_seconds": 0.5, "bytes": 8e9, "product flops bfloat16": 1e12, "attention flops bfloat16": 2e12,
         "sent within": 40e9, "collectives within": 100, "sent between": 8e9, "collectives between": 10,
+        "awaited sent within": 4e9, "awaited collectives within": 20,
     },
     notes=[],
 )  # fmt: skip
@@ -276,7 +307,11 @@ def test_the_time_of_a_step_by_hand() -> None:
     communication = 40 / (50 * 0.8) + 100 * 20e-6 + 8 / (10 * 0.8) + 10 * 50e-6
     assert seconds.compute == pytest.approx(compute)
     assert seconds.communication == pytest.approx(communication)
-    assert seconds.step == pytest.approx(compute + communication - compute / 2)  # half of the computing hides it
+    awaited = 4 / (50 * 0.8) + 20 * 20e-6
+    hidden = compute / 2
+    assert seconds.step == pytest.approx(compute + communication - hidden)
+    MEASURED.work |= {"sent within": 4e9, "collectives within": 20, "sent between": 0, "collectives between": 0}
+    assert seconds_of(MEASURED, gpu, 16, is_compiled=False).step == pytest.approx(compute + awaited)  # never hidden
     MEASURED.work["host_seconds"] = 60
     assert seconds_of(MEASURED, gpu, 16, is_compiled=False).step == 60
     MEASURED.work["host_seconds"] = 0.5
@@ -464,7 +499,19 @@ def test_a_model_that_reads_its_weights_while_it_is_built() -> None:
 
 
 @needs_null_gpu
-def test_a_number_of_gpus_that_does_not_divide_the_batch() -> None:
-    (row,) = measured(setup("ddp", 3, DIGITS))
+def test_what_a_run_would_refuse_is_a_line_that_says_why() -> None:
+    undivided, unsplit = measured(setup("ddp", 3, DIGITS), setup("fsdp_cp", 2, DIGITS, cp_size=2))
     expected = "global_batch_size=8: not a multiple of 1 (micro_batch_size) x 3 processes = 3"
-    assert row["measured"].startswith(expected)
+    assert undivided["measured"].startswith(expected)
+    assert unsplit["measured"].startswith("task.name=mnist: no sequences to split over processes")
+
+
+def test_groups_that_share_sequences_stay_within_a_machine() -> None:
+    tried = [*setups([*DIGITS], ["fsdp_cp"], [64, 8, 6, 1], H100)]
+    assert [(of.gpus, of.cp_size) for of in tried] == [(6, 2), (8, 2), (8, 4), (8, 8), (64, 2), (64, 4), (64, 8)]
+    config = load_config(["--task.source=digits", "--global_batch_size=64"], TASKS)
+    line = recommendation([Row(tried[-1], replace(MEASURED, micro_batch=8))], config)
+    sizes = "--num_processes 64 --num_machines 8 --parallelism_config_dp_shard_size=8 --parallelism_config_cp_size=8"
+    assert f"accelerate_configs/fsdp_cp.yaml {sizes} --machine_rank=… " in line
+    assert table([Row(tried[-1], None, "no")], config) == "64 fsdp_cp8: no"
+    assert "--micro_batch_size=8" not in line.replace(" ".join(DIGITS), "")  # it is the run's own
