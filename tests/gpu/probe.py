@@ -47,12 +47,17 @@ class Probe:
         return sum(self.steps[step].get(kind, 0) for kind in WAITS)
 
 
-def steps_of(*arguments: str, steps: int = 5, processes: int = 0, **environment: str) -> Probe:
-    """Take steps of train.py's run with these arguments in bf16; under FSDP as rank 0 of `processes`, if any."""
+def steps_of(*arguments: str, steps: int = 5, processes: int = 0, cp_size: int = 1, **environment: str) -> Probe:
+    """Take steps of train.py's run with these arguments in bf16; under FSDP as rank 0 of `processes`, if any, of which
+    `cp_size` share each sequence."""
     added = null_environment(max(processes, 1)) | {"ACCELERATE_MIXED_PRECISION": "bf16", "STEPS": str(steps)}
     if processes:
         sizes = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         added |= FSDP | {"TORCHELASTIC_RUN_ID": "none"} | {name: str(value) for name, value in sizes.items()}
+    if cp_size > 1:
+        mesh = {"CP": cp_size, "DP_SHARD": processes // cp_size}
+        added |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in mesh.items()}
+        added["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     with tempfile.TemporaryDirectory() as folder:
         output = [f"--output_dir={folder}/run", *QUIET]
         if "--task.name=causal_lm" in arguments:

@@ -96,6 +96,25 @@ def test_fsdp_exchanges_each_shard_as_often_as_its_strategy_says() -> None:
 
 @needs("src/tasks/text/causal_lm.py")
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "processes", "sent"), [(4, 4, 4, 12), (4, 2, 2, 8), (4, 2, 4, 12), (3, 3, 2, 12)]
+)
+def test_processes_that_share_sequences_exchange_tokens_for_heads(
+    heads: int, kv_heads: int, processes: int, sent: int
+) -> None:
+    """In bf16, in each layer's forward and backward pass: queries, keys and values at once, and outputs. Fewer heads of
+    keys and values than processes are repeated, heads that don't divide are filled up. Nothing waits or allocates."""
+    shape = SHAPE | {"hidden_size": 16 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    probe = steps_of(*llama(64 * processes, 1, shape), steps=12, processes=processes, cp_size=processes)
+    to_each = [-(-number // processes) * 64 * 16 * 2 for number in (sent, heads)]
+    counts = {name: n for name, n in probe.kernels.items() if name.startswith("ncclSend")}
+    assert counts == {f"ncclSend {size} bytes": 2 * 2 * processes for size in to_each}
+    assert probe.waits() == 0, probe.places
+    assert kinds(probe, "malloc", "host_alloc") == [0, 0]
+
+
+@needs("src/tasks/text/causal_lm.py")
+@pytest.mark.slow
 def test_fp8_computes_in_fp8() -> None:
     probe = steps_of(*llama(64, 8), processes=1, ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="AO")
     assert any("scaled" in name.lower() or "fp8" in name.lower() or "e4m3" in name.lower() for name in probe.kernels)
