@@ -499,11 +499,21 @@ def test_a_model_that_reads_its_weights_while_it_is_built() -> None:
 
 
 @needs_null_gpu
-def test_what_a_run_would_refuse_is_a_line_that_says_why() -> None:
-    undivided, unsplit = measured(setup("ddp", 3, DIGITS), setup("fsdp_cp", 2, DIGITS, cp_size=2))
+def test_a_number_of_gpus_that_does_not_divide_the_batch() -> None:
+    (row,) = measured(setup("ddp", 3, DIGITS))
     expected = "global_batch_size=8: not a multiple of 1 (micro_batch_size) x 3 processes = 3"
-    assert undivided["measured"].startswith(expected)
-    assert unsplit["measured"].startswith("task.name=mnist: no sequences to split over processes")
+    assert row["measured"].startswith(expected)
+
+
+@needs_text
+@needs("src/distributed/launch_guard.py")
+@needs_null_gpu
+def test_a_task_without_sequences_is_one_line_whatever_the_size_of_groups(tmp_path: Path) -> None:
+    words = ["-m", "src.tools.plan", "--gpus", "4", "--yamls", "fsdp_cp", f"--output={tmp_path}", "--", *DIGITS]
+    run = run_command([f"{BIN}/python", *words], tmp_path, PROJECT)
+    assert run.exit_code == 2
+    (message,) = [line for line in run.stderr.splitlines() if line.startswith("plan: ")]
+    assert message == "plan: task.name=mnist: no sequences to split over processes: take cp_size out of the yaml"
 
 
 def test_groups_that_share_sequences_stay_within_a_machine() -> None:
