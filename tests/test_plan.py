@@ -517,11 +517,11 @@ def test_a_task_without_sequences_is_one_line_whatever_the_size_of_groups(tmp_pa
 
 
 def test_groups_that_share_sequences_stay_within_a_machine() -> None:
-    tried = [*setups([*DIGITS], ["fsdp_cp"], [64, 8, 6, 1], H100)]
+    tried = [*setups([], ["fsdp_cp"], [64, 8, 6, 1], H100)]
     assert [(of.gpus, of.cp_size) for of in tried] == [(6, 2), (8, 2), (8, 4), (8, 8), (64, 2), (64, 4), (64, 8)]
     config = load_config(["--task.source=digits", "--global_batch_size=64"], TASKS)
     line = recommendation([Row(tried[-1], replace(MEASURED, micro_batch=8))], config)
     sizes = "--num_processes 64 --num_machines 8 --parallelism_config_dp_shard_size=8 --parallelism_config_cp_size=8"
     assert f"accelerate_configs/fsdp_cp.yaml {sizes} --machine_rank=… " in line
     assert table([Row(tried[-1], None, "no")], config) == "64 fsdp_cp8: no"
-    assert "--micro_batch_size=8" not in line.replace(" ".join(DIGITS), "")  # it is the run's own
+    assert "--micro_batch_size" not in line  # it is the run's own
