@@ -69,7 +69,7 @@ def _explain(run: Run) -> str:
         saves[f"accelerate_configs/fsdp.yaml on {gpus} GPUs"] = state * (1 - shards / gpus)
     if size > 1:
         saves[f"--micro_batch_size={size // 2}"] = rest / 2
-    elif run.task.splits_sequences:  # room: text
+    elif run.task.splits_sequences:
         saves[f"accelerate_configs/fsdp_cp.yaml with cp_size={2 * run.cp_size}"] = rest / 2
     if blocks and not run.config.activation_checkpointing:  # room: compile
         saves["--activation_checkpointing=true"] = rest * (1 - 1 / blocks)

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     rows = explore_all(todo)
     if not best(rows, config):
         most = max(options.gpus)
-        if config.task.splits_sequences:  # room: text
+        if config.task.splits_sequences:
             rows += explore_all([of for of in setups(arguments, ["fsdp_cp"], [most], gpu) if of not in todo])
         largest = [row.setup for row in rows if row.measured and row.setup.gpus == most]
         rows += explore_all([*changed(largest, config)])

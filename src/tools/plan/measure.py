@@ -135,7 +135,7 @@ def build(config: Config) -> Run:
     started = time.perf_counter()
     train_set, eval_set = build_data(config, accelerator)
     seconds = time.perf_counter() - started
-    config.task.split_sequences(context_parallel(accelerator))  # room: text
+    config.task.split_sequences(context_parallel(accelerator))
     tuned = config.task.prepare_for("cuda", torch.bfloat16 if launch.precision == "bf16" else torch.float32)
     model = config.task.build_skeleton()
     transform(model, config, accelerator)  # room: compile
