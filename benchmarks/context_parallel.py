@@ -5,7 +5,7 @@
 The Llama of benchmarks/language.py, 2 sequences of 2,048 tokens per step, on 2 processes of a thread each, in fp32, by
 turns of 2 steps. Each process computes as many tokens at once: a whole sequence, or its half of both. The same curve,
 asserted, so the same work; what is more are two all-to-alls per block, forward and backward, through the memory of this
-machine. In place of transformers' mask, which the layers share, each layer makes one.
+machine.
 """
 
 from pathlib import Path

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from src.config.errors import UserError
 from src.tasks.base import ContextParallel
-from src.tasks.text.attention import document_lengths, masked_attention
+from src.tasks.text.attention import attention_by_document, document_lengths
 from src.tasks.text.context_parallel import across, require_known_positions
 from src.tasks.text.trial import require_splittable
 
@@ -54,10 +54,10 @@ def test_halves_of_sequences_that_only_attention_joins_have_the_logits_of_whole_
         ("qwen3_next", FEW | GATED, "Qwen3Next "),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2 gives logits that differ by "),
         ("bloom", {"n_head": 4}, "Bloom gives logits that differ by "),
-        ("gpt_oss", FEW, "GptOss fails on a few tokens, masked attention has no s_aux"),
-        ("gemma2", {}, "Gemma2 fails on a few tokens, masked attention has no softcap"),
-        ("doge", {}, "Doge fails on a few tokens, masked attention has no attention_mask"),
-        ("stablelm", {}, "StableLm fails on a few tokens, masked_attention() missing 2 required "),
+        ("gpt_oss", FEW, "GptOss fails on a few tokens, per-document attention has no s_aux"),
+        ("gemma2", {}, "Gemma2 fails on a few tokens, per-document attention has no softcap"),
+        ("doge", {}, "Doge fails on a few tokens, per-document attention has no attention_mask"),
+        ("stablelm", {}, "StableLm fails on a few tokens, attention_by_document() missing 2 required "),
         ("llama4_text", FEW, "Llama4Text fails on a few tokens, "),
     ],
 )
@@ -108,7 +108,7 @@ def test_values_may_be_of_another_size_than_keys(alone: ContextParallel, size: i
     query, key = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
     value, grad = torch.randn(2, 2, 8, size), torch.randn(2, 8, 4, size)
     results = []
-    attentions: tuple[Any, Any] = (masked_attention, partial(across, alone, masked_attention))
+    attentions: tuple[Any, Any] = (attention_by_document, partial(across, alone, attention_by_document))
     for attention in attentions:
         inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
         lengths = {f"{name}_q": length for name, length in document_lengths([3, 11, 16]).items()}

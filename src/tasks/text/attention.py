@@ -75,7 +75,7 @@ def varlen_attention(
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def masked_attention(
+def attention_by_document(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -89,29 +89,33 @@ def masked_attention(
     max_length_q: int,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return what `varlen_attention` does, by a mask, and with dropout."""
-    _require_known("masked", {"attention_mask": attention_mask, **options})
-    batch, _, length, _ = query.shape
-    places = torch.arange(batch * length, device=query.device).view(batch, 1, length)
-    documents = torch.bucketize(places, cu_seq_lens_q, right=True)
-    behind = places.unsqueeze(-1) - places.unsqueeze(-2)
-    mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)) & (behind >= 0)
-    if sliding_window is not None:
-        mask &= behind < sliding_window
+    """Return what `varlen_attention` does, by the usual kernel, a document at a time: in any dtype, and with dropout.
+    Only windows need a mask. On a GPU, the host waits for the lengths."""
+    _require_known("per-document", {"attention_mask": attention_mask, **options})
+    lengths = [length for length in cu_seq_lens_q.diff().tolist() if length]
+    packed = (t.to(value.dtype).transpose(1, 2).flatten(0, 1).split(lengths) for t in (query, key, value))
     is_grouped = query.shape[1] != key.shape[1]
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=is_grouped)
-    return output.transpose(1, 2), None
+    outputs = []
+    for document in zip(*packed, strict=True):
+        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
+        mask, length = None, q.shape[2]
+        if sliding_window is not None and sliding_window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+        output = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
+        )
+        outputs.append(output.squeeze(0).transpose(0, 1))
+    return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def attention_in_halves(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return what `masked_attention` does, where two rows of the batch, one after the other, are the halves of a
+    """Return what `attention_by_document` does, where two rows of the batch, one after the other, are the halves of a
     sequence. Rows don't see each other elsewhere in a model: what it computes is what two processes would, which have
     a half each."""
     whole = (tensor.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3) for tensor in (query, key, value))
-    output, _ = masked_attention(module, *whole, *arguments, **options)
+    output, _ = attention_by_document(module, *whole, *arguments, **options)
     return output.unflatten(1, (2, -1)).flatten(0, 1), None
 
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from src.config.errors import UserError
 from src.tasks.base import ContextParallel
-from src.tasks.text.attention import masked_attention, varlen_attention
+from src.tasks.text.attention import attention_by_document, varlen_attention
 from src.tasks.text.packing import Batch
 
 Attention = Callable[..., tuple[Tensor, None]]
@@ -60,7 +60,7 @@ def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
 def register(attention: str, cp: ContextParallel) -> str:
     """Have transformers know this attention, sdpa or varlen, across the processes of a group. Return its name there."""
     AttentionInterface.register(
-        "context_parallel", partial(across, cp, varlen_attention if attention == "varlen" else masked_attention)
+        "context_parallel", partial(across, cp, varlen_attention if attention == "varlen" else attention_by_document)
     )
     return "context_parallel"
 

@@ -28,7 +28,7 @@ def require_decoder(config: PreTrainedConfig, packing: bool) -> None:
 
 def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
     """Raise a UserError if processes can't share the sequences of such models, which mix tokens elsewhere than in their
-    attention, or attend in a way that `masked_attention` can't."""
+    attention, or attend in a way that `attention_by_document` can't."""
     if says := failure(config, "in_halves", packing, "cpu", torch.float32):
         raise UserError(f"{config.model_type}: processes cannot share its sequences (cp_size): {says}")
 
