@@ -79,12 +79,13 @@ def test_checkpoints_and_exports_hold_adapters_alone_and_the_merged_model_is_den
 def test_what_cannot_be_in_4_bits_is_one_line(
     shared: Path, models: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = TEXT[NAME].ready(shared).run(launch, "fsdp")
-    assert refused.exit_code == 2
-    assert refused.messages[0] == (
-        "train.py: task.lora.base_dtype=nf4: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); take "
-        "accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
-    )
+    for yaml in ("fsdp", "fsdp_cp"):
+        refused = TEXT[NAME].ready(shared).run(launch, yaml)
+        assert refused.exit_code == 2
+        assert refused.messages[0] == (
+            "train.py: task.lora.base_dtype=nf4: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); take "
+            "accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
+        )
     with pytest.raises(UserError, match="^task.lora.base_dtype=nf4: needs --mixed_precision bf16 before train.py$"):
         task(models / "spread").prepare_for("cpu", torch.float32)
     monkeypatch.setattr(four_bit, "is_bnb_4bit_available", lambda: False)

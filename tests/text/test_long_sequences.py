@@ -72,6 +72,11 @@ def test_the_curve_is_that_of_one_process(
     assert evaluated(run) == pytest.approx(evaluated(alone), rel=1e-5)
 
 
+@pytest.mark.slow
+def test_groups_of_one_process_are_fsdp_to_the_last_bit(trained: Trained) -> None:
+    assert_same_run(trained("lm", "fsdp_cp", **over(2, 1)), trained("lm", "fsdp"))
+
+
 def test_the_start_says_who_shares_what(trained: Trained) -> None:
     run = trained("lm", "fsdp_cp", **over(2, 2))
     assert "  strategy   fsdp_cp2, 4 processes on gloo, cpu, fp32 (" in run.stdout
