@@ -74,7 +74,8 @@ class Task(Settings, ABC):
 
     def split_sequences(self, cp: ContextParallel) -> None:
         """From now on, have `collate` return this process's part of each example. What `loss`, `evaluate` and those
-        that count return must then add up, over the group, to that of whole examples. Called if `splits_sequences`."""
+        that count return must then add up, over the group, to that of whole examples."""
+        assert cp.size == 1, f"task.name={self.name}: no sequences to split over processes"
 
     def reference(self) -> "Task":  # room: check
         """Return the task whose model --check compares with: it computes the same in the plainest way, in any dtype."""
