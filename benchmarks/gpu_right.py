@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from benchmarks.gpu_forked import Forked, run_forked
 from benchmarks.pairs import drift
 from benchmarks.runs import NEVER
+from src.tasks.base import ContextParallel
+from src.tasks.text.context_parallel import register
 from src.training.run import new_model
 
 STEPS, SAVED = 12, 6
@@ -144,6 +146,26 @@ def compare_with_masks(run: Any, micro_batches: Any, take: Callable[[], Any], fo
     return take()
 
 
+def shared_by_one(bench: Bench) -> Iterator[Finding]:
+    """A group of one process that shares its sequences: all-to-alls on the GPU, by NCCL, that change nothing."""
+    found = bench.train("shared", "fsdp", bench.text | {"max_steps": 2}, acts={1: exchange_with_itself}).found
+    yield Finding("all-to-alls of a group of one: difference of the loss in bf16", found["difference"], at_most=0)
+
+
+def exchange_with_itself(run: Any, micro_batches: Any, take: Callable[[], Any], found: dict[str, Any]) -> Any:
+    decoder, data = run.accelerator.unwrap_model(run.model).hf, micro_batches[0].data
+    group = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+    alone = run.task.loss(run.model, data)
+    alone.backward()
+    decoder.set_attn_implementation(register("varlen", ContextParallel(0, 1, group)))
+    shared = run.task.loss(run.model, data)
+    shared.backward()
+    decoder.set_attn_implementation("varlen")
+    run.model.zero_grad()
+    found["difference"] = (shared - alone).abs().item()
+    return take()
+
+
 def recorded_steps(bench: Bench) -> Iterator[Finding]:
     eager = bench.train("mnist_half", "single_gpu", bench.digits, bench.cnn_precision)
     graphs = bench.train("mnist_graphs", "single_gpu", bench.digits | {"cuda_graphs": True}, bench.cnn_precision)
@@ -225,6 +247,7 @@ RIGHT: list[tuple[str, int, Measure]] = [
     ("a Llama in bf16", 6, llama_in_bf16),
     ("FSDP and offload on one process", 14, llama_sharded),
     ("varlen attention and chunked loss", 6, attention_and_loss),
+    ("all-to-alls of a group of one", 6, shared_by_one),
     ("cuda_graphs", 8, recorded_steps),
     ("killed and resumed: MNIST's CNN", 12, killed_mnist),
     ("killed and resumed: a Llama", 15, killed_llama),

@@ -49,15 +49,18 @@ def test_a_process_without_examples_gets_a_dummy() -> None:
     assert [len(share) for rank in ranks for (share,) in rank.steps()] == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize(("examples", "world_size"), [(7, 1), (7, 2), (8, 4), (2, 4)])
-def test_outputs_come_back_in_the_order_of_the_dataset(examples: int, world_size: int) -> None:
+@pytest.mark.parametrize("cp_size", [1, 3])
+@pytest.mark.parametrize(("examples", "data_size"), [(7, 1), (7, 2), (8, 4), (2, 4)])
+def test_outputs_come_back_in_the_order_of_the_dataset(examples: int, data_size: int, cp_size: int) -> None:
+    """Where processes share examples, the sum of theirs."""
     dataset = torch.arange(examples * 3).view(examples, 3)
-    sent = torch.zeros(world_size, -(-examples // world_size), 3, dtype=torch.long)
-    for rank in range(world_size):
-        share = dataset[rank::world_size]
-        sent[rank, : len(share)] = share
-    accelerator: Any = SimpleNamespace(num_processes=world_size, gather=lambda _: sent.flatten(0, 1))
-    assert torch.equal(gather_in_order(accelerator, dataset[::world_size], examples), dataset)
+    sent = torch.zeros(data_size, cp_size, -(-examples // data_size), 3, dtype=torch.long)
+    for rank in range(data_size):
+        share = dataset[rank::data_size]
+        sent[rank, :, : len(share)] = share
+    accelerator = SimpleNamespace(gather=lambda _: sent.flatten(0, 2))
+    run: Any = SimpleNamespace(accelerator=accelerator, data_size=data_size, cp_size=cp_size)
+    assert torch.equal(gather_in_order(run, dataset[::data_size], examples), cp_size * dataset)
 
 
 class Noise:  # room: workers
@@ -79,9 +82,9 @@ def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None
         count_more=lambda _: [],  # room: streaming
     )  # fmt: skip
     config = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, micro_batch=lambda _: 4)
-    run: Any = SimpleNamespace(config=config, train_set=Noise(), steps_per_epoch=1, total_steps=2, world_size=2)
+    run: Any = SimpleNamespace(config=config, train_set=Noise(), steps_per_epoch=1, total_steps=2, data_size=2)
     run.device, drawn = torch.device("cpu"), []
-    for run.rank in (0, 1):
+    for run.data_rank in (0, 1):
         windows = list(training_steps(run, 0))
         drawn += [float(number) for window in windows for micro_batch in window for number in micro_batch.data]
     assert len(set(drawn)) == len(drawn) == 16

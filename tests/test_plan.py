@@ -508,6 +508,7 @@ def test_a_number_of_gpus_that_does_not_divide_the_batch() -> None:
 @needs_text
 @needs("src/distributed/launch_guard.py")
 @needs_null_gpu
+@pytest.mark.slow
 def test_a_task_without_sequences_is_one_line_whatever_the_size_of_groups(tmp_path: Path) -> None:
     words = ["-m", "src.tools.plan", "--gpus", "4", "--yamls", "fsdp_cp", f"--output={tmp_path}", "--", *DIGITS]
     run = run_command([f"{BIN}/python", *words], tmp_path, PROJECT)

@@ -195,7 +195,7 @@ def test_resuming_reads_no_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "fetch", made)
     config = run_settings(["--task.source=digits", *EPOCH])
     train_set, _ = config.task.build_datasets()
-    facts = {"rank": 0, "world_size": 1, "steps_per_epoch": 8, "device": torch.device("cpu")}
+    facts = {"data_rank": 0, "data_size": 1, "steps_per_epoch": 8, "device": torch.device("cpu")}
     run: Any = SimpleNamespace(config=config, train_set=train_set, **facts)
     *_, ((expected, *_),) = batches.training_steps(run, 0, 8)
     made.reset_mock()

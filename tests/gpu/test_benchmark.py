@@ -31,7 +31,7 @@ def test_each_row_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "the same run by src.tools.plan", "MNIST: 14 epochs", "weights in 4 bits", "fp8"
     }, (wrong, run.stdout)  # fmt: skip
     assert proof["gpu"]["name"] == "NVIDIA H100 80GB HBM3"
-    assert len(proof["rows"]) == 32, run.stdout
+    assert len(proof["rows"]) == 33, run.stdout
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_what_there_is_no_time_for_is_left_out_and_named(tmp_path: Path) -> None
     assert time.monotonic() - started < 60
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert all(row["is_right"] is None and "left out" in row["says"] for row in proof["rows"])
-    assert "17 rows, 0 of them not as asked" in run.stdout
+    assert "18 rows, 0 of them not as asked" in run.stdout
 
 
 def test_without_a_gpu_it_is_one_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tests.check.test_check import assert_all_is_well, rows
 from tests.launching import QUIET, Launch
 from tests.text.split_faults import FAULTS
 from tests.text.tasks import over
-from tests.text.tiny import NEW_LLAMA
+from tests.text.tiny import NEW_LLAMA, questions
 
 TASK = ("--task.name=causal_lm", "--task.sequence_length=64")
 
@@ -30,9 +30,10 @@ def test_a_classifier_is_well(launch: Launch, made: Path) -> None:
     assert_all_is_well(launch("fsdp", "--check", "--task.name=text_classification", *arguments))
 
 
-def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, made: Path, tmp_path: Path) -> None:
+def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, tmp_path: Path) -> None:
     """On two processes."""
-    output, task = tmp_path / "found.json", (*TASK, f"--task.dataset={made}/questions.jsonl", *NEW_LLAMA)
+    output, data = tmp_path / "found.json", questions(tmp_path / "questions.jsonl", rows=48)
+    task = (*TASK, f"--task.dataset={data}", *NEW_LLAMA)
     arguments = (*task, "--global_batch_size=8", "--micro_batch_size=2", "--task.eval_from=last", *QUIET)
     words = (str(output), "tests.text.split_faults", "fsdp_cp", *arguments)
     launch("fsdp_cp", *words, script="tests/check/examine.py", **over(1, 2)).succeeded()
