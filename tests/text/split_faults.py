@@ -63,18 +63,21 @@ def of_the_first_parts(gather: Hook, run: Any, outputs: Tensor, examples: int) -
 
 
 FAULTS = [
-    Fault(name, "fsdp_cp", fails, says, where, hook)
-    for name, fails, says, where, hook in (
-        ("each part counts all targets", "Steps", "gradients", CP + "CausalLM.count_targets", with_all_targets),
-        ("positions begin anew in each part", "Steps", "gradients", CP + "own_part", with_positions_from_zero),
-        ("labels are shifted after the cut", "Steps", "gradients", CP + "own_part", without_the_last_labels),
-        ("a part is another one's", "Steps", "gradients", CP + "own_part", of_the_other_rank),
-        ("all have the first part", "Steps", "gradients", CP + "own_part", of_the_first_rank),
-        ("a part sees itself alone", "Steps", "gradients", "src.tasks.text.context_parallel.across", of_parts_alone),
-        ("examples are dealt by process", "Data", "epoch 1", "src.training.batches.ShardedBatchSampler",
+    Fault(name, which, fails, says, where, hook)
+    for which, name, fails, says, where, hook in (
+        ("quick", "each part counts all targets", "Steps", "gradients", CP + "CausalLM.count_targets",
+         with_all_targets),
+        ("quick", "positions begin anew in each part", "Steps", "gradients", CP + "own_part", with_positions_from_zero),
+        ("quick", "labels are shifted after the cut", "Steps", "gradients", CP + "own_part", without_the_last_labels),
+        ("quick", "a part is another one's", "Steps", "gradients", CP + "own_part", of_the_other_rank),
+        ("quick", "each part counts an example", "Evaluation", "eval/examples", "train.metrics_of", counted_by_each),
+        ("slow", "all have the first part", "Steps", "gradients", CP + "own_part", of_the_first_rank),
+        ("slow", "a part sees itself alone", "Steps", "gradients", "src.tasks.text.context_parallel.across",
+         of_parts_alone),
+        ("slow", "examples are dealt by process", "Data", "epoch 1", "src.training.batches.ShardedBatchSampler",
          dealt_by_process),
-        ("each part counts an example", "Evaluation", "eval/examples", "train.metrics_of", counted_by_each),
-        ("outputs are the first parts'", "Evaluation", "eval/perplexity", "train.gather_in_order", of_the_first_parts),
+        ("slow", "outputs are the first parts'", "Evaluation", "eval/perplexity", "train.gather_in_order",
+         of_the_first_parts),
     )
 ]  # fmt: skip
-"""Run on two processes that share each sequence."""
+"""Under fsdp_cp.yaml, on two processes that share each sequence; in two parts."""

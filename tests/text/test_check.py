@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.check.test_check import assert_all_is_well, rows
-from tests.launching import QUIET, Launch
+from tests.launching import QUIET, Launch, slow
 from tests.text.split_faults import FAULTS
 from tests.text.tasks import over
 from tests.text.tiny import NEW_LLAMA, questions
@@ -30,15 +30,16 @@ def test_a_classifier_is_well(launch: Launch, made: Path) -> None:
     assert_all_is_well(launch("fsdp", "--check", "--task.name=text_classification", *arguments))
 
 
-def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["quick", slow("slow")])
+def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, tmp_path: Path, which: str) -> None:
     """On two processes."""
     output, data = tmp_path / "found.json", questions(tmp_path / "questions.jsonl", rows=48)
     task = (*TASK, f"--task.dataset={data}", *NEW_LLAMA)
     arguments = (*task, "--global_batch_size=8", "--micro_batch_size=2", "--task.eval_from=last", *QUIET)
-    words = (str(output), "tests.text.split_faults", "fsdp_cp", *arguments)
+    words = (str(output), "tests.text.split_faults", which, *arguments)
     launch("fsdp_cp", *words, script="tests/check/examine.py", **over(1, 2)).succeeded()
     found = json.loads(output.read_text())
-    for fault in FAULTS:
+    for fault in [fault for fault in FAULTS if fault.yaml == which]:
         assert {row["check"] for row in found[fault.name]} == {fault.fails}, (fault.name, found[fault.name])
         assert fault.says in {row["what"] for row in found[fault.name]}, (fault.name, found[fault.name])
 
