@@ -55,9 +55,9 @@ class Signals:
 
     def release(self) -> None:
         """Let the signals end the process again."""
-        signal.set_wakeup_fd(-1)
         for number in self._caught:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)  # not before: a signal that came in between would be lost
 
     def answer_by(self, answer: Callable[[str], None] | None) -> None:
         """Have a thread call `answer` with the name of each signal as it comes, and with one that has come already."""
@@ -111,9 +111,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             raise
     except (UserError, RunError) as error:
         if not is_first_here:
-            if SIGNALS.name:  # the first process has printed it, and the launcher told this one to end
-                SIGNALS.die()
-            time.sleep(GRACE_SECONDS)
+            leave_it_to_others()
         which = "" if is_first_here else f" [process {rank}]"
         say(*(f"{program}: {line}{which}" for line in str(error).splitlines()), file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
@@ -126,14 +124,21 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     except RuntimeError as error:
         # of an exchange: it only says that another process failed
         if re.search("gloo|NCCL|caused pair closure", str(error)):
-            if SIGNALS.name:  # the others were told to stop as well
-                SIGNALS.die()
-            time.sleep(GRACE_SECONDS)
+            leave_it_to_others()
             # gloo's second text: of exchanges whose connection was closed because another one had timed out
             if re.search("(?i)timed out|timeout caused pair closure", str(error)):
                 message = f"process {rank} waited for another one, which hangs, until timeout_minutes had passed"
                 say(f"{program}: {message}", file=sys.stderr)
         raise
+
+
+def leave_it_to_others() -> None:
+    """End the process without a message if the launcher tells it to end, as another one's failure makes it do, before
+    GRACE_SECONDS are over."""
+    if not SIGNALS.name:
+        time.sleep(GRACE_SECONDS)
+    if SIGNALS.name:  # also if it came just before `release`: the thread that notes it may be late
+        SIGNALS.die()
 
 
 @contextlib.contextmanager

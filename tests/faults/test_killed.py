@@ -14,7 +14,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 
 from src.checkpoint.integrity import problems
 from src.config.errors import RunError, UserError
-from src.distributed.process import Signals, exit_codes
+from src.distributed.process import SIGNALS, Signals, exit_codes
 from tests.faults.runs import ALL, SHORT, TINY, WORKER, assert_same_run, checkpoints, found
 from tests.launching import Launch, Started, Whole, slow
 
@@ -88,7 +88,7 @@ def test_one_killed_process_ends_the_run(
 
 @pytest.mark.parametrize("real", [False, slow(True)])
 def test_of_an_exception_on_one_process_the_first_thing_shown_is_the_cause(launch: Launch, real: bool) -> None:
-    """And the only one. Tried without the grace in exit_codes.py: the other's lost connection follows."""
+    """And the only one. Tried without the grace in `leave_it_to_others`: the other's lost connection follows."""
     failed = launch("ddp", *TINY, real=real, FAULT="raise", FAULT_RANK="1", FAULT_STEP="7")
     assert failed.exit_code != 0
     causes = [line for line in failed.stderr.splitlines() if "Error:" in line]
@@ -106,27 +106,29 @@ def die(_: Signals) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "rank", "is_told", "says"),
+    ("error", "rank", "told", "says"),
     [
-        (RuntimeError("[gloo] closed by peer"), "0", True, None),
-        (RuntimeError("the root cause"), "1", True, ""),
-        (UserError("a mistake that all share"), "1", True, None),
-        (UserError("a mistake that all share"), "0", True, "train.py: a mistake that all share\n"),
-        (UserError("a mistake of its own"), "1", False, "train.py: a mistake of its own [process 1]\n"),
-        (RunError("its disk is gone"), "1", False, "train.py: its disk is gone [process 1]\n"),
-        (RunError("a disk is gone"), "1", True, None),
+        (RuntimeError("[gloo] closed by peer"), "0", "before", None),
+        (RuntimeError("the root cause"), "1", "before", ""),
+        (UserError("a mistake that all share"), "1", "before", None),
+        (UserError("a mistake that all share"), "1", "late", None),
+        (UserError("a mistake that all share"), "0", "before", "train.py: a mistake that all share\n"),
+        (UserError("a mistake of its own"), "1", "never", "train.py: a mistake of its own [process 1]\n"),
+        (RunError("its disk is gone"), "1", "never", "train.py: its disk is gone [process 1]\n"),
+        (RunError("a disk is gone"), "1", "before", None),
     ],
 )
 def test_a_process_says_what_no_other_has_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, rank: str, is_told: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, rank: str, told: str,
     says: str | None,
 ) -> None:  # fmt: skip
     """The launcher's SIGTERM can come before the broken connection, or the mistake that ended the first process, is
-    noticed. Tried without `die`: the launcher sends no other for 30 seconds, and the same is said twice; with a
-    RunError taken to be the same on all processes: one that a process has alone ends the run without a word."""
-    monkeypatch.setattr("src.distributed.process.GRACE_SECONDS", 0)
+    noticed; and the thread that notes it can be late. Tried without `die`: the launcher sends no other for 30 seconds,
+    and the same is said twice, as without `die` after the wait it was once in a thousand tests; with a RunError taken
+    to be the same on all processes: one that a process has alone ends the run without a word."""
+    monkeypatch.setattr(SIGNALS, "name", "SIGTERM" if told == "before" else None)
+    monkeypatch.setattr("time.sleep", lambda _: setattr(SIGNALS, "name", None if told == "never" else "SIGTERM"))
     monkeypatch.setattr(Signals, "die", die)
-    monkeypatch.setattr("src.distributed.process.SIGNALS.name", "SIGTERM" if is_told else None)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, rank)
     with pytest.raises(Died if says is None else (RuntimeError, SystemExit)), exit_codes():
