@@ -175,7 +175,8 @@ def _strategy(accelerator: Accelerator) -> str:
     if not accelerator.is_fsdp2:
         return "ddp" if accelerator.use_distributed else "single"
     plugin = accelerator.state.fsdp_plugin
-    cp = f"_cp{cp_size(accelerator)}" if cp_size(accelerator) > 1 else ""
+    cp_size = context_parallel(accelerator).size
+    cp = f"_cp{cp_size}" if cp_size > 1 else ""
     grad_op = "" if plugin.reshard_after_forward else "_grad_op"
     offload = "_offload" if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else ""
     return f"{'hsdp' if num_replicas(accelerator) > 1 else 'fsdp'}{cp}{grad_op}{offload}"
@@ -188,18 +189,13 @@ def num_replicas(accelerator: Accelerator) -> int:
     return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
 
 
-def cp_size(accelerator: Accelerator) -> int:
-    """Return how many processes, neighbours, share each sequence: FSDP shards over them too."""
-    mesh = accelerator.torch_device_mesh
-    return mesh["cp"].size() if mesh and "cp" in mesh.mesh_dim_names else 1
-
-
 def context_parallel(accelerator: Accelerator) -> ContextParallel:
-    """Return this process's place among those that share its sequences."""
-    if cp_size(accelerator) == 1:
+    """Return this process's place among those, its neighbours, that share its sequences. FSDP shards over them too."""
+    mesh = accelerator.torch_device_mesh
+    if not mesh or "cp" not in mesh.mesh_dim_names:
         return ContextParallel()
-    mesh = accelerator.torch_device_mesh["cp"]
-    return ContextParallel(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+    group = mesh["cp"]
+    return ContextParallel(group.get_local_rank(), group.size(), group.get_group().group_name)
 
 
 @contextlib.contextmanager

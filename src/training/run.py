@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from src.config.config import Config
 from src.config.errors import UserError, refuse
-from src.distributed.accelerator import HALF_PRECISION, Launch, cp_size, local_main_process_first
+from src.distributed.accelerator import HALF_PRECISION, Launch, context_parallel, local_main_process_first
 from src.distributed.machines import require_same_data
 from src.tasks.base import Examples, Task, num_weights, samples
 from src.tasks.returned import require_right
@@ -69,7 +69,7 @@ class Run:
     @property
     def cp_size(self) -> int:
         """Return how many processes share each sequence."""
-        return cp_size(self.accelerator)
+        return context_parallel(self.accelerator).size
 
     @property
     def data_rank(self) -> int:

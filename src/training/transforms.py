@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from src.config.config import Config
 from src.config.errors import UserError
-from src.distributed.accelerator import cp_size
+from src.distributed.accelerator import context_parallel
 from src.training.blocks import repeating_blocks
 
 INPUTS_OF_BLOCKS = r"L\['(args|kwargs)'\]"
@@ -56,9 +56,10 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
         # One compilation serves all blocks, however many. Single layers have nothing to fuse: then the whole model.
         # A CPU trains a transformer in bf16 1.14 times as fast with it (docs/figures.md); on a GPU, a step of a Llama
         # of 1.1B launches 1,409 kernels in place of 3,293 (docs/gpu.md).
+        data_size = accelerator.num_processes // context_parallel(accelerator).size
+        has_rows = config.micro_batch(data_size) > 1
         for module in blocks or [model]:
             compiled = torch.compile(module.forward)
-            has_rows = config.micro_batch(accelerator.num_processes // cp_size(accelerator)) > 1
             if blocks and has_rows:
                 compiled = partial(_forward, module.forward, compiled)
             module.forward = compiled

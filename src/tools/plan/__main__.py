@@ -16,7 +16,7 @@ from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import environment_for
-from src.tools.plan.search import YAMLS, changed, explore_all, setups
+from src.tools.plan.search import CP_YAML, YAMLS, changed, explore_all, setups
 from src.tools.plan.show import GB, best, recommendation, table, write
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m src.tools.plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8], help="numbers of GPUs: 1 2 4 8 16 64 256")
     parser.add_argument("--gpu", default="h100", help="name in src/tools/plan/gpus.yaml, or a FILE.yaml like it")
-    parser.add_argument("--yamls", nargs="+", choices=YAMLS, default=YAMLS[:-1], help="default: all but fsdp_cp")
+    parser.add_argument("--yamls", nargs="+", choices=[*YAMLS, CP_YAML], default=YAMLS, help="default: all but fsdp_cp")
     parser.add_argument("--output", type=Path, default="plans", help="folder that the plan is written into")
     options, arguments = parser.parse_args(argv[:split]), argv[split + 1 :]
     gpu = find_gpu(options.gpu)
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     if not best(rows, config):
         most = max(options.gpus)
         if config.task.splits_sequences:
-            rows += explore_all([of for of in setups(arguments, ["fsdp_cp"], [most], gpu) if of not in todo])
+            rows += explore_all([of for of in setups(arguments, [CP_YAML], [most], gpu) if of not in todo])
         largest = [row.setup for row in rows if row.measured and row.setup.gpus == most]
         rows += explore_all([*changed(largest, config)])
     if not any(row.measured for row in rows):

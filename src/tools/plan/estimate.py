@@ -36,7 +36,7 @@ class Seconds(NamedTuple):
 def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Seconds:
     """Return the seconds of a step: the larger of the host's time, and of computing and what communication takes beyond
     that which hides behind it, and of all-to-alls, behind which nothing computes."""
-    compute, communication = 0.0, {"": 0.0, "awaited ": 0.0}
+    compute = 0.0
     for name, amount in measured.work.items():
         kind, _, dtype = name.partition(" flops ")
         if dtype:
@@ -44,15 +44,20 @@ def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Se
             compute += amount / peak / (gpu.attention_share if kind == "attention" else gpu.product_share)
     traffic = measured.work["bytes"] * (COMPILED if is_compiled else 1)
     compute += traffic / (gpu.bandwidth_gb_s * 1e9 * BANDWIDTH_SHARE)
-    for kind in communication:
-        for place, bandwidth in (("within", gpu.link_gb_s), ("between", gpu.network_gb_s)):
-            communication[kind] += measured.work.get(f"{kind}sent {place}", 0) / (bandwidth * 1e9 * BANDWIDTH_SHARE)
-            communication[kind] += measured.work.get(f"{kind}collectives {place}", 0) * LATENCY[place]
-    total, awaited = communication.values()
     compute += measured.work.get("copied", 0) / HOST_LINK
     if measured.strategy.endswith("offload"):
         updated = measured.parts["gradients"] / 4 * min(gpus, gpu.gpus_per_machine)
         compute += updated * ADAMW_BYTES / HOST_MEMORY
-    shown = awaited + max(0.0, total - awaited - compute * HIDDEN.get(measured.strategy, 1.0))
+    communication, awaited = (_communication(measured.work, gpu, kind) for kind in ("", "awaited "))
+    shown = awaited + max(0.0, communication - awaited - compute * HIDDEN.get(measured.strategy, 1.0))
     host = measured.work["host_seconds"]
-    return Seconds(compute, total, host, max(compute + shown, host))
+    return Seconds(compute, communication, host, max(compute + shown, host))
+
+
+def _communication(work: dict[str, float], gpu: Gpu, kind: str) -> float:
+    """Return the seconds that collectives take: all of them, or those of a kind, such as "awaited "."""
+    seconds = 0.0
+    for place, bandwidth in (("within", gpu.link_gb_s), ("between", gpu.network_gb_s)):
+        seconds += work.get(f"{kind}sent {place}", 0) / (bandwidth * 1e9 * BANDWIDTH_SHARE)
+        seconds += work.get(f"{kind}collectives {place}", 0) * LATENCY[place]
+    return seconds

@@ -16,8 +16,10 @@ from src.config.terminal import bar
 from src.tools.plan.gpus import Gpu
 from src.tools.plan.measure import Measured, Setup, measure
 
-YAMLS = ("single_gpu", "ddp", "fsdp_grad_op", "fsdp", "hsdp", "fsdp_offload", "fsdp_cp")
-"""The strategies that are shipped; the last one is for sequences that are too long for a GPU."""
+YAMLS = ("single_gpu", "ddp", "fsdp_grad_op", "fsdp", "hsdp", "fsdp_offload")
+"""The strategies that are tried unless others are named."""
+CP_YAML = "fsdp_cp"
+"""The strategy for sequences that are too long for a GPU: tried where it is named, or none of the others fits."""
 CHANGES: dict[str, list[str]] = {
     "activation checkpointing": ["--activation_checkpointing=true"],  # room: compile
     "LoRA": ["--task.lora.r=16"],  # room: text
@@ -49,10 +51,14 @@ def setups(arguments: list[str], yamls: list[str], sizes: list[int], gpu: Gpu) -
     """Yield the run under each strategy on each number of GPUs that it is for."""
     for gpus in sorted({*sizes}):
         possible = {"single_gpu": gpus == 1, "fsdp_offload": True, "hsdp": gpus > gpu.gpus_per_machine}
-        parts = [2**i for i in range(1, 8) if math.gcd(gpus, gpu.gpus_per_machine) % 2**i == 0]
+        shareable = math.gcd(gpus, gpu.gpus_per_machine)  # those that share sequences are in one machine
         for yaml in yamls:
-            for cp_size in parts if yaml == "fsdp_cp" else [1] * possible.get(yaml, gpus > 1):
-                yield Setup(tuple(arguments), f"accelerate_configs/{yaml}.yaml", gpus, gpu, cp_size)
+            setup = Setup(tuple(arguments), f"accelerate_configs/{yaml}.yaml", gpus, gpu)
+            if yaml == CP_YAML:
+                sizes_of_groups = (2**i for i in range(1, 8) if shareable % 2**i == 0)
+                yield from (replace(setup, cp_size=size) for size in sizes_of_groups)
+            elif possible.get(yaml, gpus > 1):
+                yield setup
 
 
 def changed(setups: list[Setup], config: Config) -> Iterator[Setup]:
