@@ -63,7 +63,7 @@ def plain(arguments: list[str]) -> None:
         batch = order[step * config.global_batch_size :][: config.global_batch_size]
         parts = [batch[i : i + config.micro_batch(1)] for i in range(0, len(batch), config.micro_batch(1))]
         micro_batches = [task.collate(train.__getitems__(part.tolist())) for part in parts]
-        count, total = sum(task.count_targets(micro_batch) for micro_batch in micro_batches), 0.0
+        count, total = sum(task.count(micro_batch)["targets"] for micro_batch in micro_batches), 0.0
         for micro_batch in micro_batches:
             inputs = micro_batch["inputs"]
             labels = torch.full_like(inputs["input_ids"], -100)

@@ -26,10 +26,10 @@ from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import Side, arguments, launch
 from src.distributed.accelerator import build_accelerator, prepare
+from src.distributed.cpu import tune_for_cpu
 from src.distributed.stop import StopSignal
 from src.tasks.metrics import Accuracy
 from src.tasks.mnist import MnistCnn, mnist
-from src.training.cpu import tune_for_cpu
 from train import evaluate, run_settings
 
 ROUNDS, TESTED = 9, 10_000

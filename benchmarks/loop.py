@@ -26,7 +26,7 @@ from benchmarks.runs import CNN, Side, arguments, take_turns
 from src.tasks import TASKS
 from src.tasks.mnist import Digits, Mnist
 from src.training.run import new_model
-from train import run_settings, train_or_check
+from train import main, run_settings
 
 BATCH, LOG_EVERY, ROUNDS = 64, 50, 5
 MLP_EXAMPLES = 200 * BATCH
@@ -98,6 +98,7 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
 if __name__ == "__main__":
     if sys.argv[1:2] in (["train"], ["by_hand"]):
         TASKS["mlp"] = "benchmarks.loop:Mlp"
-        (train_or_check if sys.argv[1] == "train" else by_hand)(sys.argv[2:])
+        which = sys.argv.pop(1)
+        main() if which == "train" else by_hand(sys.argv[1:])
     else:
         pairs.main(measure, pairs.parser(__doc__))

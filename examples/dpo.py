@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError
+from src.tasks.base import Counts
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.documents import Chunker
 from src.tasks.text.pretrained import fsdp_blocks, load_exported, save
@@ -91,8 +92,8 @@ class Dpo(Decoder):
         rows = {name: [torch.tensor(answer[name]) for answer in answers] for name in pads}
         return {name: pad_sequence(rows[name], True, pad).unflatten(0, (-1, 2)) for name, pad in pads.items()}
 
-    def count_targets(self, batch: Any) -> int:
-        return len(batch["labels"])  # the loop divides by all pairs
+    def count(self, batch: Any) -> Counts:
+        return {"targets": len(batch["labels"])}  # the loop divides by all pairs
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return self.evaluate(model, batch)[0]

@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import Table, Task
+from src.tasks.base import Counts, Table, Task
 from src.tasks.tables import label_columns, label_tables
 
 
@@ -129,8 +129,8 @@ class ImageClassification(Task):
         model.set_submodule(name, nn.Linear(head.in_features, len(self._classes)))
         return model
 
-    def count_targets(self, batch: Any) -> int:
-        return len(batch[1])
+    def count(self, batch: Any) -> Counts:
+        return {"targets": len(batch[1])}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss, _ = self.evaluate(model, batch)
@@ -146,8 +146,8 @@ class ImageClassification(Task):
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
-    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:  # room: tables
+    def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
         return label_tables(outputs, self._classes, lambda index: {"file": shown(dataset.samples[index][0])})
 
-    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:  # room: tables
+    def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {"file": [shown(file) for file, _ in dataset.samples], **label_columns(outputs, self._classes)}

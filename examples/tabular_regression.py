@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from src.config.errors import UserError, explained
-from src.tasks.base import Task
+from src.tasks.base import Counts, Task
 
 
 class Block(nn.Sequential):
@@ -107,8 +107,8 @@ class TabularRegression(Task):
         model._no_split_modules = ["Block"]
         return model
 
-    def count_targets(self, batch: Any) -> int:
-        return len(batch[1])
+    def count(self, batch: Any) -> Counts:
+        return {"targets": len(batch[1])}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return self.evaluate(model, batch)[0]

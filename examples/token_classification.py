@@ -80,15 +80,12 @@ class TokenClassification(TextClassification):
         rows = [{"input_ids": sample["input_ids"], "labels": sample["label"]} for sample in samples]
         inputs = DataCollatorForTokenClassification(self._tokenizer)(rows)
         labels, tokens = inputs.pop("labels"), sum(sample["length"] for sample in samples)
-        return {"inputs": dict(inputs), "labels": labels, "tokens": tokens, "targets": int((labels >= 0).sum())}
+        return {"inputs": dict(inputs), "labels": labels, "tokens": tokens}
 
-    def preview(self, dataset: Dataset, index: int) -> str:  # room: dry_run
+    def preview(self, dataset: Dataset, index: int) -> str:
         row = dataset[index]
         pieces = zip(self._tokenizer.convert_ids_to_tokens(row["input_ids"]), row["label"], strict=True)
         return " ".join(f"{piece}/{self._labels[label]}" if label >= 0 else piece for piece, label in pieces)
-
-    def count_targets(self, batch: dict[str, Any]) -> int:
-        return batch["targets"]
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         return self.evaluate(model, batch)[0]

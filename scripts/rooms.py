@@ -14,53 +14,33 @@ import sys
 from pathlib import Path
 
 FILES = {
-    "best": "src/checkpoint/best.py",
     "check": "src/check tests/check tests/text/test_check.py tests/text/split_faults.py docs/check.md",
-    "checkpoints": "src/tools/checkpoints.py tests/test_checkpoint_tool.py tests/text/test_checkpoint_tool.py",
-    "compile": "src/training/transforms.py",
-    "cpu": "src/training/cpu.py tests/test_cpu.py",
-    "cuda_graphs": "src/training/cuda_graph.py",
-    "dry_run": "src/tracking/dry_run.py tests/test_dry_run.py tests/text/test_preview.py",
-    "evaluate": "src/tools/evaluate.py tests/test_evaluate.py tests/text/test_evaluate.py",
-    "examine": "src/tasks/returned.py tests/test_returned.py",
-    "familiar": "src/config/familiar.py tests/test_familiar.py",
-    "four_bit": "src/tasks/text/four_bit.py tests/text/test_four_bit.py configs/chat_qlora.yaml",
-    "generate": "src/tools/generate.py tests/text/test_generate.py",
+    "cpu": "src/distributed/cpu.py tests/test_cpu.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu*.py .github/ISSUE_TEMPLATE/gpu.yml",
-    "hub": "src/checkpoint/hub.py",
-    "integrity": "tests/faults/test_damage.py",
-    "launch_guard": "src/distributed/launch_guard.py tests/test_guard.py",
-    "machines": "src/distributed/machines.py launchers tests/machines accelerate_configs/multi_node_*.yaml"
-    " docs/machines.md docs/slurm.md docs/kubernetes.md",
-    "mirror": "src/checkpoint/mirror.py tests/test_mirror.py tests/mirror_kills.py",
-    "new_tokens": "src/tasks/text/new_tokens.py tests/text/test_new_tokens.py",
-    "performance": "src/tracking/performance.py tests/test_performance.py tests/text/test_performance.py"
-    " docs/performance.md",
-    "plan": "src/tools/plan src/training/out_of_memory.py tests/test_plan.py tests/planning.py docs/plan.md"
-    " docs/published.md docs/scaling.md docs/sizes.md",
+    "machines": "src/checkpoint/mirror.py launchers tests/machines tests/test_mirror.py tests/mirror_kills.py"
+    " accelerate_configs/multi_node_*.yaml docs/machines.md docs/slurm.md docs/kubernetes.md",
+    "plan": "src/tools/plan tests/test_plan.py tests/planning.py docs/plan.md docs/published.md docs/scaling.md"
+    " docs/sizes.md",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
-    "safeguards": "src/checkpoint/occupied.py src/checkpoint/same_run.py tests/test_occupied.py"
-    " tests/faults/test_same_run.py",
-    "status": "src/checkpoint/status.py tests/faults/test_preemption.py",
     "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
-    "tables": "src/tasks/tables.py tests/test_tables.py src/tasks/text/questions.py tests/text/test_questions.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics"
     " examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_text.py src/tools/generate.py"
     " docs/transformers.md docs/after-training.md",
+    "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
+    " src/checkpoint/load.py"
+    " tests/test_checkpoint_tool.py tests/test_evaluate.py tests/text/test_checkpoint_tool.py"
+    " tests/text/test_evaluate.py tests/text/test_generate.py",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
-    "wandb": "src/tracking/wandb.py src/config/tracking.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
+    "wandb": "src/tracking/wandb.py src/config/wandb.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
     " tests/test_wandb_sweep.py",
-    "workers": "src/training/workers.py",
-    "wsd": "tests/test_wsd.py",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/test_benchmark.py",
+    "course": "docs/learn tests/test_learn.py",
     "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml docs/examples.md"
     " tests/test_examples.py tests/text/test_examples.py",
-    "course": "docs/learn tests/test_learn.py",
-    "rooms": "scripts/rooms.py scripts/new* docs/make-it-yours.md tests/test_new_project.py tests/test_rooms.py",
     "template": "scripts/new* scripts/stub* tests/test_new_project.py tests/test_rooms.py .ci CITATION.cff"
     " docs/run.svg uv.lock",
 }
@@ -68,14 +48,9 @@ FILES = {
 SHARED = {
     "null_gpu": {"gpu", "plan"},
     "src/training/work.py": {"check", "plan"},
-    "src/training/blocks.py": {"compile", "plan"},
-    "src/checkpoint/integrity.py": {"integrity", "best", "checkpoints", "evaluate", "generate", "mirror"},
-    "src/checkpoint/load.py": {"checkpoints", "evaluate", "generate"},
-    "src/training/score.py": {"best", "report", "wandb"},
-    "src/tracking/guard.py": {"wandb", "trackers"},
-    "src/tracking/recorders.py": {"wandb", "trackers"},
-    "tests/test_recorders.py": {"wandb", "trackers"},
-    "tests/s3.py": {"mirror", "streaming"},
+    "tests/s3.py": {"machines", "streaming"},
+    "scripts/rooms.py": {*FILES},
+    "docs/make-it-yours.md": {*FILES},
 }
 """Files that go with the last of several rooms."""
 LINE_LENGTH = 120

@@ -48,7 +48,7 @@ def save(step: int) -> Path:
 
 def copy(mirror: Mirror, checkpoint: Path) -> None:
     mirror.start(checkpoint)
-    mirror.wait()
+    mirror.close()
 
 
 def kill_at(number: int) -> None:

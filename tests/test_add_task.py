@@ -50,8 +50,8 @@ class Sign(Task):
         examples = list(zip(inputs, labels, counts))
         return examples[:403], examples[403:]
 
-    def count_targets(self, batch):
-        return int(batch[2].sum())
+    def count(self, batch):
+        return {"targets": int(batch[2].sum())}
 
     def loss(self, model, batch):
         return self.evaluate(model, batch)[0]
@@ -96,10 +96,10 @@ def test_a_new_task_trains_the_same_under_every_strategy(whole: Whole, rounding:
 
 def test_an_evaluation_set_without_any_target_is_one_line_before_training(launch: Launch, project: Path) -> None:
     """Tried without: a ZeroDivisionError after the first epoch."""
-    before = "from src.tasks.sign import Sign\nSign.count_targets = lambda self, batch: 0"
+    before = "from src.tasks.sign import Sign\nSign.count = lambda self, batch: {'targets': 0}"
     run = launch("ddp", *ARGUMENTS, project=project, before=before, processes=2)
     assert run.exit_code == 2
-    says = "the data to evaluate on have nothing to predict: Task.count_targets is 0 for all of them"
+    says = "the data to evaluate on have nothing to predict: Task.count finds no targets in any of them"
     assert run.messages == [f"train.py: {says}"]
 
 
@@ -108,9 +108,7 @@ def test_it_is_examined_by_its_normal_methods_alone(launch: Launch, project: Pat
     launch("fsdp", *ARGUMENTS, "--check", project=project, processes=2).succeeded()
 
 
-def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(  # room: best
-    launch: Launch, project: Path
-) -> None:
+def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: Launch, project: Path) -> None:
     """A misspelt one ends the run once it is evaluated, and saved. Tried with saving after: the epoch is lost."""
     arguments = (*ARGUMENTS, "--epochs=2", "--early_stopping.patience=1")
     run = launch("ddp", *arguments, "--early_stopping.metric=eval/acuracy", project=project, processes=2)
@@ -138,14 +136,14 @@ def test_it_is_evaluated_outside_of_its_run_without_a_line_more(
     assert {name: len(column) for name, column in columns.items()} == {"predictions": 97, "references": 97}
 
 
-@pytest.mark.parametrize(  # room: examine
+@pytest.mark.parametrize(
     ("yaml", "returns", "arguments"),
     [
         ("ddp", "nn.functional.cross_entropy(model(batch[0]), batch[1])", ()),
         pytest.param("cpu", "0.5", ("--check",), marks=needs("src/check")),
     ],
 )
-def test_it_takes_a_run_one_line_to_say_so(  # room: examine
+def test_it_takes_a_run_one_line_to_say_so(
     launch: Launch, project: Path, yaml: str, returns: str, arguments: tuple[str, ...]
 ) -> None:
     """In its first step and in its examination."""

@@ -45,7 +45,7 @@ def test_another_format_is_one_line(run: Path, change: Callable[[dict[str, Any]]
     assert contents(run) == before
 
 
-def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:  # room: best
+def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
     """Of equal ones the newest, NaN last, and none that wasn't evaluated."""
     newest_first = [Path(f"step_{step:08d}") for step in (60, 50, 40, 30, 20, 10)]
     evaluations = {10: {"eval/loss": 1.0}, 20: {"eval/loss": float("nan")}, 30: {"eval/loss": 0.5}, 40: {"eval/x": 1.0}}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from src.training.cpu import Dropout
+from src.distributed.cpu import Dropout
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from src.config.config import _config_class
-from src.config.familiar import OURS, THEIRS
+from src.config.familiar import OURS, THEIRS, THEIRS_OF_TEXT
 from src.config.settings import fields
 from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
@@ -28,13 +28,14 @@ def test_each_is_refused_in_one_line_with_a_name_that_exists(name: str) -> None:
     hyphens = name.replace("_", "-")
     for words in (f"--{name}=2e-5", f"--{name}", f"--{name} 2e-5", f"--{hyphens} -1 --{name}", f"--{hyphens} a b"):
         (line,) = mistakes(*words.split())
-        task = " (--task.name=causal_lm has it)" if setting.startswith("task.") else ""
-        assert re.fullmatch(rf"--{name}=(2e-5|…): here it is {re.escape(OURS[name] + task)}", line)
+        assert re.fullmatch(rf"--{name}=(2e-5|…): here it is {re.escape(OURS[name])}", line)
+        assert line.endswith(" (--task.name=causal_lm has it)") == setting.startswith("task.")
 
 
 def test_each_of_them_is_one_thing_here() -> None:
     """Tried with one behind two settings: the later one would win, silently."""
     names = " ".join(THEIRS.values()).split()
+    names += " ".join(THEIRS_OF_TEXT.values()).split()  # room: text
     assert len(names) == len(OURS)
 
 

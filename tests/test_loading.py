@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from src.tasks.base import Counts
 from src.training.batches import (
-    BatchCounts,
     CountedSteps,
     MicroBatch,
     ShardedBatchSampler,
@@ -63,7 +63,7 @@ def test_outputs_come_back_in_the_order_of_the_dataset(examples: int, data_size:
     assert torch.equal(gather_in_order(run, dataset[::data_size], examples), cp_size * dataset)
 
 
-class Noise:  # room: workers
+class Noise:
     """Each example drawn when it is asked for, as torchvision's transforms do."""
 
     def __len__(self) -> int:
@@ -73,13 +73,11 @@ class Noise:  # room: workers
         return torch.rand(())
 
 
-def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None:  # room: workers
+def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None:
     """Tried with the seed that a generator begins with: the same noise on every process, in every epoch."""
     task = SimpleNamespace(
         order=lambda *_: np.arange(8), augmented=lambda train, _: train, collate=torch.stack,
-        count_targets=lambda _: 0,
-        count_tokens=lambda _: (0, 0),  # room: text
-        count_more=lambda _: [],  # room: streaming
+        count=lambda _: {"targets": 0},
     )  # fmt: skip
     config = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, micro_batch=lambda _: 4)
     run: Any = SimpleNamespace(config=config, train_set=Noise(), steps_per_epoch=1, total_steps=2, data_size=2)
@@ -111,30 +109,26 @@ def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
     that follows the request: tried with the request of the exchange before, one step later."""
     did = []
 
-    def begin_sum(values: list[float]) -> Callable[[], list[float]]:
+    def begin(values: Counts) -> Callable[[], Counts]:
         """As on two processes that have the same data."""
         did.append("begun")
 
-        def wait() -> list[float]:
+        def wait() -> Counts:
             did.append("waited")
-            return [2 * value for value in values]
+            return {name: 2 * value for name, value in values.items()}
 
         return wait
 
-    exchange: Any = SimpleNamespace(begin_sum=begin_sum, requested=False)
-    counts = BatchCounts(
-        targets=8,
-        tokens=20,  # room: text
-        padded_tokens=30,  # room: text
-    )
+    stop: Any = SimpleNamespace(sums=SimpleNamespace(begin=begin), requested=False)
+    counts = {"targets": 8.0, "tokens": 20.0, "padded_tokens": 30.0}
     windows = [[MicroBatch(None, 4, counts)] * 2, [MicroBatch(None, 0, counts)], [MicroBatch(None, 4, counts)]]
-    steps = CountedSteps(iter(windows), exchange)
+    steps = CountedSteps(iter(windows), stop)
     micro_batches, summed = next(steps)
-    assert (micro_batches, summed.targets, summed.stop_requests) == (windows[0], 32, 0)
-    assert (summed.tokens, summed.padded_tokens) == (80, 120)  # room: text
+    assert micro_batches == windows[0]
+    assert summed == {"targets": 32, "tokens": 80, "padded_tokens": 120}
     assert did == ["begun", "waited", "begun"]
-    exchange.requested = True  # while the first step is computed: its counts are known, those of the second too
+    stop.requested = True  # while the first step is computed: its counts are known, those of the second too
     assert not steps.is_stop_requested()
     micro_batches, summed = next(steps)
-    assert (micro_batches, {*summed}) == (windows[1], {0})
+    assert (micro_batches, {*summed.values()}) == (windows[1], {0})
     assert steps.is_stop_requested()

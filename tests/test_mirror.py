@@ -63,7 +63,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "s3://bucket/runs"
 
 
-def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mirror_has(  # room: best
+def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mirror_has(
     launch: Launch, whole: Whole, tmp_path: Path, s3: str
 ) -> None:
     """To be told from the last, the best is that of the highest loss. Tried without the mirror's among the candidates
@@ -169,11 +169,11 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
     mirror = Mirror(Accelerator(cpu=True), run_settings(arguments))
     mirror.start(checkpoint)
-    mirror.wait()
+    mirror.close()
     says = f"{tmp_path}/mirror/mnist took nothing in half of timeout_minutes=0.0001"
     assert capfd.readouterr().out == f"WARNING: the mirror lacks the newest checkpoint: {says}\n"
     with pytest.raises(RunError, match=says):  # as where it alone has whole checkpoints
-        mirror.patiently(mirror.put, checkpoint, [])
+        mirror.patiently(mirror._put, checkpoint, [])
     assert mirrored(tmp_path / "mirror") == []
     answers.set()
     copier().close()
@@ -198,12 +198,12 @@ def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch:
     mirror = Mirror(Accelerator(cpu=True), run_settings([f"--checkpoint.mirror={tmp_path}/mirror"]))
     put_file = Mock()
     monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
-    mirror.put(tmp_path, ["file"])
+    mirror._put(tmp_path, ["file"])
     callback = put_file.call_args.kwargs["callback"]
     copying = Copying()
     monkeypatch.setattr("src.checkpoint.mirror.copier", Mock(return_value=Mock(apply_async=lambda *_: copying)))
-    mirror.wait()
-    mirror.patiently(mirror.put, tmp_path, ["file"])
+    mirror.close()
+    mirror.patiently(mirror._put, tmp_path, ["file"])
     assert copying.passed == 5
 
 

@@ -86,7 +86,7 @@ NAMES = ("adamw", "sgd", "adadelta", "muon")
 BAD = [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0)]
 
 
-def recorded_step(optimizers: list[Optimizer], value: torch.Tensor) -> None:  # room: cuda_graphs
+def recorded_step(optimizers: list[Optimizer], value: torch.Tensor) -> None:
     """As a recorded graph takes it: undone where it must not be."""
     for optimizer in optimizers:
         if optimizer.state:
@@ -100,7 +100,7 @@ def recorded_step(optimizers: list[Optimizer], value: torch.Tensor) -> None:  # 
     ("name", "bad", "step"),
     [
         *itertools.product(NAMES, BAD, [step_if_finite]),
-        ("adadelta", BAD[1], recorded_step),  # room: cuda_graphs
+        ("adadelta", BAD[1], recorded_step),
     ],
 )
 def test_a_step_whose_gradients_are_not_finite_leaves_no_trace(

@@ -48,13 +48,13 @@ TABLE += (  # room: text
     "lm                        -    fast -     fast -      -            slow         slow",
     "experts                   -    -    -     fast -      -            -            -",
     "lm with adapters          -    slow -     fast -      -            -            -",
-    "new tokens, tied          -    slow -     fast -      slow         slow         slow",  # room: new_tokens
-    "new tokens, untied        -    -    -     fast -      -            -            -",  # room: new_tokens
-    "lm in 4 bits              -    fast -     -    -      -            -            -",  # room: four_bit
+    "new tokens, tied          -    slow -     fast -      slow         slow         slow",
+    "new tokens, untied        -    -    -     fast -      -            -            -",
+    "lm in 4 bits              -    fast -     -    -      -            -            -",
     "classifier                -    slow -     fast -      -            -            -",
     "classifier with adapters  -    -    -     slow -      -            -            -",
     "chat                      -    slow -     slow -      -            -            -",
-    "chat with new tokens      -    -    -     slow -      -            -            -",  # room: new_tokens
+    "chat with new tokens      -    -    -     slow -      -            -            -",
 )
 TABLE += (  # room: examples
     "pictures                  -    slow -     fast -      -            -            -",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from src.training.progress import Progress, StepCounts, StepResult
+from src.training.progress import Progress, StepResult
 
 ALONE: Any = SimpleNamespace(reduce=lambda tensor, _: tensor)
 """What read_steps needs of the Accelerator of a single process."""
@@ -33,12 +33,7 @@ def test_in_fp16_only_what_the_smallest_scale_does_not_help_counts_as_bad() -> N
 
 
 def step(loss_sum: float, norm: float) -> StepResult:
-    counts = StepCounts(
-        targets=4,
-        tokens=10,  # room: text
-        padded_tokens=16,  # room: text
-        stop_requests=0,
-    )
+    counts = {"targets": 4.0, "tokens": 10.0, "padded_tokens": 16.0}
     return StepResult(counts, 1e-3, *(torch.tensor(number, dtype=torch.float64) for number in (loss_sum, norm)))
 
 
@@ -53,7 +48,7 @@ def test_steps_are_counted_in_their_order_whenever_they_are_read() -> None:
     assert asdict(each) == asdict(together)
     assert together.interval_loss == 1.5 + 0.25 + 1e-9
     assert together.interval_targets == 12
-    assert (together.interval_tokens, together.interval_padded_tokens) == (30, 48)  # room: text
+    assert together.interval_counts == {"targets": 16, "tokens": 40, "padded_tokens": 64}
     assert (together.loss_scale, together.skipped, together.skipped_in_a_row) == (1.0, 2, 0)
     for result in steps:
         together.add_step(result)

@@ -37,14 +37,14 @@ def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
         stream.truncate(2**40)
         stream.seek(2**40)
         stream.write(last)
-    state: Any = SimpleNamespace(metrics_bytes=2**40 + len(last), wandb_id=None)
-    require_whole_record(config, tmp_path / "step_00000010", state)  # room: safeguards
+    state: Any = SimpleNamespace(metrics_bytes=2**40 + len(last), run_id=None)
+    require_whole_record(config, tmp_path / "step_00000010", state)
     start: Any = SimpleNamespace(state=state, checkpoint=tmp_path, is_own=lambda _: True)
-    of_the_run = {"progress": Progress(step=10), "metadata": {"data": []}, "launch": SimpleNamespace()}
+    of_the_run = {"progress": Progress(step=10), "launch": SimpleNamespace()}
     run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, **of_the_run)
     monkeypatch.setattr(tracking, "print_summary", lambda *_: None)
-    with tracking.Tracker(run) as tracker:
+    with tracking.Tracker(run, {}) as tracker:
         assert tracker.state()["metrics_bytes"] == state.metrics_bytes
-    state.metrics_bytes += 1  # room: safeguards
-    with pytest.raises(UserError, match="bring it back"):  # room: safeguards
+    state.metrics_bytes += 1
+    with pytest.raises(UserError, match="bring it back"):
         require_whole_record(config, tmp_path / "step_00000010", state)

@@ -66,6 +66,6 @@ def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch)
         (mean, 4, False), (squares, 12, False), (mean, 1, True), (mean * 4, 4, True),
         (cross_entropy(logits, labels, reduction="sum"), 4, True), (mean + logits.square().sum(), 4, True),
     ):  # fmt: skip
-        monkeypatch.setattr(Mnist, "count_targets", lambda *_, number=targets: number)
+        monkeypatch.setattr(Mnist, "count", lambda *_, number=targets: {"targets": number})
         with contextlib.nullcontext() if is_sum else pytest.raises(UserError, match="must return the loss summed"):
             require_sum(Mnist(), loss, None)

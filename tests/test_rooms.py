@@ -17,6 +17,8 @@ PAGE = (PROJECT / "docs/make-it-yours.md").read_text()
 ROOMS = list(FILES)
 LINES = 45
 """That a room may have elsewhere; twice as many for text, a quarter of all code in one room."""
+MOST_MARKS = 70
+"""In train.py and src."""
 COLLECT = """\
 import sys
 
@@ -77,6 +79,18 @@ def test_a_room_is_its_files_and_few_lines_elsewhere() -> None:
         assert all(any(PROJECT.glob(pattern)) for pattern in FILES[room].split()), room
         most = 2 * LINES if room == "text" else LINES
         assert marked.count(room) <= most, room
+
+
+def test_the_core_has_no_marks() -> None:
+    """What a room needs of it goes through the list of parts, or through the task. Tried with one in base.py."""
+    marks = {
+        path.relative_to(PROJECT): len(MARK.findall(path.read_text()))
+        for path in files(PROJECT)
+        if path.name == "train.py" or path.is_relative_to(PROJECT / "src")
+    }
+    assert sum(marks.values()) <= MOST_MARKS
+    core = ("train.py", "src/tasks/base.py", "src/config/config.py", "src/checkpoint/resume.py", "src/training/")
+    assert {str(path): number for path, number in marks.items() if str(path).startswith(core) and number} == {}
 
 
 def test_nothing_names_what_goes_with_a_room(tmp_path: Path) -> None:

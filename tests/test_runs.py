@@ -55,13 +55,13 @@ def test_the_digits_are_learnt_and_exactly_these_files_say_so(digits: Run) -> No
     assert digits.losses[0] > 2 * digits.losses[-1]
     assert {path.name for path in digits.folder.iterdir()} == {
         "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "model",
-        "status.json",  # room: status
+        "status.json",
         *(["wandb"] if WANDB else []),
         *(["report.html"] if (PROJECT / "src/tracking/report.py").exists() else []),
     }  # fmt: skip
     assert {path.name for path in (digits.folder / "model").iterdir()} == {
         "model.safetensors",
-        "README.md",  # room: hub
+        "README.md",
     }
     summary = digits.summary
     told = {"step": 115, "epoch": 5, "parameters": 1_199_882, "strategy": "single", "num_processes": 1, "device": "cpu"}

@@ -49,13 +49,13 @@ def test_a_payload_in_any_file_stays_inert(checkpoint: Path, tmp_path: Path, nam
     (checkpoint / name).write_bytes(payload)
     if is_listed and name != "manifest.json":
         relist(checkpoint, name)
-    else:  # room: integrity
+    else:
         assert any(name in problem for problem in problems(checkpoint))
     for read in (
         lambda: format.read_state(checkpoint),
         lambda: load_tensors(checkpoint, MnistCnn()),
         lambda: restore_random_state(checkpoint / "rng_00001.json", torch.device("cpu")),
-        lambda: list(problems(checkpoint)),  # room: integrity
+        lambda: list(problems(checkpoint)),
     ):
         with contextlib.suppress(ValueError, SafetensorError, CheckpointException):
             read()

@@ -14,7 +14,7 @@ from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
 from train import run_settings
 
-needs_wandb, needs_text = needs("src/config/tracking.py"), needs("src/tasks/text/causal_lm.py")
+needs_wandb, needs_text = needs("src/config/wandb.py"), needs("src/tasks/text/causal_lm.py")
 needs_trackers = needs("src/tracking/accelerate_trackers.py")
 
 
@@ -103,13 +103,13 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "--wandb.tags=[1, 2]: must be text: write it in quotes",
         ], marks=needs_wandb),
         # tried without: it is found out after the first evaluation
-        ("--early_stopping.metric=eval/acuracy|--checkpoint.metric=loss", {}, [  # room: best
+        ("--early_stopping.metric=eval/acuracy|--checkpoint.metric=loss", {}, [
             "checkpoint.metric=loss: the evaluation has no such metric, did you mean eval/loss? (eval/loss, "
             "eval/examples, eval/accuracy)",
             "early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
             "(eval/loss, eval/examples, eval/accuracy)",
         ]),
-        ("--early_stopping.patience=5", {}, [  # room: best
+        ("--early_stopping.patience=5", {}, [
             "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss",
         ]),
         ("--seed=5000000000|--optim.lr=inf|--epochs=null", {}, [
@@ -170,7 +170,7 @@ def test_a_setting_without_a_default_must_be_given() -> None:
         validate(Mine, {"rate": "fast"}, {"rate": "--rate=fast"}, [])
 
 
-def test_a_switch_is_on_by_itself_and_may_have_a_hyphen() -> None:  # room: check+dry_run
+def test_a_switch_is_on_by_itself_and_may_have_a_hyphen() -> None:  # room: check
     for written in ("--dry-run", "--dry_run", "--dry-run=true", "--dry_run=true"):
         config = run_settings([written])
         assert (config.dry_run, config.check) == (True, False)

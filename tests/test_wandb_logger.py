@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.runs import EACH_STEP, assert_same_run, checkpoints, without_times
 from tests.launching import BIN, Launch, Run, Whole, run_command, slow
-from tests.test_recorders import numbers
+from tests.test_parts import numbers
 
 LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"
 """What is said of a service that was killed: by asyncio or by the system, whichever notices first."""
@@ -19,15 +19,15 @@ def test_a_run_whose_wandb_service_dies_or_hangs_goes_on(launch: Launch, whole: 
     """Its summary says so, and it ends. Tried without `abandon`: the process does not end."""
     before = f"""
 import psutil
-from src.tracking import guard, wandb
-guard.HANG_SECONDS = 3.0
-log = wandb.WandbRecorder.log
+from src.tracking import part, wandb
+part.HANG_SECONDS = 3.0
+log = wandb.WandbPart.log
 def stop(self, record, tables):
     log(self, record, tables)
     if record["step"] == 3:
         (service,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
         service.{signal}()
-wandb.WandbRecorder.log = stop
+wandb.WandbPart.log = stop
 """
     run = launch("cpu", *EACH_STEP, wandb="offline", before=before).succeeded()
     (line,) = [line for line in run.stdout.splitlines() if "W&B failed" in line or "Traceback" in line]

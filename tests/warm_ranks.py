@@ -73,6 +73,7 @@ def warm() -> None:
     for name in [*installed, *own]:
         if not name.endswith(("__main__", "tracking.wandb")):
             importlib.import_module(name)
+    del sys.modules["src.distributed.early"]  # each rank imports it by itself: it catches signals
     gc.collect()
     gc.freeze()  # or each rank copies what the collector touches
     comm = Path("/proc/self/comm").read_text()

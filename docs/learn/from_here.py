@@ -60,7 +60,7 @@ for step in range(STEPS):
     for batch in micro_batches:
         loss_sum = config.task.loss(by_hand, batch.data)
         loss_sum.backward()
-        sums += torch.tensor([loss_sum.item(), batch.counts.targets], device=run.device)
+        sums += torch.tensor([loss_sum.item(), batch.counts["targets"]], device=run.device)
     dist.all_reduce(sums)
     for parameter in by_hand.parameters():
         assert parameter.grad is not None

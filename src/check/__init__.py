@@ -13,7 +13,7 @@ from src.check.between_steps import check_checkpoint, check_evaluation
 from src.check.findings import Row, gather, lines, worst_process
 from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_cost, check_steps
-from src.check.subject import Evaluate, Restore, Subject
+from src.check.subject import Evaluate, Subject
 from src.checkpoint.format import write_json
 from src.config.terminal import say
 from src.tracking.report import report_line
@@ -31,7 +31,7 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
 }
 
 
-def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Restore) -> bool:
+def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     """Examine the run before its first step, with train.py's own functions. Print the findings and write them to
     check.json. Return whether all checks passed. Collective."""
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # TF32's 10 bits hide small faults
@@ -39,7 +39,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate, restore: Res
     tell = say if run.is_main else lambda *_: None
     tell(*filter(None, (f"{config.run_name}: examining {run.launch.strategy} x {run.world_size}", run.launch.note)))
     rows = []
-    for row in examine(Subject(run, train_step, evaluate, restore), CHECKS):
+    for row in examine(Subject(run, train_step, evaluate), CHECKS):
         rows.append(row)
         tell(*lines(row))
     failed = [row["check"] for row in rows if row["means"]]

@@ -13,8 +13,9 @@ import torch
 from src.check.findings import EXACT, Row, finding, none_differ, norm, relative_error, worst
 from src.check.start import evaluating_less, spread
 from src.check.subject import Subject, checksum
-from src.checkpoint.resume import find_checkpoint
+from src.checkpoint.resume import find_checkpoint, load_checkpoint
 from src.checkpoint.rng import random_state
+from src.checkpoint.store import Store
 from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config.groups import Checkpoint
@@ -100,15 +101,16 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
     torch.use_deterministic_algorithms(run.device.type != "cpu")
     subject.seed()
     try:
+        saved.store = Store(saved.config)
         writer = CheckpointWriter(saved, run.accelerator.print)
         writer.save({})
         writer.close()
         left = _continue(subject, saved)
-        resume = find_checkpoint(run.accelerator, saved.config)
+        resume = find_checkpoint(run.accelerator, saved.config, saved.store)
         for optimizer in run.optimizers:
             optimizer.state.clear()  # as in a new process
         restored = replace(saved, resume=resume, progress=resume.progress)
-        subject.restore(restored)
+        load_checkpoint(restored)
         again = _continue(subject, restored)
         yield finding("losses and weights after a restart", again, left, again == left, FORGOTTEN)
     except RuntimeError as error:

@@ -59,10 +59,10 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
     for batch in batches:
         data = send_to_device(batch, device)
         loss = task.loss(model, data)
-        require_sum(task, loss, data)  # room: examine
+        require_sum(task, loss, data)
         loss.backward()
         loss_sum += loss.detach()
-        num_targets += task.count_targets(batch)
+        num_targets += task.count(batch)["targets"]
     return loss_sum, num_targets
 
 

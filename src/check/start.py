@@ -87,9 +87,7 @@ def reading_indices(run: Run) -> Run:
         order=lambda _, *drawn: run.task.order(run.train_set, *drawn),
         augmented=lambda train, _: train,
         collate=list,
-        count_targets=len,
-        count_tokens=lambda _: (0, 0),  # room: text
-        count_more=lambda _: [],  # room: streaming
+        count=lambda batch: {"targets": len(batch)},
     )
     config = run.config.model_copy(update={"task": task})
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))

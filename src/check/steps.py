@@ -46,7 +46,7 @@ CAUSES = {
     "of means where processes or micro-batches count differently, a parameter that is not reduced over the processes, "
     "gradients that are not cleared, clipping that scales small gradients up, or a step that is not taken. If only in "
     "step 2, whose micro-batches have another size: Task.loss returns a mean in place of the sum over its targets, or "
-    "of other targets than count_targets counts, or an example's loss depends on those beside it",
+    "of other targets than Task.count counts, or an example's loss depends on those beside it",
     "loss": "sums, counts or means, as for gradients",
     "norm": "the norm is one process's, not finite, or was taken before the gradients were scaled: clipping goes by it",
     "updates": "the optimizer did something else with the gradients than its copy on one process, or nothing: another "

@@ -21,7 +21,6 @@ from src.training.progress import Progress, StepResult
 from src.training.run import Run, new_model
 
 Evaluate = Callable[[Run, StopSignal], Evaluation | None]
-Restore = Callable[[Run], None]
 
 
 @dataclass
@@ -32,7 +31,6 @@ class Subject:
     run: Run
     train_step: TrainStep
     evaluate: Evaluate
-    restore: Restore
 
     def __post_init__(self) -> None:
         run = self.run

@@ -1,30 +1,84 @@
-"""The trained model as others load it."""
+"""The trained model as others load it: the last weights or the best, exported, with a card, and uploaded."""
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from accelerate.utils import broadcast_object_list
+from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from src.checkpoint.format import share, unfinished
+from src.checkpoint.format import share, step_of, unfinished
+from src.checkpoint.integrity import first_valid
+from src.checkpoint.rotation import best_first
+from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
 from src.config.errors import RunError, cause
+from src.config.settings import write_yaml
+from src.config.terminal import say
+from src.tasks.base import Metrics, Tables
+from src.training.out_of_memory import explaining_memory
 from src.training.run import Run
 
 
-def export_model(run: Run) -> None:
-    """Write the folder `model`, replacing one from a shorter run. Collective: under FSDP each process has a shard."""
+class Exported(NamedTuple):
+    """What is known of an exported model."""
+
+    metrics: Metrics
+    """Those of the evaluation of its weights, and of its task's report."""
+    reported: Metrics
+    """Those of its task's report alone."""
+    tables: Tables
+    """Those of its task's report."""
+
+
+def export_model(run: Run, say: Callable[[str], None]) -> Exported:
+    """Write the folder `model`: the last weights or, if the settings ask for it, the best, and a card. Replace one from
+    a shorter run. Collective: under FSDP each process has a shard."""
+    evaluated = run.progress.evaluation
+    if run.config.checkpoint.export_best:
+        evaluated = _load_best(run, say) or evaluated
+    run.model.eval()
+    found, tables = run.task.report(run.model, run.device)
+    reported = {f"eval/{name}": value for name, value in found.items()}
+    exported = Exported(evaluated | reported, reported, tables)
+
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
-    with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished(folder.resolve())) as incomplete:
+    with (
+        explaining_memory("export", run),
+        replacing(folder) if run.is_main else contextlib.nullcontext(unfinished(folder.resolve())) as incomplete,
+    ):
         accelerator.wait_for_everyone()
-        if accelerator.is_fsdp2 and run.task.export_sharded(model, incomplete, accelerator):  # room: text
-            return
-        weights = accelerator.get_state_dict(run.model)
+        if not (accelerator.is_fsdp2 and run.task.export_sharded(model, incomplete, accelerator)):
+            weights = accelerator.get_state_dict(run.model)
+            if run.is_main:
+                export_weights(run.config, model, weights, incomplete)
         if run.is_main:
-            export_weights(run.config, model, weights, incomplete)
+            write_card(run.config, exported.metrics, incomplete)
+    return exported
+
+
+def _load_best(run: Run, say: Callable[[str], None]) -> Metrics | None:
+    """Load the weights of the best checkpoint into the model, say so, and return its evaluation; None if there is no
+    valid checkpoint that was evaluated. Collective."""
+    evaluations = run.progress.evaluations
+    candidates = best_first(run.store.candidates(), run.config.checkpoint, evaluations)
+    # as the main process sees them
+    (candidates,) = broadcast_object_list([candidates])
+    best, damaged = first_valid(run.accelerator, candidates, run.store)
+    for path, why in damaged.items():
+        say(f"WARNING: {path}: {why}")
+    if best is None:
+        say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
+        return None
+    say(f"exporting the best of the checkpoints, {best}")
+    load_tensors(best, run.model)
+    return evaluations[step_of(best)]
 
 
 @contextlib.contextmanager
@@ -59,3 +113,42 @@ def _unwrapped(weight: Tensor) -> Tensor:
     if is_traceable_wrapper_subclass(weight):
         weight = getattr(weight, weight.__tensor_flatten__()[0][0])
     return weight.clone() if weight.nbytes < weight.untyped_storage().nbytes() else weight
+
+
+def write_card(config: Config, metrics: dict[str, float], folder: Path) -> None:
+    """Write README.md, the card of each model in this folder, with the metrics of its weights."""
+    task = config.task
+    settings = write_yaml(config.model_dump(mode="json", exclude={"wandb", "output_dir"}))
+    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in metrics.items() if isinstance(value, int | float))
+    text = (
+        f"# {config.run_name}\n\nTrained by `train.py` as `{task.name}`.\n\n"
+        f"## Results\n\nOn the evaluation data, at the end:\n\n| metric | value |\n|---|---|\n{rows}\n\n"
+        f"## Settings\n\nThe data are named under `task`.\n\n```yaml\n{settings}```\n"
+    )
+    for part, fields in task.cards().items():
+        metadata = ModelCardData(**{"tags": [task.name], **fields}).to_yaml()
+        ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / part / "README.md")
+
+
+def push_to_hub(config: Config) -> None:
+    """Upload the exported folder to config.push_to_hub, without the further models in it, which need repositories of
+    their own; exit with code 1 if that fails: all else is saved."""
+    folder, repository = config.folder / "model", config.push_to_hub
+    assert repository
+    further = [part for part in config.task.cards() if part]
+    excluded = [f"{part}/*" for part in further]
+    constants.HF_HUB_OFFLINE = False  # set if the Hub was away at the start, and it may be back
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=config.run_name, ignore_patterns=excluded
+        )
+    except Exception as error:  # from the Hub, its client or the network: in any case, the run is saved
+        options = "".join(f" --exclude '{pattern}'" for pattern in excluded)
+        hint = f"the run is complete, upload its model with `hf upload {repository} {folder} --private{options}`"
+        sys.exit(f"train.py: push_to_hub={repository}: {cause(error)}; {hint}")
+    say(f"  Hub        {repository}")
+    for part in further:
+        command = f"hf upload {repository}-{part} {folder / part} --private"
+        say(f"             without {part}, which `{command}` uploads")

@@ -11,12 +11,14 @@ from typing import Any
 
 from src.config.errors import UserError, naming
 from src.training.progress import Progress
-from src.training.state import FORMAT_VERSION, RunState
+from src.training.state import FORMAT_VERSION, Origin, RunState
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
 """Prefix of the names of folders that are being written or deleted; a crash leaves them behind."""
+PARTS: dict[str, Any] = {"progress": Progress, "origin": Origin}
+"""Parts of state.json that have fields of their own."""
 Json = dict[str, Any]
 """A JSON object."""
 
@@ -35,15 +37,20 @@ def read_state(checkpoint: Path) -> RunState:
     """Return its state.json; raise a UserError if that has another version of the format."""
     content = json.loads((checkpoint / STATE).read_bytes())
     version = content.get("format_version", "none")
-    known = {f.name for f in fields(RunState)} | {f"progress.{f.name}" for f in fields(Progress)}
-    differing = sorted(known ^ {*content, *(f"progress.{name}" for name in content.get("progress", {}))})
+    known = {f.name for f in fields(RunState)}
+    found = {*content}
+    for part, kind in PARTS.items():
+        known |= {f"{part}.{f.name}" for f in fields(kind)}
+        found |= {f"{part}.{name}" for name in content.get(part, {})}
+    differing = sorted(known ^ found)
     if version != FORMAT_VERSION or differing:
         fault = f" with other fields ({', '.join(differing)})" if version == FORMAT_VERSION else ""
         raise UserError(
             f"{checkpoint} has format version {version}{fault}, and this code reads version {FORMAT_VERSION}: "
             f"use the code that saved it, or begin a new run"
         )
-    return RunState(**content | {"progress": Progress(**content["progress"])})
+    parts = {part: kind(**content[part]) for part, kind in PARTS.items()}
+    return RunState(**content | parts)
 
 
 def unfinished(path: Path) -> Path:

@@ -4,12 +4,12 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from src.checkpoint.format import MANIFEST, STATE, Json, file_facts
+from src.checkpoint.store import Store
 from src.config.config import Config
 from src.config.errors import UserError, refuse
 
@@ -69,19 +69,14 @@ def require_whole(checkpoint: Path) -> None:
         raise UserError(f"{checkpoint}: {wrong}")
 
 
-def first_valid(
-    accelerator: Accelerator,
-    candidates: list[Path],
-    mirror: Any,  # room: mirror
-) -> tuple[Path | None, Damaged]:
+def first_valid(accelerator: Accelerator, candidates: list[Path], store: Store) -> tuple[Path | None, Damaged]:
     """Return the first whole one of the candidates, which are the same on all processes, and what is wrong with those
-    before it. Collective: each process reads its share of the files. What one lacks is fetched from the mirror."""
+    before it. Collective: each process reads its share of the files. What one lacks is fetched from elsewhere."""
     damaged: Damaged = {}
     share = accelerator.process_index, accelerator.num_processes
     for checkpoint in candidates:
         wrong = gather_object(list(problems(checkpoint, share=share)))
-        if mirror:  # room: mirror
-            checkpoint, wrong = mirror.fetch(checkpoint, wrong)
+        checkpoint, wrong = store.fetch(checkpoint, wrong)
         if not wrong:
             return checkpoint, damaged
         damaged[checkpoint] = wrong[0]
@@ -95,7 +90,7 @@ def require_none_damaged(config: Config, damaged: Damaged) -> None:
         advice = "choose another --resume"
         if (config.folder / "checkpoints").exists():
             advice = f"move {config.folder} away to start over"
-        advice += "" if config.checkpoint.mirror else ", or set checkpoint.mirror if the run had one"  # room: mirror
+        advice += "" if config.checkpoint.mirror else ", or set checkpoint.mirror if the run had one"  # room: machines
         refuse([*lines, f"no valid checkpoint to continue from: {advice}"])
 
 

@@ -8,7 +8,8 @@ from torch import nn
 from src.checkpoint.folder import list_checkpoints, saved_settings
 from src.checkpoint.format import MANIFEST, STATE, read_state
 from src.checkpoint.integrity import require_whole
-from src.checkpoint.tensors import frozen_norm, load_tensors, require_same_frozen
+from src.checkpoint.same_run import require_same_frozen
+from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
@@ -33,7 +34,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def config_of(path: Path) -> Config:
     """Return the settings of the run that the model is of; raise a UserError if they are not beside it."""
-    saved = read_state(path).config if is_checkpoint(path) else saved_settings(path.absolute().parent)
+    saved = read_state(path).origin.settings if is_checkpoint(path) else saved_settings(path.absolute().parent)
     if not saved:
         raise UserError(f"{path}: there is no config.yaml beside it, as in a run's output folder")
     return config_from(saved, TASKS)
@@ -44,9 +45,9 @@ def load_model(path: Path, config: Config) -> nn.Module:
     set_seed(config.seed)
     if not is_checkpoint(path):
         return config.task.load_export(path)
-    state = read_state(path)  # room: text examples
-    config.task.load_data_state(state.data_state)  # room: text examples
+    origin = read_state(path).origin
+    config.task.load_data_state(origin.data_state)
     model = config.task.build_model()
-    require_same_frozen(path, state.frozen_norm, frozen_norm(model))  # room: text examples
+    require_same_frozen(path, origin.frozen_norm, frozen_norm(model))
     load_tensors(path, model)
     return model

@@ -12,13 +12,16 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from fsspec.callbacks import Callback
@@ -42,6 +45,7 @@ from src.checkpoint.format import (
 from src.checkpoint.integrity import RECORD, manifest, problems, quarantine
 from src.checkpoint.occupied import lock
 from src.checkpoint.rotation import superfluous
+from src.checkpoint.store import Store
 from src.config.config import Config
 from src.config.errors import RunError, cause, explained
 from src.config.terminal import say
@@ -54,14 +58,14 @@ def copier() -> ThreadPool:
     return ThreadPool(1)
 
 
-class Mirror:
-    """The copies of one run's checkpoints. A checkpoint, local or mirrored, is named by its local path."""
+class Mirror(Store):
+    """A store with copies elsewhere. A checkpoint, local or mirrored, is named by its local path."""
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
         """Raise a UserError if the mirror cannot be written. Where the disks are not shared, lock the run's folder on
         the other machines. Collective."""
+        super().__init__(config)
         self._accelerator, self._is_main = accelerator, accelerator.is_main_process
-        self._config, self._own = config, config.folder / "checkpoints"
         name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # each trial of a sweep has its own
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{name}"
         self._says = f"checkpoint.mirror={config.checkpoint.mirror}: "
@@ -72,19 +76,15 @@ class Mirror:
                 probe = f"{self._root}/{INCOMPLETE}{os.urandom(8).hex()}"
                 self._fs.pipe_file(probe, b"probe")
                 self._fs.rm_file(probe)
-        self.copying: Path | None = None
-        """The published checkpoint that is being copied."""
         self._newest: Path | None = None
         self._copied = Callback()
         """Grows with each file, or part of one, that is copied."""
-        self.at_start: list[Path] = []
-        """The mirrored checkpoints that `bring_record` has found, the newest first."""
         self._of_main = Path(gather_object([str(self._own)])[0])
         self.is_shared = self._is_disk_shared(accelerator)
         self._is_first = self._is_main if self.is_shared else accelerator.is_local_main_process
         """Whether this process fetches: one where the disks are shared, and elsewhere one on each machine."""
         if self._is_first and not self._is_main:
-            lock(config.folder)  # room: safeguards
+            lock(config.folder)
             remove_incomplete(self._own)
 
     def _is_disk_shared(self, accelerator: Accelerator) -> bool:
@@ -97,30 +97,28 @@ class Mirror:
             return all(gather_object([of_main.exists()]))
 
     def candidates(self) -> list[Path]:
-        """Return the local and the mirrored checkpoints, the newest first; none if this is not the main process."""
         if not self._is_main:
             return []
         return sorted({*list_checkpoints(self._own), *self._manifests()}, key=step_of, reverse=True)
 
-    def bring_record(self) -> None:
-        """Fetch the run's record if the newest checkpoint is in the mirror. Keep a local record that begins with it,
-        and set any other aside."""
-        there = self.at_start = list(self._manifests())
+    def bring_record(self) -> list[Path]:
+        """Keep a local record that begins with the mirror's, and set any other aside."""
+        there = list(self._manifests())
         if not there or self._config.resume == "never" or there[0] != self.candidates()[0]:
-            return
+            return there
         for name in RECORD:
             file, content = self._config.folder / name, self._fs.cat_file(self._path(there[0], name))
             if file.suffix == ".jsonl" and file.exists() and not file.read_bytes().startswith(content):
                 quarantine(file)
             if not file.exists():
                 write_text(file, content.decode())
+        return there
 
-    def fetch(self, checkpoint: Path, lacks: list[str]) -> tuple[Path, list[str]]:
-        """Fetch a checkpoint of the run's own: where the disks are shared, only if it is damaged, as `lacks` says.
-        Return its path on this machine, and what is still wrong with it. Collective."""
-        if checkpoint.parent != self._of_main or (self.is_shared and not lacks):
-            return checkpoint, lacks
-        checkpoint, files, wrong = self._own / checkpoint.name, None, list[str]()
+    def fetch(self, checkpoint: Path, wrong: list[str]) -> tuple[Path, list[str]]:
+        """Fetch a checkpoint of the run's own: where the disks are shared, only if it is damaged."""
+        if checkpoint.parent != self._of_main or (self.is_shared and not wrong):
+            return checkpoint, wrong
+        checkpoint, files, lacks, wrong = self._own / checkpoint.name, None, wrong, []
         with explained(self._says, raises=RunError):
             if self._is_main:  # others might see less of the mirror
                 if checkpoint not in self._manifests() and not any(problems(checkpoint)):
@@ -152,11 +150,11 @@ class Mirror:
         return []
 
     def catch_up(self, checkpoint: Path, is_finished: bool) -> None:
-        """Copy a checkpoint whose copy failed or was interrupted. Wait for the copy if the run is finished."""
+        """Wait for the copy if the run is finished."""
         if self.is_shared and checkpoint not in self._manifests():
             self.start(checkpoint)
             if is_finished:
-                self.wait()
+                self.close()
 
     def start(self, checkpoint: Path) -> None:
         """Copy a published checkpoint in the background, after the one that is being copied, unless a newer one has
@@ -175,7 +173,19 @@ class Mirror:
             say(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
         self.copying = None
 
-    def wait(self) -> None:
+    def timeout(self, minutes: float) -> timedelta:
+        # a copy takes as long as it takes; `await_all` finds a process that hangs
+        return super().timeout(minutes) if self.is_shared else timedelta(days=7)
+
+    def await_all(self, is_busy: Callable[[], bool]) -> None:
+        while not self.is_shared and self._count(is_busy()):
+            time.sleep(0.1)
+
+    def _count(self, is_busy: bool) -> float:
+        """Return how many processes are. Collective."""
+        return self._accelerator.reduce(torch.tensor(float(is_busy), device=self._accelerator.device), "sum").item()
+
+    def close(self) -> None:
         """Wait for the copy in progress, as long as `patiently` does. Warn if it is not done by then."""
         try:
             self.patiently(bool)
@@ -197,19 +207,31 @@ class Mirror:
 
     def _copy(self, checkpoint: Path) -> None:
         files = manifest(checkpoint)
-        self.put(checkpoint, files.keys() - {STATE})
-        self.complete(checkpoint, files)
+        self._put(checkpoint, files.keys() - {STATE})
+        self._complete(checkpoint, files)
 
     def put(self, folder: Path, files: Iterable[str]) -> None:
+        if not self.is_shared:
+            self.patiently(self._put, folder, files)
+
+    def publish(self, folder: Path, files: Json, checkpoint: Path) -> bool:
+        if not self.is_shared:  # the manifest in the mirror publishes it
+            self.patiently(self._complete, folder, files)
+            return False
+        super().publish(folder, files, checkpoint)
+        self.start(checkpoint)
+        return True
+
+    def _put(self, folder: Path, files: Iterable[str]) -> None:
         """Copy these files of a checkpoint, whose folder may still be an unfinished one."""
         for name in files:
             self._fs.put_file(str(folder / name), self._path(folder, name), callback=self._copied)
             self._copied.relative_update()  # not all file systems tell of parts of a file
 
-    def complete(self, folder: Path, files: Json) -> None:
+    def _complete(self, folder: Path, files: Json) -> None:
         """Copy state.json and the run's record as it was then, add the manifest, and delete superfluous checkpoints."""
         state = read_state(folder)
-        self.put(folder, [STATE])
+        self._put(folder, [STATE])
         for name, facts in files.items():
             if self._fs.size(self._path(folder, name)) != facts["bytes"]:
                 raise OSError(f"{name} is not in {self.url} as it was written: all machines must see the same mirror")
@@ -219,12 +241,7 @@ class Mirror:
         self._fs.pipe_file(self._path(folder, MANIFEST), json.dumps({"files": files}).encode())
         try:
             whole = self._manifests()
-            paths = superfluous(
-                list(whole),
-                self._config.checkpoint,
-                state.progress.evaluations,  # room: best
-            )
-            kept = whole.keys() - paths
+            kept = whole.keys() - superfluous(list(whole), self._config.checkpoint, state.progress.evaluations)
             for path in self._fs.glob(f"{self._root}/step_*"):
                 checkpoint = self._own / Path(path).name
                 if checkpoint in kept or not is_checkpoint(checkpoint.name):

@@ -33,14 +33,8 @@ def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterato
         if any(len(os.fsencode(part)) > 255 for part in folder.parts):
             yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
             return
-        if config.check and config.dry_run:  # room: check+dry_run
-            yield "dry_run: writes nothing, and check writes check.json; choose one of them"
-        writes_run = True
-        if config.check:  # room: check
-            writes_run = False
-        if config.checkpoint.mirror and mirrored is None:  # room: mirror
-            writes_run = False
-        if writes_run:
+        is_known = mirrored is not None or not config.mirror
+        if config.mode != "check" and is_known:
             yield from _run_errors(config, mirrored or [])
         yield from _write_errors(folder)
     except OSError as error:
@@ -52,7 +46,7 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
     folder, saved = config.folder, saved_settings(config.folder)
     held = [name for name in RUN_FILES if _is_held(folder / name)]
     checkpoints = list_checkpoints(folder / "checkpoints") or mirrored
-    if mirrored:  # room: mirror
+    if mirrored:
         held.append("checkpoint.mirror")
     elsewhere = f"{ELSEWHERE}, or move that folder away"
     lost = f"output_dir={folder}: its run saved checkpoints, but none are there: restore {folder / 'checkpoints'}"

@@ -1,130 +1,151 @@
 """Which checkpoint a run continues from, and restoring the run to where it was."""
 
-from typing import Any
+from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
+from torch import nn
 
 from src.checkpoint import format
-from src.checkpoint.folder import list_checkpoints, parent_checkpoint, saved_settings
-from src.checkpoint.integrity import first_valid, passed_over, quarantine, require_none_damaged
-from src.checkpoint.mirror import Mirror
+from src.checkpoint.folder import parent_checkpoint, saved_settings
+from src.checkpoint.integrity import Damaged, first_valid, passed_over, quarantine, require_none_damaged
 from src.checkpoint.occupied import claim, folder_errors
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
-from src.checkpoint.same_run import note_changes, note_versions, require_same_data, require_whole_record
-from src.checkpoint.tensors import load_tensors, require_same_frozen
+from src.checkpoint.same_run import note_changes, require_same_origin, require_whole_record
+from src.checkpoint.status import answer_at_start
+from src.checkpoint.store import Store
+from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
 from src.config.errors import UserError, refuse
 from src.config.settings import Change, flatten, marked
 from src.distributed.accelerator import Launch, library_versions
+from src.distributed.launcher import resume_command
+from src.tasks.base import Examples
 from src.training.progress import Progress
 from src.training.run import Run
-from src.training.state import ResumePoint
+from src.training.state import Origin, ResumePoint, RunState
 
 
-def checkpoint_metadata(
+def origin_of(
     config: Config,
     launch: Launch,
-    examples: int,  # room: safeguards
-    fingerprints: list[str],  # room: machines safeguards trackers wandb
-    norm: float,  # room: text examples
-) -> dict[str, Any]:
-    """Return the fields of RunState that stay the same throughout a run. The fingerprints, of the data to train and to
-    evaluate on, are the main process's; the norm is that of the frozen parameters."""
-    return {
-        "config": config.model_dump(mode="json"),
-        "data_state": config.task.data_state(),  # room: text examples
-        "examples": examples,  # room: safeguards
-        "data": fingerprints,  # room: machines safeguards trackers wandb
-        "frozen_norm": norm,  # room: text examples
-        "strategy": launch.strategy,
-        "precision": launch.precision,
-        "num_processes": launch.num_processes,
-        "versions": library_versions(),  # room: safeguards
-    }
+    accelerator: Accelerator,
+    model: nn.Module,
+    train_set: Examples,
+    fingerprints: list[str],
+) -> Origin:
+    """Return what a run is made from. Collective."""
+    _, schedule_steps = config.steps(config.steps_per_epoch(len(train_set)))
+    return Origin(
+        settings=config.model_dump(mode="json"),
+        examples=len(train_set),
+        schedule_steps=schedule_steps,
+        fingerprints=fingerprints,
+        data_state=config.task.data_state(),
+        frozen_norm=frozen_norm(model, accelerator),
+        strategy=launch.strategy,
+        precision=launch.precision,
+        num_processes=launch.num_processes,
+        versions=library_versions(),
+    )
 
 
-def find_checkpoint(accelerator: Accelerator, config: Config) -> ResumePoint:
-    """Return the newest valid checkpoint of the output folder, or else the one to branch off from; raise a UserError if
-    none is valid, or if the settings now make it a different run. Collective."""
-    point = ResumePoint()
-    if config.check:  # room: check
-        return point
-    own = config.folder / "checkpoints"
-    if config.checkpoint.mirror and config.saves:  # room: mirror
-        point.mirror = Mirror(accelerator, config)
+def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> ResumePoint:
+    """Return the newest valid checkpoint of the output folder, or else the one to branch off from. Collective.
+
+    Raises:
+        UserError: none is valid, or the settings now make it a different run.
+    """
+    point = ResumePoint() if config.mode == "check" else _found(accelerator, config, store)
+    if not point.is_finished:
+        answer_at_start(config, point, accelerator.is_main_process)
+    return point
+
+
+def _found(accelerator: Accelerator, config: Config, store: Store) -> ResumePoint:
     if accelerator.is_main_process and config.saves:
-        claim(config.folder)  # room: safeguards
-        if point.mirror:  # room: mirror
-            point.mirror.bring_record()
-        refuse(  # room: safeguards
-            # whoever held the lock may have changed what is there
-            folder_errors(
-                config,
-                point.mirror.at_start if point.mirror else [],  # room: mirror
-            )
-        )
-        config.folder.mkdir(parents=True, exist_ok=True)
-        format.remove_incomplete(own)
+        _take_folder(config, store)
+    command = resume_command(config)
     if config.resume == "never":
-        return point
-    candidates = list_checkpoints(own)
-    if point.mirror:  # room: mirror
-        candidates = point.mirror.candidates()
+        return ResumePoint(command=command)
+    checkpoint, damaged = _choose(accelerator, config, store)
+    if checkpoint is None:
+        require_none_damaged(config, damaged)
+        is_begun = (config.folder / "metrics.jsonl").exists()
+        notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
+        return ResumePoint(notes=notes, command=command)
+    state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
+    notes = [*passed_over(config, damaged), *note_changes(config, checkpoint, state.origin)]
+    point = ResumePoint(checkpoint=checkpoint, state=state, notes=notes, command=command)
+    point.is_finished = has_ended and point.is_own(config)
+    _adopt(config, state)
+    if accelerator.is_main_process:
+        _keep(config, store, point, damaged)
+    return point
+
+
+def _take_folder(config: Config, store: Store) -> None:
+    """Claim the output folder for this run, and tidy it up; raise a UserError if it must not write there."""
+    claim(config.folder)
+    # whoever held the lock may have changed what is there
+    refuse(folder_errors(config, store.bring_record()))
+    config.folder.mkdir(parents=True, exist_ok=True)
+    format.remove_incomplete(config.folder / "checkpoints")
+
+
+def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Path | None, Damaged]:
+    """Return the newest whole checkpoint, and what is wrong with those that are newer. Collective."""
+    candidates = store.candidates()
     if parent := parent_checkpoint(config):
         candidates.append(parent)
     # as the main process sees them: a change to a file system reaches machines at different times
     (candidates,) = broadcast_object_list([candidates])
-    checkpoint = next(iter(candidates), None)
-    checkpoint, damaged = first_valid(  # room: integrity mirror
-        accelerator,
-        candidates,
-        point.mirror,  # room: mirror
-    )
-    if checkpoint is None:
-        require_none_damaged(config, damaged)  # room: integrity mirror
-        if (config.folder / "metrics.jsonl").exists():
-            point.notes.append(f"starting over: {config.folder} has no checkpoint yet")
-        return point
-    state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
-    point.checkpoint, point.state = checkpoint, state
-    point.is_finished = has_ended and point.is_own(config)
-    point.notes += passed_over(config, damaged)  # room: integrity mirror
-    point.notes += note_changes(config, checkpoint, state)  # room: safeguards
-    watched, watches = state.config["early_stopping"], config.early_stopping  # room: best
-    if (watched["metric"], watched["mode"]) != (watches.metric, watches.mode):  # room: best
+    return first_valid(accelerator, candidates, store)
+
+
+def _adopt(config: Config, state: RunState) -> None:
+    """Forget what a checkpoint says of early stopping if that watches another metric by now."""
+    watched, watches = state.origin.settings["early_stopping"], config.early_stopping
+    if (watched["metric"], watched["mode"]) != (watches.metric, watches.mode):
         state.progress.best = None
         state.progress.evaluations_without_gain = 0
-    if accelerator.is_main_process and point.is_own(config):  # room: safeguards
-        require_whole_record(config, checkpoint, state)
-    if accelerator.is_main_process and point.is_own(config) and point.mirror:  # room: mirror
-        point.mirror.catch_up(checkpoint, point.is_finished)
-    if accelerator.is_main_process and config.saves:  # room: integrity mirror
+
+
+def _keep(config: Config, store: Store, point: ResumePoint, damaged: Damaged) -> None:
+    """Make sure that the record goes with the checkpoint, that a mirror has a copy of it, and that damaged ones are not
+    in the way."""
+    if point.checkpoint and point.state and point.is_own(config):
+        require_whole_record(config, point.checkpoint, point.state)
+        store.catch_up(point.checkpoint, point.is_finished)
+    if config.saves:
         # of the run's own: the one that it branches off from is the last candidate
         for path in damaged:
             if path.exists():  # not one that only the mirror has
                 quarantine(path)
-    return point
 
 
 def load_checkpoint(run: Run) -> None:
-    """Restore what the run continues from, if there is a checkpoint: weights, optimizer state and random numbers. Raise
-    a UserError if it is of another model, or of other data. Collective."""
+    """Seed this process's random numbers. Restore what the run continues from, if there is a checkpoint: weights,
+    optimizer state and random numbers. Collective.
+
+    Raises:
+        UserError: it is of another model, or of other data.
+    """
     checkpoint, saved, step = run.resume.checkpoint, run.resume.state, run.progress.step
+    # The model came from one seed; from here on each process draws random numbers, such as dropout masks, of its own.
+    # (numpy takes no seed from 2**32 on.)
+    set_seed((run.config.seed + step + run.rank) % 2**32)
     if checkpoint is None or saved is None:
         return
     if step > run.total_steps:
         asked = f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
         raise UserError(f"{checkpoint} has {step} steps already, but {asked}")
-    if run.is_fp16 and saved.precision != "fp16":
+    if run.is_fp16 and saved.origin.precision != "fp16":
         run.progress.loss_scale = Progress().loss_scale
-    require_same_frozen(checkpoint, saved.frozen_norm, run.metadata["frozen_norm"])  # room: text examples
-    if not run.config.checkpoint.accept_changes:  # room: safeguards
-        require_same_data(checkpoint, vars(saved), run.metadata)
-    run.resume.notes += note_versions(saved, run.metadata)  # room: safeguards
+    accepts_changes = run.config.checkpoint.accept_changes
+    run.resume.notes += require_same_origin(checkpoint, saved.origin, run.origin, accepts_changes)
     load_tensors(checkpoint, run.model, run.optimizers)
-    set_seed((run.config.seed + step + run.rank) % 2**32)
-    if saved.num_processes != run.world_size:
+    if saved.origin.num_processes != run.world_size:
         return  # each process has its own dropout, which cannot continue on another number of them
     if absent := absent_random_file(checkpoint, run.world_size):
         run.resume.notes.append(f"WARNING: {absent}")

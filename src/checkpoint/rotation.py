@@ -9,20 +9,14 @@ from src.training.progress import Evaluations
 from src.training.score import score
 
 
-def superfluous(
-    whole: list[Path],
-    settings: Checkpoint,
-    evaluations: Evaluations,  # room: best
-) -> list[Path]:
+def superfluous(whole: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
     """Return which of the whole checkpoints, the newest first, the settings don't keep."""
-    kept = whole[: settings.keep_last]
-    kept += best_first(whole, settings, evaluations)[: settings.num_best]  # room: best
+    best = best_first(whole, settings, evaluations)[: settings.num_best]
+    kept = whole[: settings.keep_last] + best
     return [path for path in whole if path not in kept]
 
 
-def best_first(  # room: best
-    checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations
-) -> list[Path]:
+def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
     """Return those whose step was evaluated, sorted by checkpoint.metric, the best first; ties stay in their order."""
     scores = {}
     for path in checkpoints:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping
 from functools import reduce
 from operator import getitem
@@ -11,7 +12,7 @@ from typing import Any
 from src.config.config import Config
 from src.config.errors import UserError
 from src.config.settings import Change, fields, marked
-from src.training.state import RunState
+from src.training.state import Origin, RunState
 
 LENGTH_SETTINGS = marked(Config, Change.LENGTH)
 """Settings that say how long a run is."""
@@ -32,12 +33,12 @@ def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[A
     return changed
 
 
-def note_changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
+def note_changes(config: Config, checkpoint: Path, then: Origin) -> list[str]:
     """Return a line that names the changed settings, or none; raise a UserError if some make it a different run, unless
     that was accepted."""
-    changed = changed_settings(config, state.config)
-    saved = config.model_copy(update={name: state.config[name] for name in (*LENGTH_SETTINGS, "global_batch_size")})
-    before, after = (of.steps(of.steps_per_epoch(state.examples))[1] for of in (saved, config))
+    changed = changed_settings(config, then.settings)
+    before = then.schedule_steps
+    _, after = config.steps(config.steps_per_epoch(then.examples))
     is_shorter = after < before and not changed.keys().isdisjoint(LENGTH_SETTINGS)
     wrong = {name: pair for name, pair in changed.items() if is_shorter or name not in LENGTH_SETTINGS}
     shorter = f" (the learning rate's schedule then spans {after} steps, not {before})" if is_shorter else ""
@@ -47,20 +48,37 @@ def note_changes(config: Config, checkpoint: Path, state: RunState) -> list[str]
     return [f"changed since: {differences(changed)}{shorter}"] if changed else []
 
 
-def require_same_data(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a UserError if the data are not those that the checkpoint was trained on. `then` and `now` come from
-    `checkpoint_metadata`."""
-    both = [
-        {
-            "examples to train on": of["examples"],
-            **of["data_state"],  # room: text examples
-        }
-        for of in (then, now)
-    ]
+def require_same_origin(checkpoint: Path, then: Origin, now: Origin, accepts_changes: bool) -> list[str]:
+    """Return a line that names the libraries, and the precision, that are not those of the checkpoint, or none.
+
+    Raises:
+        UserError: the frozen weights, or the data unless that was accepted, are not those that it was trained with.
+    """
+    require_same_frozen(checkpoint, then.frozen_norm, now.frozen_norm)
+    if not accepts_changes:
+        require_same_data(checkpoint, then, now)
+    pairs = {name: (then.versions.get(name), version) for name, version in now.versions.items()}
+    pairs["precision"] = then.precision, now.precision
+    changes = differences(pairs)
+    return [f"changed since: {changes}: what follows differs by rounding"] if changes else []
+
+
+def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
+    """Raise a UserError if the frozen parameters, by their norm, are not those that the checkpoint was trained with."""
+    if not math.isclose(then, now, rel_tol=1e-6):
+        raise UserError(
+            f"{checkpoint} was trained with other frozen weights: their norm was {then:.8g} and is {now:.8g}; "
+            f"task.model has changed since: name its old version by task.revision"
+        )
+
+
+def require_same_data(checkpoint: Path, then: Origin, now: Origin) -> None:
+    """Raise a UserError if the data are not those that the checkpoint was trained on."""
+    both = [{"examples to train on": of.examples, **of.data_state} for of in (then, now)]
     # as they come back from a checkpoint, with a tuple as a list; and as text, NaN equals NaN
     known, facts = (json.loads(json.dumps(facts), parse_constant=str) for facts in both)
     changes = differences({name: (known.get(name, value), value) for name, value in facts.items()})
-    parts = zip(("to train on", "to evaluate on"), then["data"], now["data"], strict=False)
+    parts = zip(("to train on", "to evaluate on"), then.fingerprints, now.fingerprints, strict=False)
     changed = " and ".join(part for part, before, after in parts if before != after)
     if changes or changed:
         found = changes or f"other text, images or labels {changed}"
@@ -77,14 +95,6 @@ def require_whole_record(config: Config, checkpoint: Path, state: RunState) -> N
             f"{record} has {size:,} bytes, and had {state.metrics_bytes:,} when {checkpoint} was saved: bring it back, "
             f"{OR_ACCEPT_CHANGES}"
         )
-
-
-def note_versions(saved: RunState, now: Mapping[str, Any]) -> list[str]:
-    """Return a line that names the libraries, and the precision, that are not those of the checkpoint, or none."""
-    pairs = {name: (saved.versions.get(name), version) for name, version in now["versions"].items()}
-    pairs["precision"] = saved.precision, now["precision"]
-    changes = differences(pairs)
-    return [f"changed since: {changes}: what follows differs by rounding"] if changes else []
 
 
 def differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:

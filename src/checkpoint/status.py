@@ -10,6 +10,7 @@ from src.checkpoint.folder import read_json
 from src.checkpoint.format import Json, write_json
 from src.config.config import Config
 from src.config.terminal import say, unread
+from src.distributed.process import SIGNALS
 from src.training.state import ResumePoint
 
 WRITING = Lock()
@@ -36,9 +37,16 @@ def write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None,
     say(f"stopped {when} by {reason}; to continue: {command}")
 
 
-def stop_at_start(config: Config, resume: ResumePoint, command: str, reason: str) -> NoReturn:
-    """End a process that was told to stop before the first step: there is nothing to save."""
-    write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, command)
+def answer_at_start(config: Config, resume: ResumePoint, is_main: bool) -> None:
+    """Have a signal end the run at once, from here up to the loop: there is nothing to save."""
+    if not config.saves:
+        SIGNALS.release()
+    elif is_main:
+        SIGNALS.answer_by(lambda signal: _stop_at_start(config, resume, signal))
+
+
+def _stop_at_start(config: Config, resume: ResumePoint, reason: str) -> NoReturn:
+    write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, resume.command)
     os._exit(0)  # whatever it is in the middle of
 
 

@@ -1,6 +1,5 @@
 """The tensors of a run by name, the same names under every strategy, and how they are read back."""
 
-import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,7 +103,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, Any]:
     return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
 
-def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:  # room: text examples
+def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:
     """Return the L2 norm over all parameters that are not trained. It identifies them, as no checkpoint holds them.
     Collective if an accelerator has sharded them."""
     squares = torch.zeros((), dtype=torch.float64)
@@ -114,12 +113,3 @@ def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> flo
     if accelerator and accelerator.is_fsdp2:
         squares = accelerator.reduce(squares.to(accelerator.device), "sum").cpu() / num_replicas(accelerator)
     return squares.sqrt().item()
-
-
-def require_same_frozen(checkpoint: Path, saved_norm: float, norm: float) -> None:  # room: text examples
-    """Raise a UserError if the frozen parameters are not those that the checkpoint was trained with."""
-    if not math.isclose(saved_norm, norm, rel_tol=1e-6):
-        raise UserError(
-            f"{checkpoint} was trained with other frozen weights: their norm was {saved_norm:.8g} and is {norm:.8g}; "
-            f"task.model has changed since: name its old version by task.revision"
-        )

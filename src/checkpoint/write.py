@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
 from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import STATE, file_facts, publish, share, sync, unfinished, write_json
+from src.checkpoint.format import STATE, file_facts, share, sync, unfinished, write_json
 from src.checkpoint.integrity import problems
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.rotation import delete, superfluous
 from src.checkpoint.status import write_unfinished
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import cause, explained
+from src.training.out_of_memory import explaining_memory
 from src.training.run import Run
 from src.training.state import RunState
 
@@ -48,9 +48,7 @@ class CheckpointWriter:
         self._run, self._say = run, say
         self._group: Any = None
         if torch.distributed.is_initialized():  # of its own: the background thread's must not mix with the loop's
-            timeout = timedelta(minutes=run.config.timeout_minutes)
-            if not run.resume.is_disk_shared:  # room: mirror
-                timeout = timedelta(days=7)  # a copy takes as long as it takes; `poll` finds a process that hangs
+            timeout = run.store.timeout(run.config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         on_cuda = run.device.type == "cuda"
         # in a thread (use_async_staging) it would not wait for the optimizer's kernels
@@ -62,21 +60,22 @@ class CheckpointWriter:
 
     def save(self, tracker_state: dict[str, Any]) -> None:
         """Start writing a checkpoint of the run as it is now; wait for the previous one and for the copy. The main
-        process's `tracker_state` holds metrics_bytes and wandb_id of RunState."""
+        process's `tracker_state` holds metrics_bytes and run_id of RunState."""
         started = time.perf_counter()
         self.poll(wait=True)
         run = self._run
         checkpoint = run.config.folder / "checkpoints" / f"step_{run.progress.step:08d}"
         if checkpoint == self.newest:
             return
-        state = RunState(progress=copy.deepcopy(run.progress), **run.metadata, **tracker_state)
+        state = RunState(progress=copy.deepcopy(run.progress), origin=run.origin, **tracker_state)
         writer = StorageWriter(checkpoint, state, run)
         if torch.__version__ < "2.13":  # whose stager closes itself after a save
             self._stager = DefaultStager(self._options)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
-        future: Any = dcp.async_save(
-            tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group
-        )
+        with explaining_memory("save", run):
+            future: Any = dcp.async_save(
+                tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group
+            )
         pause = time.perf_counter() - started
         self._pending = writer, future, pause
         self.pause_seconds += pause
@@ -84,8 +83,8 @@ class CheckpointWriter:
     def poll(self, wait: bool = False) -> None:
         """Report on the checkpoint that is being written, if it is done. A failure ends the run only if the
         exchange between the processes is broken: it would fail again and again."""
-        while wait and not self._run.resume.is_disk_shared and self._count_unwritten():  # room: mirror
-            time.sleep(0.1)
+        if wait:
+            self._run.store.await_all(lambda: self._pending is not None and not self._pending[1].done())
         if self._pending is None or not (wait or self._pending[1].done()):
             return
         writer, future, pause = self._pending
@@ -102,20 +101,14 @@ class CheckpointWriter:
         is_first_here = self._run.accelerator.is_local_main_process
         if is_first_here and writer.folder.exists():  # it was not published here
             shutil.rmtree(writer.folder, ignore_errors=True)
-        if is_first_here and not self._run.resume.is_disk_shared:  # room: mirror
+        if is_first_here and not self._run.store.is_shared:
             writer.rotate()  # what was fetched
 
-    def _count_unwritten(self) -> float:  # room: mirror
-        """Return how many processes are still writing, or copying what they wrote. Collective."""
-        is_busy = self._pending is not None and not self._pending[1].done()
-        return self._run.accelerator.reduce(torch.tensor(float(is_busy), device=self._run.device), "sum").item()
-
     def close(self) -> None:
-        """Wait for the checkpoint that is being written, free the memory of the copies, and wait for the mirror."""
+        """Wait for the checkpoint that is being written, free the memory of the copies, and close the store."""
         self.poll(wait=True)
         self._stager.close()
-        if self._run.resume.mirror:  # room: mirror
-            self._run.resume.mirror.wait()
+        self._run.store.close()
 
 
 class StorageWriter(HuggingFaceStorageWriter):
@@ -123,7 +116,6 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def __init__(self, checkpoint: Path, state: RunState, run: Run) -> None:
         self.checkpoint, self.state = checkpoint, state
-        self._mirror = run.resume.mirror  # room: mirror
         self.folder = unfinished(checkpoint)
         super().__init__(str(self.folder), save_distributed=True)
         self._run, self._random = run, random_state(run.device)
@@ -141,8 +133,7 @@ class StorageWriter(HuggingFaceStorageWriter):
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
-        if not self._run.resume.is_disk_shared:  # room: mirror
-            self._mirror.patiently(self._mirror.put, self.folder, facts)
+        self._run.store.put(self.folder, facts)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
         return done
@@ -153,32 +144,18 @@ class StorageWriter(HuggingFaceStorageWriter):
         files = {STATE: file_facts(self.folder / STATE)}
         for (result,) in results:
             files |= result.storage_data
-        if not self._run.resume.is_disk_shared:  # room: mirror
-            self._mirror.patiently(self._mirror.complete, self.folder, files)
+        if not self._run.store.publish(self.folder, files, self.checkpoint):
             return
-        for name, facts in files.items():
-            file = self.folder / name
-            if not file.exists() or file.stat().st_size != facts["bytes"]:
-                raise OSError(f"{file} is not as its process wrote it: share output_dir, or set checkpoint.mirror")
-        publish(self.folder, files, self.checkpoint)
-        if self._mirror:  # room: mirror
-            self._mirror.start(self.checkpoint)
         try:
             self.rotate()
-            write_unfinished(self._run.config.folder, self.checkpoint)  # room: status
+            write_unfinished(self._run.config.folder, self.checkpoint)
         except Exception as error:  # in any case, the new one is published
             warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)
 
     def rotate(self) -> None:
         """Delete the checkpoints here that are not to be kept."""
-        whole = list_checkpoints(self.checkpoint.parent)
-        whole = [path for path in whole if not any(problems(path, contents=False))]  # room: integrity
-        paths = superfluous(
-            whole,
-            self._run.config.checkpoint,
-            self.state.progress.evaluations,  # room: best
-        )
-        if self._mirror:  # room: mirror
-            paths = [path for path in paths if path != self._mirror.copying]
-        for path in paths:
-            delete(path)
+        found = list_checkpoints(self.checkpoint.parent)
+        whole = [path for path in found if not any(problems(path, contents=False))]
+        for path in superfluous(whole, self._run.config.checkpoint, self.state.progress.evaluations):
+            if path != self._run.store.copying:
+                delete(path)

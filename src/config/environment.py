@@ -28,7 +28,7 @@ def _size(name: str) -> int:
 def leftovers() -> Iterator[str]:
     """Yield a line for each variable that tells of other processes, though no launcher has started any; and for a
     trial of a sweep without its agent."""
-    if "WANDB_SWEEP_ID" in os.environ and "WANDB_RUN_ID" not in os.environ:  # room: wandb
+    if "WANDB_SWEEP_ID" in os.environ and "WANDB_RUN_ID" not in os.environ:
         yield f"WANDB_SWEEP_ID={os.environ['WANDB_SWEEP_ID']} is set in the environment, without WANDB_RUN_ID: unset it"
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torch's launcher, which sets what Accelerate reads first
         return

@@ -12,18 +12,20 @@ THEIRS = {
     "global_batch_size, which counts all micro-batches of all processes": "gradient_accumulation_steps",
     "--mixed_precision bf16 before train.py, or fp16": "bf16 fp16 mixed_precision torch_dtype dtype",
     "--config_file accelerate_configs/fsdp.yaml before train.py": "deepspeed fsdp fsdp_config",
-    "activation_checkpointing": "gradient_checkpointing",  # room: compile
-    "num_workers": "dataloader_num_workers",  # room: workers
+    "activation_checkpointing": "gradient_checkpointing",
+    "num_workers": "dataloader_num_workers",
     "log_every": "logging_steps",
     "eval_every, in steps, or null for each epoch": "eval_steps eval_strategy evals_per_epoch",
     "save_every, in steps": "save_steps save_strategy saves_per_epoch",
     "checkpoint.keep_last": "save_total_limit",
-    "checkpoint.export_best": "load_best_model_at_end",  # room: best
+    "checkpoint.export_best": "load_best_model_at_end",
     "resume": "resume_from_checkpoint",
     "trackers, a list": "report_to",  # room: trackers wandb
 }
 """Their names by ours, of which the first word is a setting, or an argument of the launcher."""
-THEIRS |= {  # room: text
+OURS = {name: ours for ours, names in THEIRS.items() for name in names.split()}
+"""Ours by each name of theirs."""
+THEIRS_OF_TEXT = {  # room: text
     "task.model": "model_name_or_path base_model",
     "task.dataset": "dataset_name datasets train_file",
     "task.eval_fraction": "val_set_size",
@@ -37,5 +39,6 @@ THEIRS |= {  # room: text
     "task.lora.target_modules, a list": "lora_target_modules",
     "task.lora.base_dtype, nf4 for 4 bits": "load_in_4bit load_in_8bit",
 }
-OURS = {name: ours for ours, names in THEIRS.items() for name in names.split()}
-"""Ours by each name of theirs."""
+OURS |= {  # room: text
+    name: f"{ours} (--task.name=causal_lm has it)" for ours, names in THEIRS_OF_TEXT.items() for name in names.split()
+}

@@ -6,12 +6,12 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -32,10 +32,13 @@ Values = dict[str, Any]
 Written = dict[str, str]
 """How the user wrote each of them."""
 T = TypeVar("T")
+MAY_BE_ELSEWHERE = "may be elsewhere"
+Elsewhere = Annotated[T, MAY_BE_ELSEWHERE]
+"""A setting that may name something to download, as `scheme:rest`."""
 ResumeSafe = Annotated[T, Change.SAFE]
 Length = Annotated[T, Change.LENGTH, Change.REOPENS]
-Reopens = Annotated[T, Change.REOPENS]  # room: best wandb
-SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]  # room: best hub text
+Reopens = Annotated[T, Change.REOPENS]
+SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
 
 TEXT = (str, str | None)
 """The types of fields whose value is taken as it was written."""
@@ -58,6 +61,18 @@ class Settings(BaseModel, extra="forbid", use_attribute_docstrings=True, allow_i
             return float(value)
         return os.path.expanduser(value) if value.startswith("~/") else value
 
+    def validation_errors(self) -> Iterator[str]:
+        """Yield what no single field can tell, one line each, before anything is loaded: settings that contradict each
+        other, missing files."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _add_validation_errors(self, info: ValidationInfo) -> Self:
+        """Add them to the list that `validate` gives as the context: raised, the first group's would hide others'."""
+        if info.context is not None:
+            info.context.extend(self.validation_errors())
+        return self
+
 
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Written]:
     """Merge the files that `--config` names, in order, and then the other arguments.
@@ -68,12 +83,12 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     """
     files: list[str] = []
     options: Written = {}
-    theirs = ""  # room: familiar
+    theirs = ""
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if argument.startswith("--"):  # room: familiar
+        if argument.startswith("--"):
             theirs = name if name in OURS else ""
         if argument == "--config" or (name == "config" and equals):
             if file := value if equals else next(arguments, ""):
@@ -82,7 +97,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
                 mistakes.append(f"{argument}: name a yaml file, --config=FILE.yaml")
         elif argument.startswith("--") and (equals or name in ("check", "dry_run")):
             options[name] = value if equals else "true"
-        elif theirs:  # room: familiar
+        elif theirs:
             options[theirs] = "…"  # its name without a value, or a word of its value
         else:
             mistakes.append(f"{argument}: not understood; settings are written --name=value")
@@ -100,13 +115,13 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
 
 
 def validate(
-    model: type[Settings], values: Mapping[str, Any], written: Written, mistakes: list[str]
+    model: type[Settings], values: Mapping[str, Any], written: Written, mistakes: list[str], unknown: Iterable[str] = ()
 ) -> tuple[Settings, set[str]]:
-    """Build `model` from dotted names; append a line to `mistakes` for each name or value that it refuses. `written`
-    says how the user wrote each value.
+    """Build `model` from dotted names; append a line to `mistakes` for each name or value that it refuses, and for each
+    contradiction. `written` says how the user wrote each value.
 
     Returns:
-        The settings with every refused value replaced by its default, and the names of those refused.
+        The settings with every value that is refused, or `unknown` yet, replaced by its default; and their names.
 
     Raises:
         UserError: a setting without a default is missing.
@@ -120,37 +135,52 @@ def validate(
         elif value is not None or name in known:  # a yaml's group may just be empty
             given[name] = value
 
-    bad: set[str] = set()
-    try:
-        return model.model_validate(_unflatten(given)), bad
-    except ValidationError as error:
-        problems = error.errors()
-    for problem in problems:
-        where = ".".join(map(str, problem["loc"]))
-        names = [name for name in given if f"{where}.".startswith(f"{name}.")]
-        # a whole group may be unknown
-        for name in names or [name for name in given if name.startswith(f"{where}.")]:
-            match problem["type"]:
-                case "extra_forbidden" | "model_type" if where in OURS:  # room: familiar
-                    says = f"here it is {OURS[where]}"
-                    if OURS[where].startswith("task."):
-                        says += " (--task.name=causal_lm has it)"
-                case "extra_forbidden":
-                    says = f"unknown setting{nearest(name, list(known))}"
-                case "model_type":
-                    example = next(setting for setting in known if setting.startswith(f"{name}."))
-                    says = f"{name} is a group; write, for example, --{example}=…"
-                case _:
-                    says = complaint(problem)
-            mistakes.append(f"{written.get(name, name)}: {says}")
-            bad.add(name)
-    if not bad:  # a setting without a default was not given, and there is nothing to go on with
-        lines = [f"{'.'.join(map(str, problem['loc']))}: {complaint(problem)}" for problem in problems]
-        raise UserError("\n".join([*mistakes, *lines]))
-    good = {name: value for name, value in given.items() if name not in bad}
-    # one mistake can hide another: --task=mnist that of --task.dropout=9
-    settings, more = validate(model, good, written, mistakes)
-    return settings, bad | more
+    bad = {*unknown}
+    while True:  # one mistake can hide another: --task=mnist that of --task.dropout=9
+        good = {name: value for name, value in given.items() if name not in bad}
+        contradictions: list[str] = []
+        try:
+            settings = model.model_validate(_unflatten(good), context=contradictions)
+        except ValidationError as error:
+            problems = error.errors()
+        else:
+            mistakes.extend(line for line in contradictions if not _names_any(line, bad))
+            return settings, bad
+        refused = {name: problem for problem in problems for name in _names_at(problem["loc"], good)}
+        if not refused:  # a setting without a default was not given, and there is nothing to go on with
+            lines = [f"{'.'.join(map(str, problem['loc']))}: {complaint(problem)}" for problem in problems]
+            raise UserError("\n".join([*mistakes, *lines]))
+        mistakes.extend(
+            f"{written.get(name, name)}: {_refusal(name, problem, [*known])}" for name, problem in refused.items()
+        )
+        bad |= {*refused}
+
+
+def _names_any(line: str, names: Iterable[str]) -> bool:
+    """Return whether a message names one of these settings."""
+    return any(re.search(rf"(?<![\w.]){re.escape(name)}\b", line) for name in names)
+
+
+def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
+    """Return which of the given settings pydantic means by a place: one, or all of an unknown group."""
+    where = ".".join(map(str, place))
+    names = [name for name in given if f"{where}.".startswith(f"{name}.")]
+    return names or [name for name in given if name.startswith(f"{where}.")]
+
+
+def _refusal(name: str, problem: Any, known: list[str]) -> str:
+    """Return what is wrong with a setting of this name, from pydantic's error."""
+    where = ".".join(map(str, problem["loc"]))
+    match problem["type"]:
+        case "extra_forbidden" | "model_type" if where in OURS:
+            return f"here it is {OURS[where]}"
+        case "extra_forbidden":
+            return f"unknown setting{nearest(name, known)}"
+        case "model_type":
+            example = next(setting for setting in known if setting.startswith(f"{name}."))
+            return f"{name} is a group; write, for example, --{example}=…"
+        case _:
+            return complaint(problem)
 
 
 def complaint(problem: Any) -> str:
@@ -181,6 +211,16 @@ def fields(
 def marked(model: type[Settings], mark: Change) -> set[str]:
     """Return the dotted names of the settings that have this mark, or are in a group that has it."""
     return {name for name, _, marks in fields(model) if mark in marks}
+
+
+def elsewhere(model: type[Settings], values: Mapping[str, Any], schemes: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Return the scheme and the rest of each value, by its setting, that names something to download."""
+    found = {}
+    for name, _, marks in fields(model):
+        scheme, _, rest = str(values.get(name)).partition(":")
+        if MAY_BE_ELSEWHERE in marks and scheme in schemes:
+            found[name] = scheme, rest
+    return found
 
 
 def describe(model: type[Settings]) -> str:

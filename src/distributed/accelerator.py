@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import SGD
 
@@ -34,7 +35,8 @@ from src.config.environment import processes
 from src.config.errors import UserError, explained, refuse
 from src.distributed.launch_guard import launch_errors, refuse_another_strategy
 from src.distributed.launcher import Launcher, find_launcher, what_is_asked
-from src.distributed.process import SIGNALS
+from src.distributed.machines import join
+from src.distributed.process import SIGNALS, exit_codes
 from src.tasks.base import ContextParallel
 
 warnings.filterwarnings("ignore", "Slicing a flattened dim")  # what Accelerate does for HSDP
@@ -71,16 +73,18 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     """Join the processes that the launcher started.
 
     Raises:
-        UserError: what would run is not what was asked for; one line per reason.
+        UserError: what would run is not what was asked for, or the machines differ; one line per reason.
     """
+    SIGNALS.answer_by(SIGNALS.die_later)  # in C++, waiting for a process that may be lost
+    join(config)
     launcher, asked = find_launcher(), what_is_asked()
     are_apples = asked.world_size > 1 and torch.backends.mps.is_available()  # which have no collectives
     on_cpu = asked.cpu or are_apples or not torch.accelerator.is_available()
     is_stand_in = on_cpu and not asked.cpu
     precision, note = choose_precision(launcher, asked.precision, is_stand_in)
-    if config.check and precision != "no":  # room: check
+    if config.mode == "check" and precision != "no":
         precision, note = "no", f"--check compares in fp32: the run itself computes in {precision}"
-    refuse(launch_errors(launcher, config, asked, on_cpu, precision))  # room: launch_guard
+    refuse(launch_errors(launcher, config, asked, on_cpu, precision))
 
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)
     if precision != "fp8":
@@ -100,7 +104,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     )
     if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, but report fp16
         accelerator.native_amp = True
-    refuse_another_strategy(accelerator, asked)  # room: launch_guard
+    refuse_another_strategy(accelerator, asked)
     if mesh := accelerator.torch_device_mesh:  # its groups have not taken over the timeout
         for group in (*mesh.get_all_groups(), mesh["dp_shard_cp"].get_group()):
             group.set_timeout(timeout)
@@ -154,7 +158,7 @@ def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) 
         torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
 
 
-def library_versions() -> dict[str, str]:  # room: safeguards
+def library_versions() -> dict[str, str]:
     """Return the versions of those libraries whose arithmetic another version may round differently."""
     libraries = ("torch", "accelerate", "transformers")
     return {name: importlib.metadata.version(name) for name in libraries if find_spec(name)}
@@ -247,6 +251,17 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
     else:
         peak = torch.accelerator.max_memory_allocated()
     return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
+
+
+def entry_point(main: Callable[[], None]) -> Callable[[], Any]:
+    """Decorate the main function of train.py: have errors give exit codes, and the traceback of what failed first stand
+    in the launcher's table."""
+    return record(exit_codes()(main))
+
+
+def num_machines() -> int:
+    """Return the number of machines that torch's launcher has started the run on."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def leave(accelerator: Accelerator) -> None:

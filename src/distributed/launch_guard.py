@@ -72,8 +72,8 @@ def launch_errors(
     gpus = torch.accelerator.device_count()
     if not on_cpu and asked.local_world_size > gpus:
         yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"
-    if config.cuda_graphs:  # room: cuda_graphs
-        is_alone = asked.world_size == config.accumulation(1) == 1
+    if config.cuda_graphs:
+        is_alone = asked.world_size == config.gradient_accumulation_steps(1) == 1
         is_cuda = not on_cpu and torch.cuda.is_available()
         if not (is_alone and is_cuda) or precision == "fp16" or config.optim.name == "muon":
             yield "cuda_graphs=true is for one NVIDIA GPU, without accumulation, fp16 or muon"

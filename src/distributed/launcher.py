@@ -84,7 +84,7 @@ def is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() == "true"
 
 
-def resume_command(config: Config) -> str:  # room: status
+def resume_command(config: Config) -> str:
     """Return what the user typed, with --resume=auto added if the run was to branch off or start anew, so that it
     continues from its own checkpoint."""
     launcher = find_launcher()

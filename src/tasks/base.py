@@ -26,14 +26,16 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
 
-DATA_STATE = "data_state.json"  # room: text examples
+DATA_STATE = "data_state.json"
 """File in an export: what `Task.data_state` returned."""
-PICTURE = "data:image/png;base64,"  # room: report tables wandb
+PICTURE = "data:image/png;base64,"
 """Beginning of a table's cell that is a picture."""
 Indices = np.ndarray | range
 """Indices into a dataset, int64: an array, or a range of them, which takes no memory."""
 Table = list[dict[str, Any]]
 """Rows with the same keys, as JSON."""
+Counts = dict[str, float]
+"""What is counted of a batch, a step or a run, by name."""
 Metrics = dict[str, float]
 """Results of an evaluation by name."""
 Tables = dict[str, Table]
@@ -57,27 +59,24 @@ class Task(Settings, ABC):
 
     name: str
     """The task to train."""
-    metric_names: ClassVar[tuple[str, ...] | None] = None  # room: best
+    metric_names: ClassVar[tuple[str, ...] | None] = None
     """Names that `metrics` returns, so that settings that name one are checked at the start; None: not known then."""
+    next_step: ClassVar[tuple[str, str]] = "evaluate", "src.tools.evaluate"
+    """What to do with a trained model first: a word, and the program for it."""
     splits_sequences: ClassVar[bool] = False
     """Whether several processes can share each example, which is a sequence: see the method `split_sequences`."""
 
-    def validation_errors(self) -> Iterator[str]:
-        """Yield what no single field can tell, one line each, before anything is loaded: settings that contradict each
-        other, missing files."""
-        yield from ()
-
-    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:  # room: text plan
+    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         """Choose what depends on the kind of device and the dtype that it computes in, before `build_model`. Return
         what was chosen, for the start-up summary. Raise a UserError if the settings ask for what can't be."""
         return []
 
     def split_sequences(self, cp: ContextParallel) -> None:
-        """From now on, have `collate` return this process's part of each example. What `loss`, `evaluate` and those
-        that count return must then add up, over the group, to that of whole examples."""
+        """From now on, have `collate` return this process's part of each example. What `loss`, `evaluate` and
+        `count` return must then add up, over the group, to that of whole examples."""
         assert cp.size == 1, f"task.name={self.name}: no sequences to split over processes"
 
-    def reference(self) -> "Task":  # room: check
+    def reference(self) -> "Task":
         """Return the task whose model --check compares with: it computes the same in the plainest way, in any dtype."""
         return self
 
@@ -86,19 +85,19 @@ class Task(Settings, ABC):
         """Return the model, fp32, on the CPU. Same seed, same weights. For FSDP, `_no_split_modules` on it lists the
         class names of its repeating blocks, as transformers does."""
 
-    def build_empty_model(self) -> nn.Module | None:  # room: text
+    def build_empty_model(self) -> nn.Module | None:
         """Return the model with parameters on the meta device, which FSDP shards before `load_weights` fills them; None
         if every process can hold all of it, as `build_model` returns it."""
         return None
 
-    def build_skeleton(self) -> nn.Module:  # room: plan
+    def build_skeleton(self) -> nn.Module:
         """Return the model with parameters on the meta device, reading no weights: to plan a run. Raise a UserError if
         it cannot be built so."""
         on_meta = parameters_on(torch.device("meta"))
         with on_meta, explained("its model reads values that a plan does not have, ", RuntimeError):
             return self.build_model()
 
-    def load_weights(self, model: Any, device: torch.device) -> None:  # room: text
+    def load_weights(self, model: Any, device: torch.device) -> None:
         """Fill what `build_empty_model` returned, sharded since, on this device: with the values of `build_model`."""
 
     @abstractmethod
@@ -106,20 +105,20 @@ class Task(Settings, ABC):
         """Return the training and the evaluation set. The first process of each machine goes first: the others find
         what it downloaded or cached. Raise a UserError that says in one line what is wrong with the data."""
 
-    def data_state(self) -> dict[str, Any]:  # room: text examples
+    def data_state(self) -> dict[str, Any]:
         """Return what `build_datasets` found out and `build_model` needs, as JSON. Checkpoints keep it: the model can
         then be built without the data."""
         return {}
 
-    def load_data_state(self, state: dict[str, Any]) -> None:  # room: text examples
+    def load_data_state(self, state: dict[str, Any]) -> None:
         """Restore what `data_state` returned, in place of `build_datasets`, or before it, to evaluate on other data."""
 
-    def fingerprint(self, dataset: Any) -> str:  # room: machines safeguards trackers wandb
+    def fingerprint(self, dataset: Any) -> str:
         """Return a string that changes when the examples or their order do; empty: unknown. A run refuses to resume on
         different data."""
         return ""
 
-    def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:  # room: text
+    def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
         """Return figures about a dataset by name, for summary.json and the terminal: counts, and shares as floats."""
         return {}
 
@@ -142,28 +141,18 @@ class Task(Settings, ABC):
         """Return a batch, nested tensors with the examples first, from what the dataset returned."""
         return default_collate(samples)
 
-    def documents(self, sample: Any) -> list[Any]:  # room: check
+    def documents(self, sample: Any) -> list[Any]:
         """Split an example that packs documents, which must not see each other, into one example for each."""
         return [sample]
 
-    def count_tokens(self, batch: Any) -> tuple[int, int]:  # room: text
-        """Return the tokens in a batch of `collate`, without padding and with it; (0, 0) if it is not text."""
-        return 0, 0
-
-    def counters(self) -> list[str]:  # room: streaming
-        """Return the names in the record of what `count_more` counts."""
-        return []
-
-    def count_more(self, batch: Any) -> list[int]:  # room: streaming
-        """Return what else to count of a batch, over the whole run and all processes."""
-        return []
-
     @abstractmethod
-    def count_targets(self, batch: Any) -> int:
-        """Return how many targets (examples, tokens) `loss` sums over, from what `collate` returned. The loop divides
-        by their number over all processes and micro-batches, before the backward pass."""
+    def count(self, batch: Any) -> Counts:
+        """Return what is counted of a batch of `collate`: as `targets`, how many (examples, tokens) `loss` sums over,
+        by whose number over all processes and micro-batches the loop divides before the backward pass; of text,
+        `tokens` and, with padding, `padded_tokens`; and what the record is to have summed over the run, by names such
+        as `train/tokens_wiki`."""
 
-    def flops(self, model: Any, batch: Any) -> float:  # room: performance
+    def flops(self, model: Any, batch: Any) -> float:
         """Return the floating-point operations that the forward and backward pass of a batch need, for perf/mfu; 0.0:
         unknown. `model` is as `build_model` returned it, or sharded; don't wait for the device."""
         return 0.0
@@ -187,12 +176,12 @@ class Task(Settings, ABC):
         exactly once, in the dataset's order, on the CPU."""
         return {}
 
-    def tables(self, outputs: Tensors, dataset: Any) -> Tables:  # room: tables
+    def tables(self, outputs: Tensors, dataset: Any) -> Tables:
         """Return tables to record at each evaluation, by name, such as the worst mistakes. The arguments are those of
         `metrics`, and the evaluation set. Called on the main process only."""
         return {}
 
-    def report(self, model: Any, device: torch.device) -> tuple[Metrics, Tables]:  # room: tables
+    def report(self, model: Any, device: torch.device) -> tuple[Metrics, Tables]:
         """Return metrics and tables by name that need the trained model, such as what it generates. Called once, after
         the last evaluation. Every process must call the model, on `device`, equally often."""
         return {}, {}
@@ -201,40 +190,40 @@ class Task(Settings, ABC):
         """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole: its
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
-        if state := self.data_state():  # room: text examples
+        if state := self.data_state():
             (folder / DATA_STATE).write_bytes(json.dumps(state).encode())
 
-    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:  # room: text
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         """Write what `export` would from a sharded model, so that no process has to hold the whole of it. Return
         False, before anything is written, if that is not possible. Collective."""
         return False
 
-    def load_export(self, folder: Path) -> nn.Module:  # room: evaluate generate checkpoints
+    def load_export(self, folder: Path) -> nn.Module:
         """Return the model that `export` wrote, fp32, on the CPU; restore of `data_state` what an evaluation needs."""
-        if (folder / DATA_STATE).exists():  # room: text examples
+        if (folder / DATA_STATE).exists():
             self.load_data_state(json.loads((folder / DATA_STATE).read_bytes()))
         model = self.build_model()
         load_torch_model(model, folder, strict=True)
         return model
 
-    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:  # room: evaluate
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         """Return the columns of predictions.parquet, a row for each example. The arguments are those of `tables`."""
         return {name: values.tolist() for name, values in outputs.items()}
 
-    def preview(self, dataset: Any, index: int) -> str:  # room: dry_run
+    def preview(self, dataset: Any, index: int) -> str:
         """Return an example of `augmented` as the model sees it, in lines of text; if not all of it contributes to the
         loss, what does within ⟦ ⟧."""
         batch = self.collate(samples(dataset, [index]))
         return json.dumps(recursively_apply(_in_words, batch), indent=2, default=str)
 
-    def cards(self) -> dict[str, dict[str, Any]]:  # room: hub
+    def cards(self) -> dict[str, dict[str, Any]]:
         """Return metadata for the model card, as "", and for that of each further model in the export, by its folder
         there: fields of huggingface_hub.ModelCardData, such as license or tags."""
         return {"": {}}
 
 
 @contextmanager
-def parameters_on(device: torch.device) -> Iterator[None]:  # room: plan text
+def parameters_on(device: torch.device) -> Iterator[None]:
     """Have modules register their parameters on this device. Tied ones stay one, which Accelerate's init_empty_weights
     makes two on the meta device."""
 
@@ -263,7 +252,7 @@ def samples(dataset: Any, indices: list[int]) -> Any:
     return fetch_batch(indices) if fetch_batch else [dataset[i] for i in indices]
 
 
-def _in_words(batch: Tensor) -> Any:  # room: dry_run
+def _in_words(batch: Tensor) -> Any:
     """Return what a tensor holds of the only example in it: a number, or what says of which kind many are."""
     if batch.numel() < 2:
         return batch.squeeze().tolist()

@@ -20,7 +20,7 @@ from src.config.errors import UserError, cause
 from src.config.groups import Share
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
-from src.tasks.base import PICTURE, Metrics, Tables, Task, Tensors
+from src.tasks.base import PICTURE, Counts, Metrics, Tables, Task, Tensors
 from src.tasks.tables import label_columns, label_tables
 
 
@@ -144,7 +144,7 @@ class Mnist(Task):
     label_smoothing: Share = 0.1
     """Share of the training target that all ten digits share equally; the evaluation's loss has none."""
 
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)  # room: best
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     def build_model(self) -> nn.Module:
         return MnistCnn(dropout=self.dropout)
@@ -152,7 +152,7 @@ class Mnist(Task):
     def build_datasets(self) -> tuple[Digits, Digits]:
         return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
 
-    def fingerprint(self, dataset: Digits) -> str:  # room: machines safeguards trackers wandb
+    def fingerprint(self, dataset: Digits) -> str:
         return hashlib.sha256(dataset.images.numpy().tobytes() + dataset.labels.numpy().tobytes()).hexdigest()
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
@@ -164,8 +164,8 @@ class Mnist(Task):
     def collate(self, samples: Any) -> Tensors:
         return samples  # Digits.__getitems__ returns a whole batch
 
-    def count_targets(self, batch: dict[str, Any]) -> int:
-        return len(batch["labels"])
+    def count(self, batch: dict[str, Any]) -> Counts:
+        return {"targets": len(batch["labels"])}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         logits, labels = model(batch["images"]).float(), batch["labels"]
@@ -179,7 +179,7 @@ class Mnist(Task):
     def metrics(self, outputs: Tensors) -> Metrics:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
-    def tables(self, outputs: Tensors, dataset: Any) -> Tables:  # room: tables
+    def tables(self, outputs: Tensors, dataset: Any) -> Tables:
         def show(index: int) -> dict[str, str]:
             png = io.BytesIO()
             Image.fromarray(dataset.images[index].numpy(force=True)).save(png, "png")
@@ -187,5 +187,5 @@ class Mnist(Task):
 
         return label_tables(outputs, list("0123456789"), show)
 
-    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:  # room: tables
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         return {"index": list(range(len(dataset))), **label_columns(outputs, list("0123456789"))}

@@ -33,7 +33,7 @@ def require_sum(task: Task, loss: Tensor, batch: Any) -> None:
     over several targets. Autograd tells, but not of every mean: nothing is computed for this."""
     require_right(task, "loss", loss)
     is_mean = getattr(loss.grad_fn, "_saved_reduction", None) == MEAN
-    if is_mean and task.count_targets(batch) > 1:
+    if is_mean and task.count(batch)["targets"] > 1:
         raise UserError(f"{type(task).__name__}.loss must return {SUM}")
 
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from src.checkpoint.export import export_weights, replacing
+from src.checkpoint.export import export_weights, replacing, write_card
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import MANIFEST, read_state
-from src.checkpoint.hub import write_card
 from src.checkpoint.integrity import problems, require_whole
 from src.checkpoint.load import config_of, is_checkpoint, load_model
 from src.checkpoint.rng import absent_random_file
@@ -31,8 +30,8 @@ def show(path: Path, contents: bool) -> bool:
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
     evaluated = "  ".join(f"{name} {value:.4g}" for name, value in evaluation_of(path).items())
-    under = f"{state.strategy} x {state.num_processes}"
-    absent = absent_random_file(path, state.num_processes)
+    under = f"{state.origin.strategy} x {state.origin.num_processes}"
+    absent = absent_random_file(path, state.origin.num_processes)
     print(f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {under}  {evaluated}  {absent}".rstrip())
     return True
 
@@ -53,7 +52,7 @@ def export(path: Path, folder: Path) -> None:
     model = load_model(path, config)
     with replacing(folder) as unfinished:
         export_weights(config, model, model.state_dict(), unfinished)
-        write_card(config, evaluation_of(path), unfinished)  # room: hub
+        write_card(config, evaluation_of(path), unfinished)
     print(folder)
 
 

@@ -1,49 +1,60 @@
 """trackio and TensorBoard, through Accelerate's own trackers."""
 
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
-from src.tracking.guard import Record, Recorder, Tables, describe
-from src.training.run import Run
+from src.config.config import Config
+from src.tracking.part import Part, Record, Tables, describe
 
 PROJECT = "accelerate-template"
 """Project of trackio that the run is filed under."""
 
 
-@dataclass
-class AccelerateRecorder(Recorder):
+class AcceleratePart(Part):
     """Passes numbers on to one of Accelerate's trackers."""
 
-    tracker: GeneralTracker
-    """One that has not been started."""
-    title: str
-    where: str
-    closing: str
+    _tracker: GeneralTracker
 
     def start(self) -> None:
-        self.tracker.start()
+        self._tracker.start()
 
     def log(self, record: Record, tables: Tables) -> None:
         numbers = {name: value for name, value in record.items() if name != "step"}
-        self.tracker.log(numbers, step=record["step"])
+        self._tracker.log(numbers, step=record["step"])
 
-    def finish(self, summary: Record | None, crash: str | None) -> None:
-        self.tracker.finish()
+    def end(self, summary: Record | None, crash: str | None) -> None:
+        self._tracker.finish()
 
 
-def accelerate_recorders(run: Run, run_id: str) -> Iterator[Recorder]:
-    """Yield those that the settings name. With the same id, a later session continues the run."""
-    config = run.config
-    if "trackio" in config.trackers:
-        name = f"{config.run_name}-{run_id}"
-        tracker = TrackioTracker(PROJECT, name=name, resume="allow", config=describe(run))
-        yield AccelerateRecorder(tracker, "trackio", name, f"  trackio    trackio show --project {PROJECT}")
-    if "tensorboard" in config.trackers:
-        folder = str(config.folder / "tensorboard")
+class Trackio(AcceleratePart):
+    """Records a run in trackio. With the same id, a later session continues it."""
+
+    title = "trackio"
+    closing = f"  trackio    trackio show --project {PROJECT}"
+
+    @classmethod
+    def is_on(cls, config: Config) -> bool:
+        return "trackio" in config.trackers
+
+    def start(self) -> None:
+        self.where = f"{self._run.config.run_name}-{self._id}"
+        self._tracker = TrackioTracker(PROJECT, name=self.where, resume="allow", config=describe(self._run))
+        super().start()
+
+
+class TensorBoard(AcceleratePart):
+    """Records a run for TensorBoard, into its folder."""
+
+    title = "TB"
+
+    @classmethod
+    def is_on(cls, config: Config) -> bool:
+        return "tensorboard" in config.trackers
+
+    def start(self) -> None:
+        self.where = str(self._run.config.folder / "tensorboard")
+        self.closing = f"  TB         tensorboard --logdir {shlex.quote(self.where)}"
         # of an earlier session that was killed, hide the steps that are taken once more
-        tensorboard = TensorBoardTracker("", logging_dir=folder, purge_step=run.progress.step + 1)
-        command = f"tensorboard --logdir {shlex.quote(folder)}"
-        yield AccelerateRecorder(tensorboard, "TB", folder, f"  TB         {command}")
+        self._tracker = TensorBoardTracker("", logging_dir=self.where, purge_step=self._run.progress.step + 1)
+        super().start()

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from typing import Any
 
 from src.config.terminal import say
 from src.tracking.summary import print_summary
@@ -13,8 +14,8 @@ MOST_CHARACTERS = 4000
 """Characters of an example that are shown at most."""
 
 
-def dry_run(run: Run) -> None:
-    """Print what the run would do, and the first two examples of its next step. Nothing is written."""
+def dry_run(run: Run, *_: Any) -> bool:
+    """Print what the run would do, and the first two examples of its next step. Nothing is written. Return True."""
     if run.is_main:
         print_summary(run, {})
         step = run.progress.step
@@ -25,13 +26,14 @@ def dry_run(run: Run) -> None:
                 f"\nexample {index} of the training data, in step {step + 1}:",
                 shown(run.task.preview(dataset, int(index))),
             )
-        figures = run.facts["data"]["train"]  # room: text
-        if "targets" in figures:  # room: text
+        figures = run.facts["data"]["train"]
+        if "targets" in figures:
             share = f"{figures['targets'] / figures['tokens']:.1%}"
             say(shown(f"\n⟦like this⟧: contributes to the loss, as do {share} of all tokens in the training data"))
         left = f"{run.total_steps - step} of {run.total_steps} steps to take"
         every = f"an evaluation every {run.config.eval_every or run.steps_per_epoch}"
         say("", f"dry run: {left}, {every}, a checkpoint every {run.config.save_every}; nothing was written")
+    return True
 
 
 def shown(text: str) -> str:

@@ -19,6 +19,7 @@ from src.config.errors import UserError, cause, explained
 from src.config.settings import flatten
 from src.distributed.process import exit_codes
 from src.tasks.base import PICTURE, Tables
+from src.tracking.part import Part, Record
 from src.training.score import score
 
 MOST_PICTURES, MOST_ROWS = 24, 50
@@ -110,6 +111,16 @@ def draw(runs: list[Recorded]) -> dict[str, str]:
     titles = sorted(pictures, key=lambda title: "loss" not in title)[:MOST_PICTURES]
     drawn = {title: figures.draw(title, pictures[title]) for title in titles}
     return {title: base64.b64encode(svg.encode(errors="replace")).decode() for title, svg in drawn.items()}
+
+
+class Report(Part):
+    """Writes the report of a run that has come to its end."""
+
+    title = "report"
+
+    def end(self, summary: Record | None, crash: str | None) -> None:
+        if summary:
+            self.closing = report_line(self._run.config.folder)
 
 
 def report_line(folder: Path) -> str:

@@ -17,10 +17,10 @@ def print_summary(run: Run, recorders: dict[str, str]) -> None:
         f"{launch.precision} ({started_by})",
         "model": _model(run),
         "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
-        **{part: in_one_line(figures) for part, figures in run.facts["data"].items()},  # room: text
+        **{part: in_one_line(figures) for part, figures in run.facts["data"].items()},
         "batch": f"{config.global_batch_size} = {config.micro_batch(run.data_size)} per micro-batch x "
-        f"{processes(run.world_size, run.cp_size)} x {config.accumulation(run.data_size)} accumulated",
-        "tuned": ", ".join(run.facts["tuned"]),  # room: compile cpu cuda_graphs text
+        f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size)} accumulated",
+        "tuned": ", ".join(run.facts["tuned"]),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),
         **recorders,
@@ -39,12 +39,12 @@ def _model(run: Run) -> str:
     text = f"{parameters:,} parameters"
     if trained < parameters:
         text += f", {trained:,} of them trained"
-    if run.facts["built_whole"]:  # room: text
+    if run.facts["built_whole"]:
         text += "; each process built all of it first"
     return text
 
 
-def in_one_line(figures: dict[str, float]) -> str:  # room: text
+def in_one_line(figures: dict[str, float]) -> str:
     """Return figures by name as one line of text; integers are counts, floats are shares."""
     return ", ".join(
         f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")

@@ -1,4 +1,4 @@
-"""The run's record: metrics.jsonl, the terminal, and what else records it. The main process alone writes it."""
+"""The run's record: metrics.jsonl and the terminal. The main process alone writes it."""
 
 import contextlib
 import json
@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from src.checkpoint.export import Exported
 from src.checkpoint.folder import parent_checkpoint, saved_settings
 from src.checkpoint.format import write_json, write_text
 from src.checkpoint.status import write_done, write_status, write_stopped, write_unfinished
@@ -17,32 +18,29 @@ from src.config.errors import naming
 from src.config.settings import write_yaml
 from src.config.terminal import bar, say, unread
 from src.distributed.accelerator import peak_memory
-from src.tasks.base import Table
-from src.tracking.recorders import Recorders
-from src.tracking.report import report_line
+from src.tasks.base import Metrics, Tables
 from src.tracking.summary import print_summary
 from src.training.batches import examples_seen
 from src.training.evaluation import Evaluation
 from src.training.progress import StepResult
 from src.training.run import Run
 
+Logged = tuple[dict[str, Any], Tables]
+"""What is handed to the parts: numbers, `step` among them, and tables by name; both empty if nothing was recorded."""
+
 
 class Tracker:
-    """Keeps the run's record. As a context manager, it marks a run that raises as crashed."""
+    """Keeps the run's record, which it hands to the parts too."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, where: dict[str, str]) -> None:
+        """Open the record, and print what is about to run. `where`: where else it is recorded, by title."""
         self._run, self.folder = run, run.config.folder
         self._first = run.progress.step
-        self._summary: dict[str, Any] | None = None
         self._started = time.perf_counter()
-        self._is_noted = False  # room: status
+        self._is_noted = False
         if run.is_main:
             self._open_record()
             self._write_settings()
-        self._elsewhere = Recorders(run, self.say)  # room: trackers wandb
-        if run.is_main:
-            where: dict[str, str] = {}
-            where |= self._elsewhere.where  # room: trackers wandb
             print_summary(run, where)
             self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True)
             self._facts = ""
@@ -69,7 +67,7 @@ class Tracker:
         if "{run_name}" not in config.output_dir:
             del settings["output_dir"]  # reused under another name, it would lead to this run's folder
         write_text(self.folder / "config.yaml", write_yaml(settings))
-        write_unfinished(self.folder, resume.checkpoint if is_continued else None)  # room: status
+        write_unfinished(self.folder, resume.checkpoint if is_continued else None)
         (self.folder / "summary.json").unlink(missing_ok=True)
 
     def advance(self) -> None:
@@ -79,11 +77,7 @@ class Tracker:
             self._bar.set_description_str("evaluating" if is_due else self._facts, refresh=is_due)
             self._bar.update()
 
-    def log_training(
-        self,
-        result: StepResult,
-        measured: dict[str, float],  # room: performance
-    ) -> None:
+    def log_training(self, result: StepResult, measured: dict[str, float]) -> Logged:
         """Record the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
@@ -99,13 +93,13 @@ class Tracker:
         if run.is_log_due():  # not at the run's end: a longer run's interval would go on
             progress.end_interval()
         if not run.is_main:
-            return
-        metrics |= measured  # room: performance
-        self._record(metrics, {})
+            return {}, {}
+        logged = self._log(metrics | measured, {})
         if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 that is how the loss scale is found
             self.say(f"WARNING: steps skipped so far, as their gradients were not finite: {progress.skipped}")
         self._skipped = progress.skipped
         self._show(metrics)
+        return logged
 
     def _show(self, metrics: dict[str, Any]) -> None:
         """Show an interval's loss and speed in the bar, or in a line where there is none."""
@@ -119,23 +113,22 @@ class Tracker:
             eta = tqdm.format_interval(seconds_per_step * (total - step))
             self.say(f"step {step:>6}/{total}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
 
-    def log_evaluation(self, evaluation: Evaluation) -> None:
+    def log_evaluation(self, evaluation: Evaluation) -> Logged:
         """Record an evaluation made after the latest step."""
         run, step = self._run, self._run.progress.step
         if not run.is_main:
-            return
-        tables: dict[str, Table] = {}
-        tables |= run.task.tables(evaluation.outputs, run.eval_set)  # room: tables
+            return {}, {}
+        tables = run.task.tables(evaluation.outputs, run.eval_set)
         numbers = {"epoch": step / run.steps_per_epoch, **evaluation.metrics}
-        self._record(numbers, {f"eval/{name}": rows for name, rows in tables.items()})
+        logged = self._log(numbers, tables)
         self.say(f"step {step:>6}/{run.total_steps}  {_evaluation_line(evaluation.metrics)}")
+        return logged
 
-    def log_report(self, found: dict[str, float], tables: dict[str, Table]) -> dict[str, float]:  # room: tables
-        """Record what Task.report returned. Return the metrics by the names that the record has them under."""
-        metrics = {f"eval/{name}": value for name, value in found.items()}
-        if self._run.is_main and (metrics or tables):
-            self._record(metrics, {f"eval/{name}": rows for name, rows in tables.items()})
-        return metrics
+    def log_report(self, exported: Exported) -> Logged:
+        """Record what Task.report returned, if that is anything."""
+        if not self._run.is_main or not (exported.reported or exported.tables):
+            return {}, {}
+        return self._log(exported.reported, exported.tables)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps so that the record can continue from there."""
@@ -144,29 +137,27 @@ class Tracker:
         self._bar.set_description_str("saving")
         with naming(self.folder / "metrics.jsonl"):
             os.fsync(self._metrics.fileno())
-        state: dict[str, Any] = {"metrics_bytes": self._metrics.seek(0, os.SEEK_END)}
-        state["wandb_id"] = self._elsewhere.run_id  # room: trackers wandb
-        return state
+        return {"metrics_bytes": self._metrics.seek(0, os.SEEK_END)}
 
-    def log_stop(self, reason: str, checkpoint: Path | None) -> None:  # room: status
+    def log_stop(self, reason: str, checkpoint: Path | None) -> None:
         """Record that the run was told to stop, and how to continue it."""
         if not self._run.is_main:
             return
         self._bar.close()
-        write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume_command)
+        write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume.command)
 
-    def write_summary(self, evaluation: dict[str, float], save_pause_seconds: float) -> None:
-        """Write summary.json, with the seconds that saves kept the loop waiting, and print the closing block.
-        Collective."""
+    def write_summary(self, evaluation: Metrics, save_pause_seconds: float) -> dict[str, Any]:
+        """Write summary.json, with the seconds that saves kept the loop waiting, and print the closing block. Return
+        what was written. Collective."""
         run, progress, peaks = self._run, self._run.progress, peak_memory(self._run.accelerator)
         if not run.is_main:
-            return
+            return {}
         progress.tick()
         training_seconds = progress.training_seconds + progress.interval_seconds
         speeds = {"samples_per_second": examples_seen(run, progress.step) / training_seconds}
-        if tokens := progress.tokens + progress.interval_tokens:  # room: text
+        if tokens := progress.all_counts().get("tokens"):
             speeds["tokens_per_second"] = tokens / training_seconds
-        self._summary = {
+        summary = {
             "step": progress.step,
             "epoch": progress.step / run.steps_per_epoch,
             "train/loss": progress.train_loss,
@@ -179,60 +170,51 @@ class Tracker:
             "peak_memory_bytes": peaks,
             **vars(run.launch),
         }
-        write_done(self.folder, progress.step)  # room: status
-        write_json(self.folder / "summary.json", self._summary)
+        write_done(self.folder, progress.step)
+        write_json(self.folder / "summary.json", summary)
         self._say_done(evaluation)
+        return summary
 
     def _say_done(self, evaluation: dict[str, float]) -> None:
-        """Print what came out of the run, and what to do next."""
+        """Print what came out of the run."""
         folder = shlex.quote(str(self.folder))
-        lines = [
+        self._bar.set_description_str(self._facts)
+        self._bar.close()
+        self.say(
             f"done in {tqdm.format_interval(self._run.progress.seconds)}: {_evaluation_line(evaluation)}",
             f"  model      {folder}/model",
             f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml",
-            report_line(self.folder),  # room: report
-        ]
-        if self._run.task.name == "causal_lm":  # room: generate+text
-            lines.append(f"  talk       python -m src.tools.generate {folder}")
-        if self._run.task.name != "causal_lm":  # room: evaluate
-            lines.append(f"  evaluate   python -m src.tools.evaluate {folder}")
-        lines += self._elsewhere.closing_lines()  # room: trackers wandb
-        self._bar.set_description_str(self._facts)
-        self._bar.close()
-        self.say(*lines)
+        )
 
     def say(self, *lines: str) -> None:
         """Print lines, on the main process."""
         if not self._run.is_main:
             return
         say(*lines)
-        if unread and not self._is_noted:  # room: status
+        if unread and not self._is_noted:
             self._is_noted = True
             write_status(self.folder)
 
-    def _record(self, metrics: dict[str, Any], tables: dict[str, Table]) -> None:
-        """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and hand it on."""
+    def _log(self, metrics: dict[str, Any], tables: Tables) -> Logged:
+        """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and return it: numbers, and tables."""
         record = {"step": self._run.progress.step, **metrics}
+        tables = {f"eval/{name}": rows for name, rows in tables.items()}
         with naming(self.folder / "metrics.jsonl"):
             if record["step"] == self._first:  # replace what is there of it
                 self._metrics.truncate(self._recorded)
             self._metrics.write(json.dumps(record | tables).encode() + b"\n")
             self._metrics.flush()
             self._recorded = self._metrics.tell()
-        self._elsewhere.log(record, tables)  # room: trackers wandb
+        return record, tables
 
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._run.is_main:
             self._bar.close()
             with contextlib.suppress(OSError):  # what could not be written has been reported
                 self._metrics.close()
-        failures = self._elsewhere.finish(error, self._summary)  # room: trackers wandb
-        if self._summary and failures:  # room: trackers wandb
-            summary = self._summary | {"tracker_failures": failures}
-            write_json(self.folder / "summary.json", summary)
 
 
 def _evaluation_line(metrics: dict[str, Any]) -> str:

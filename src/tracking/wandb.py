@@ -20,10 +20,9 @@ from src.checkpoint.export import replacing
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import step_of
 from src.config.config import Config
-from src.config.errors import explained
-from src.config.tracking import Keep
+from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
-from src.tracking.guard import Record, Recorder, Tables, describe
+from src.tracking.part import Part, Record, Tables, describe
 from src.training.run import Run
 
 ARTIFACTS = Path("artifacts")
@@ -33,33 +32,9 @@ SERVICE = ("wandb-core", "gpu_stats")
 """Beginnings of the names of the processes that W&B starts."""
 
 
-def fetch_artifacts(config: Config, mistakes: list[str]) -> set[str]:
-    """Replace `wandb:entity/project/name:alias` in task.model and resume by the folder of the downloaded artifact.
-
-    The first process of a machine downloads, and the others wait for it. Where there are mistakes already, nothing is
-    downloaded.
-
-    Returns:
-        The names of the settings that were not replaced.
-
-    Raises:
-        UserError: an artifact can't be had.
-    """
-    absent: set[str] = set()
-    for name, settings in (("task.model", config.task), ("resume", config)):
-        field = name.removeprefix("task.")
-        source, _, artifact = str(getattr(settings, field, "")).partition(":")
-        if source != "wandb":
-            continue
-        if mistakes:
-            absent.add(name)
-            continue
-        with explained(f"{name}=wandb:{artifact}: cannot be downloaded, "):
-            setattr(settings, field, str(_download(artifact)))
-    return absent
-
-
-def _download(name: str) -> Path:
+def download_artifact(name: str) -> Path:
+    """Return the folder of an artifact of W&B, entity/project/name:alias, once it is downloaded. The first process of a
+    machine downloads, and the others wait for it. Raise an error of W&B's if it can't be had."""
     wandb = import_module("wandb")
     if not wandb.login(prompt=False, verify=False):
         raise ValueError("no credentials: `wandb login` first")
@@ -73,22 +48,19 @@ def _download(name: str) -> Path:
     return folder
 
 
-def wandb_recorders(run: Run, run_id: str) -> list[Recorder]:
-    """Return what records the run in W&B; nothing if the settings say so."""
-    mode = run.config.wandb.chosen_mode
-    is_on = "wandb" in run.config.trackers and mode != "disabled"
-    return [WandbRecorder(run, run_id, mode)] if is_on else []
-
-
-class WandbRecorder(Recorder):
-    """Records in W&B."""
+class WandbPart(Part):
+    """Records a run in W&B."""
 
     title = "W&B"
 
-    def __init__(self, run: Run, run_id: str, mode: str) -> None:
-        """Keep what `start` needs. The mode is that of wandb.init, or "auto": online where there are credentials."""
-        self._run, self._id, self._mode = run, run_id, mode
+    def __init__(self, run: Run, run_id: str) -> None:
+        super().__init__(run, run_id)
+        self._mode = run.config.wandb.chosen_mode
         self._recorded: set[Path] = set()  # checkpoints
+
+    @classmethod
+    def is_on(cls, config: Config) -> bool:
+        return "wandb" in config.trackers and config.wandb.chosen_mode != "disabled"
 
     def start(self) -> None:
         """Begin the run, or continue it by its id; go offline if it can't go online."""
@@ -128,7 +100,7 @@ class WandbRecorder(Recorder):
         self._wandb_run.log(record | {name: self._table(rows) for name, rows in tables.items()})
         self._save_checkpoints()
 
-    def finish(self, summary: Record | None, crash: str | None) -> None:
+    def end(self, summary: Record | None, crash: str | None) -> None:
         run, config = self._wandb_run, self._run.config
         self._save_checkpoints()
         if crash:

@@ -6,7 +6,7 @@ that has no example left computes on a dummy batch of weight 0, because FSDP's f
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,24 +21,13 @@ from torch import Tensor
 from src.config.config import Config
 from src.config.terminal import bar
 from src.distributed.stop import StopSignal
-from src.tasks.base import Examples, Indices, Task, samples
-from src.training.progress import StepCounts, StepResult
+from src.tasks.base import Counts, Examples, Indices, Task, samples
+from src.training.progress import StepResult
 from src.training.run import Run
 from src.training.workers import load_in_workers
 
 EVALUATION_FACTOR = 4
 """Micro-batches that are evaluated at once: no activations are kept for a backward pass."""
-
-
-class BatchCounts(NamedTuple):
-    """What is counted of a batch, as `Task.count_targets` and `Task.count_tokens` return it."""
-
-    targets: int
-    """Examples or tokens that the loss is the mean over."""
-    tokens: int  # room: text
-    """Tokens without padding; 0 if it is not text."""
-    padded_tokens: int  # room: text
-    """Tokens with padding."""
 
 
 class MicroBatch(NamedTuple):
@@ -48,10 +37,8 @@ class MicroBatch(NamedTuple):
     """The batch that the task's `collate` returned, on the device."""
     num_examples: int
     """Examples in it; 0 if it is a dummy."""
-    counts: BatchCounts
-    """Its targets and tokens; a dummy's are those of the example that stands in, and `weight` cancels them."""
-    more: Sequence[int] = ()  # room: streaming
-    """What `Task.count_more` counts in it."""
+    counts: Counts
+    """What `Task.count` counts in it; a dummy's are those of the example that stands in, and `weight` cancels them."""
 
     @property
     def weight(self) -> float:
@@ -59,9 +46,11 @@ class MicroBatch(NamedTuple):
         return 1.0 if self.num_examples else 0.0
 
 
+STOP_REQUESTS = "stop_requests"
+"""Name among the counts of a step: the processes that were asked to stop."""
 Steps = Iterator[list[MicroBatch]]
 """This process's micro-batches of each optimizer step."""
-TrainStep = Callable[[Run, list[MicroBatch], StepCounts], StepResult]
+TrainStep = Callable[[Run, list[MicroBatch], Counts], StepResult]
 """The type of train_step in train.py."""
 
 
@@ -142,37 +131,34 @@ class CountedSteps:
     """Iterate over the steps, each with the counts over the micro-batches of all processes.
 
     The loss is divided by the targets of all processes, so each must know their number before its first backward pass.
-    Asking then would hold all of them up: the counts are exchanged while they compute the step before.
+    Asking then would hold all of them up: the counts are summed while they compute the step before.
     """
 
     def __init__(self, steps: Steps, stop: StopSignal) -> None:
         self._steps, self._stop = steps, stop
         self._begin_next()
 
-    def __next__(self) -> tuple[list[MicroBatch], StepCounts]:
-        """Return the next step's micro-batches on this process, and the sums over those of all. Collective."""
-        micro_batches, counts = self._upcoming, self._exchanged()
-        self.more = self._exchanged_more()  # room: streaming
-        # before this step is computed, so that the exchange, and on a GPU the loading, overlap with it
+    def __next__(self) -> tuple[list[MicroBatch], Counts]:
+        """Return the next step's micro-batches on this process, and the counts over those of all. Collective."""
+        micro_batches, counts = self._upcoming, dict(self._summed())
+        del counts[STOP_REQUESTS]
+        # before this step is computed, so that the all-reduce, and on a GPU the loading, overlap with it
         self._begin_next()
         return micro_batches, counts
 
     def is_stop_requested(self) -> bool:
         """Return whether a process was asked to stop before the latest step began: the same on all. Collective."""
-        return self._exchanged().stop_requests > 0
+        return self._summed()[STOP_REQUESTS] > 0
 
     def _begin_next(self) -> None:
+        # after the last step there are no batches, and nothing is counted
         self._upcoming = next(self._steps, [])
-        # after the last step there are no batches: the sums are zeros
-        counts = np.zeros(len(BatchCounts._fields))
+        counts: Counts = {}
         for batch in self._upcoming:
-            counts += batch.weight * np.array(batch.counts)
-        # One all-reduce of 32 bytes, in a gloo group of its own: NCCL would queue it behind the device's work, and the
-        # host would wait for that to read the sums. Requests to stop travel along, for no exchange of their own.
-        sums = self._stop.begin_sum([*counts.tolist(), self._stop.requested])
-        self._exchanged = lambda: StepCounts(*sums())
-        more = [batch.weight * np.array(batch.more) for batch in self._upcoming if batch.more]  # room: streaming
-        self._exchanged_more = self._stop.begin_sum(np.sum(more, axis=0).tolist()) if more else list  # room: streaming
+            for name, number in batch.counts.items():
+                counts[name] = counts.get(name, 0.0) + batch.weight * number
+        # requests to stop travel along, for no all-reduce of their own
+        self._summed = self._stop.sums.begin({**counts, STOP_REQUESTS: float(self._stop.requested)})
 
 
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
@@ -202,16 +188,7 @@ def fetch(task: Task, dataset: Any, indices: list[int]) -> Any:
 
 def micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
     """Return what the task has collated as a micro-batch."""
-    counts = BatchCounts(
-        task.count_targets(data),
-        *task.count_tokens(data),  # room: text
-    )
-    return MicroBatch(
-        data,
-        num_examples,
-        counts,
-        task.count_more(data),  # room: streaming
-    )
+    return MicroBatch(data, num_examples, task.count(data))
 
 
 def _load(
@@ -232,7 +209,7 @@ def _load(
     )
     # no DataLoader: what it adds to each batch takes as long as a small model's step
     batches: Iterator[Any] = (fetch(config.task, dataset, indices) for indices in sampler)
-    if config.num_workers > 0:  # room: workers
+    if config.num_workers > 0:
         batches = load_in_workers(config, dataset, sampler, run.data_rank, epoch)
     # the sampler runs twice, for the indices of the batches and for their number in a step: both are lazy and cheap
     for step in sampler.steps():
@@ -247,7 +224,7 @@ def _on_device(run: Run, steps: Steps) -> Steps:
     if run.device.type == "cpu":
         return steps
     copied = map(partial(_copy, device=run.device), steps)
-    if run.config.cuda_graphs:  # room: cuda_graphs
+    if run.config.cuda_graphs:
         # a replay takes 0.17 ms of the host's time (docs/gpu.md), less than a second thread waits for its turn
         return copied
     # 10.3 ms a step in place of 12.2, where collating 4 x 4,096 packed tokens takes 2.0 (docs/figures.md)

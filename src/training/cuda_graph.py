@@ -15,13 +15,21 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from src.config.errors import UserError
+from src.tasks.base import Counts
 from src.training.batches import MicroBatch, TrainStep
 from src.training.optim import lr_at
-from src.training.progress import StepCounts, StepResult
+from src.training.out_of_memory import explaining_memory
+from src.training.progress import StepResult
 from src.training.run import Run
 
 WARM_UP_STEPS = 3
 """Steps before the one that is recorded, in which libraries choose algorithms and allocate their workspaces."""
+
+
+def prepared_step(run: Run, train_step: TrainStep) -> TrainStep:
+    """Return what takes a step: train_step or, with cuda_graphs, a recording of it. It explains a lack of memory."""
+    take_step = RecordedStep(run, train_step) if run.config.cuda_graphs else train_step
+    return explaining_memory("step", run)(take_step)
 
 
 class RecordedStep:
@@ -43,7 +51,7 @@ class RecordedStep:
         self._graph = torch.cuda.CUDAGraph()
         self._recorded: Any = None
 
-    def __call__(self, run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
+    def __call__(self, run: Run, micro_batches: list[MicroBatch], counts: Counts) -> StepResult:
         """Take the step.
 
         Raises:
@@ -57,7 +65,7 @@ class RecordedStep:
         if self._warmed_up < WARM_UP_STEPS:
             return self._warm_up(run, micro_batches, counts)
         # the number of targets too: it is in the loss's factor, a Python number
-        what_is_repeated = recursively_apply(lambda tensor: tensor.shape, batch.data), counts.targets
+        what_is_repeated = recursively_apply(lambda tensor: tensor.shape, batch.data), counts["targets"]
         if self._recorded is None:
             self._recorded = what_is_repeated
             self._record(run, batch, counts)
@@ -71,7 +79,7 @@ class RecordedStep:
         # copies, as the next replay writes to the same memory before anybody has read them
         return StepResult(counts, lr, self._loss_sum.clone(), self._norm.clone())
 
-    def _warm_up(self, run: Run, micro_batches: list[MicroBatch], counts: StepCounts) -> StepResult:
+    def _warm_up(self, run: Run, micro_batches: list[MicroBatch], counts: Counts) -> StepResult:
         """Take a step on the stream that is recorded next, as autograd runs backward where forward ran."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -81,7 +89,7 @@ class RecordedStep:
         self._warmed_up += result.grad_norm is not None
         return result
 
-    def _record(self, run: Run, batch: MicroBatch, counts: StepCounts) -> None:
+    def _record(self, run: Run, batch: MicroBatch, counts: Counts) -> None:
         """Record the step of a batch of this shape. Nothing is computed, and the run stays where it is."""
         # memory that lives as long as the graph, which reads its inputs from there
         data = recursively_apply(torch.clone, batch.data)

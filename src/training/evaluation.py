@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
@@ -22,7 +22,7 @@ class Evaluation(NamedTuple):
 
     metrics: Metrics
     """Values by name, eval/…."""
-    outputs: Tensors  # room: tables
+    outputs: Tensors
     """The outputs that Task.tables makes tables from."""
 
 
@@ -56,11 +56,11 @@ def evaluate_batches(
         if stop and stop.poll():
             return None
         found = task.evaluate(model, batch.data)
-        require_right(task, "evaluate", found)  # room: examine
+        require_right(task, "evaluate", found)
         loss, batch_outputs = found
         # a dummy batch, of weight 0, is only there because FSDP's forward pass is collective
         loss_sum += loss * batch.weight
-        targets += batch.counts.targets * batch.weight
+        targets += batch.counts["targets"] * batch.weight
         examples += batch.num_examples
         # nothing of a dummy; all of any other batch
         for name, output in batch_outputs.items():
@@ -69,7 +69,7 @@ def evaluate_batches(
     return Scores(totals, joined)
 
 
-def evaluate_alone(  # room: check evaluate
+def evaluate_alone(
     task: Task, model: nn.Module, dataset: Examples, batch_size: int, device: torch.device
 ) -> tuple[float, Tensors]:
     """Evaluate by this process alone, as --check and `python -m src.tools.evaluate` do. Return the mean loss over the
@@ -104,9 +104,17 @@ def gather_in_order(run: Run, outputs: Tensor, num_examples: int) -> Tensor:
     return in_order[:num_examples].cpu()
 
 
+def metrics_everywhere(run: Run, loss: float, examples: int, outputs: Tensors) -> Metrics:
+    """Return the metrics of an evaluation, from what the main process knows, on all processes: they must decide alike
+    on early stopping and the best checkpoints. Collective."""
+    metrics = metrics_of(run.task, loss, examples, outputs) if run.is_main else {}
+    (metrics,) = broadcast_object_list([metrics])
+    return metrics
+
+
 def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> Metrics:
     """Return the metrics of an evaluation, by the names that metrics.jsonl has them under."""
     of_task = task.metrics(outputs)
-    require_right(task, "metrics", of_task)  # room: examine
+    require_right(task, "metrics", of_task)
     found = {"loss": loss, "examples": examples, **of_task}
     return {f"eval/{name}": value for name, value in found.items()}

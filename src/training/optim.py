@@ -116,7 +116,7 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
             # 1e-9: a quotient that should be whole may come out just below
             decays = math.floor(step / steps_per_epoch / config.decay_epochs + 1e-9)
             return config.lr * config.decay_factor**decays
-        case "wsd":  # room: wsd
+        case "wsd":
             decay = config.decay_steps
             if decay < 1:
                 decay = round(decay * schedule_steps)

@@ -5,6 +5,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -14,30 +15,25 @@ from src.training.blocks import repeating_blocks
 from src.training.gradients import local_gradients, to_local
 from src.training.run import Run
 
-PHASES = {"build": "load", "train_step": "step", "evaluate": "evaluation", "save": "save", "finish": "export"}
-"""What a run does in functions of train.py and the checkpoints' writer, by their names."""
 GB = 1e9
+HINT = "python -m src.tools.plan -- with the same settings says what fits"
 
 
 @contextlib.contextmanager
-def explains_memory() -> Iterator[None]:
-    """Turn the error of a GPU that is out of memory into a UserError. It keeps its traceback too where the task's own
-    file asked for the memory."""
+def explaining_memory(phase: str, run: Run | None = None) -> Iterator[None]:
+    """Turn the error of a GPU that is out of memory, in this phase of a run, into a UserError. It keeps its traceback
+    too where the task's own file asked for the memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        phase, run = "run", None
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            phase = PHASES.get(frame.f_code.co_name, phase)
-            local = frame.f_locals.get("run")
-            run = run or (local if isinstance(local, Run) else None)
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()  # CUDA's own, and other processes'
         line = f"out of memory in the {phase}, on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} of it outside torch"
-        if run:
-            line += _explain(run)
-        line += "; python -m src.tools.plan -- with the same settings says what fits"
-        if run and frame.f_code.co_filename == inspect.getfile(type(run.task)):
+        line += _explain(run) if run else ""
+        if find_spec("src.tools.plan"):
+            line += f"; {HINT}"
+        *_, (last, _) = traceback.walk_tb(error.__traceback__)
+        if run and last.f_code.co_filename == inspect.getfile(type(run.task)):
             sys.stderr.write(f"train.py: {line}\n")
             raise
         raise UserError(line) from error
@@ -60,7 +56,7 @@ def _explain(run: Run) -> str:
     held["activations"] = rest = torch.cuda.max_memory_allocated() - state
 
     size, world_size = run.config.micro_batch(run.data_size), run.world_size
-    blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))  # room: compile
+    blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))
     saves: dict[str, float] = {}
     if not run.launch.strategy.endswith("offload") and run.cp_size == 1:
         shards = world_size if run.accelerator.is_fsdp2 else 1
@@ -71,7 +67,7 @@ def _explain(run: Run) -> str:
         saves[f"--micro_batch_size={size // 2}"] = rest / 2
     elif run.task.splits_sequences:
         saves[f"accelerate_configs/fsdp_cp.yaml with cp_size={2 * run.cp_size}"] = rest / 2
-    if blocks and not run.config.activation_checkpointing:  # room: compile
+    if blocks and not run.config.activation_checkpointing:
         saves["--activation_checkpointing=true"] = rest * (1 - 1 / blocks)
     saves["PYTORCH_ALLOC_CONF=expandable_segments:True"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     most = sorted(saves.items(), key=lambda item: -item[1])[:3]

@@ -4,15 +4,16 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from src.config.config import Config, metric_errors
+from src.config.errors import RunError, UserError
 from src.config.groups import EarlyStopping
-from src.tasks.base import Metrics
+from src.tasks.base import Counts, Metrics
 from src.training.score import score
 
 SMALLEST_LOSS_SCALE = 2.0**-24
@@ -23,24 +24,11 @@ Evaluations = dict[int, Metrics]
 """Results of each evaluation by name, by the step it came after."""
 
 
-class StepCounts(NamedTuple):
-    """Sums over the micro-batches of all processes in a step, known on the host before it begins."""
-
-    # floats, as they come from an all-reduce in float64
-    targets: float
-    """Examples or tokens that the loss is the mean over."""
-    tokens: float  # room: text
-    """Tokens without padding; 0 if the task is not text."""
-    padded_tokens: float  # room: text
-    """Tokens with padding."""
-    stop_requests: float
-    """Processes that were asked to stop."""
-
-
 class StepResult(NamedTuple):
     """What one optimizer step reports."""
 
-    counts: StepCounts
+    counts: Counts
+    """What was counted in it, over all processes, known before it began."""
     lr: float
     loss_sum: Tensor
     """The loss summed over the targets of this process; shape (), float64."""
@@ -54,6 +42,11 @@ class StepResult(NamedTuple):
         return norm if math.isfinite(norm) else None
 
 
+def added(counts: Counts, more: Counts) -> Counts:
+    """Return the sums of both, name by name."""
+    return {**counts, **{name: counts.get(name, 0.0) + number for name, number in more.items()}}
+
+
 def loss_sums(accelerator: Accelerator, results: list[StepResult]) -> list[float]:
     """Return the loss sum over all processes of each step, at least one. Wait for the device. Collective."""
     # one exchange for all steps since the last one: nobody needs the sums before, and each would hold its step up
@@ -61,10 +54,10 @@ def loss_sums(accelerator: Accelerator, results: list[StepResult]) -> list[float
     return accelerator.reduce(sums, "sum").tolist()
 
 
-def mean_loss(accelerator: Accelerator, result: StepResult) -> float:  # room: check course
+def mean_loss(accelerator: Accelerator, result: StepResult) -> float:
     """Return a step's loss, the mean over its targets on all processes. Collective."""
     (loss_sum,) = loss_sums(accelerator, [result])
-    return loss_sum / max(result.counts.targets, 1)
+    return loss_sum / max(result.counts["targets"], 1)
 
 
 @dataclass
@@ -86,25 +79,22 @@ class Progress:
     interval_loss: float = 0.0
     """The loss in this interval, summed over the targets of all processes."""
     interval_targets: float = 0.0
-    interval_tokens: float = 0.0  # room: text
-    """Tokens of all processes in this interval, without padding."""
-    interval_padded_tokens: float = 0.0  # room: text
+    interval_counts: Counts = field(default_factory=dict)
+    """What was counted in this interval, over all processes, in steps without a finite loss too."""
     interval_seconds: float = 0.0
     """Time in this interval, evaluations excluded."""
     training_seconds: float = 0.0
     """Time before this interval, evaluations excluded."""
     seconds: float = 0.0
     """Time since the first step, evaluations included, the time between two sessions of a run excluded."""
-    tokens: float = 0.0  # room: text
-    """Tokens without padding, before this interval."""
-    counted: dict[str, float] = field(default_factory=dict)  # room: streaming
-    """What else the task counts, since the first step."""
+    counted: Counts = field(default_factory=dict)
+    """What was counted before this interval."""
     train_loss: float | None = None
     """The loss in the last training record; None: no step in it had a finite one."""
     evaluations: Evaluations = field(default_factory=dict)
-    best: float | None = None  # room: best
+    best: float | None = None
     """The score that early stopping compares with."""
-    evaluations_without_gain: int = 0  # room: best
+    evaluations_without_gain: int = 0
 
     def __post_init__(self) -> None:
         # JSON's keys are text
@@ -124,6 +114,10 @@ class Progress:
         """Return the results of the last evaluation; empty: none yet."""
         return self.evaluations.get(self.last_evaluated, {})
 
+    def all_counts(self) -> Counts:
+        """Return what was counted since the first step."""
+        return added(self.counted, self.interval_counts)
+
     def start_clock(self) -> None:
         """Begin to count time, before the first step of a session."""
         self._clock = time.perf_counter()
@@ -141,11 +135,6 @@ class Progress:
         # still on the device: .item() here would make it idle while the host prepares the next step
         self._unread.append(result)
 
-    def count(self, names: list[str], counts: list[float]) -> None:  # room: streaming
-        """Add what was counted in a step."""
-        for name, count in zip(names, counts, strict=True):
-            self.counted[name] = self.counted.get(name, 0.0) + count
-
     def read_steps(self, accelerator: Accelerator, is_fp16: bool, max_bad_steps: int) -> bool:
         """Count the steps that were added since the last call. Wait for the device. Collective.
 
@@ -159,12 +148,11 @@ class Progress:
         # one transfer for all of them, as each would wait for the device; no exchange: norms are alike on all processes
         norms = torch.stack([result.norm for result in results]).tolist()
         for result, loss_sum, grad_norm in zip(results, sums, norms, strict=True):
+            self.interval_counts = added(self.interval_counts, result.counts)
             # one NaN would make the mean of the whole interval NaN
             if math.isfinite(loss_sum):
                 self.interval_loss += loss_sum
-                self.interval_targets += result.counts.targets
-                self.interval_tokens += result.counts.tokens  # room: text
-                self.interval_padded_tokens += result.counts.padded_tokens  # room: text
+                self.interval_targets += result.counts["targets"]
             self.update_loss_scale(grad_norm, is_fp16)
             if self.skipped_in_a_row >= max_bad_steps:
                 return True
@@ -194,13 +182,13 @@ class Progress:
             self.skipped_in_a_row = 0
         return False
 
-    def explain_bad_steps(self, config: Config, is_fp16: bool, newest: Path | None) -> str:
-        """Return a message that says why the run ends. `newest` is the last checkpoint."""
+    def give_up(self, config: Config, is_fp16: bool, newest: Path | None) -> NoReturn:
+        """Raise a RunError that says why bad steps end the run. `newest` is the last checkpoint."""
         fault = f"{config.max_bad_steps} steps in a row had gradients that are not finite, and were skipped"
         advice = "lower optim.lr, set optim.max_grad_norm or look for bad values in the data"
         if is_fp16:
             advice = "use bf16"
-        return f"{fault}: {advice}; the last checkpoint is {newest or 'none'}"
+        raise RunError(f"{fault}: {advice}; the last checkpoint is {newest or 'none'}")
 
     def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
         """Return means over the interval, in which all processes had `num_examples`, and the steps skipped so far."""
@@ -209,10 +197,10 @@ class Progress:
             "train/loss": self.interval_loss / self.interval_targets if self.interval_targets else None,
             "perf/samples_per_second": num_examples / self.interval_seconds,
         }
-        if self.interval_tokens:  # room: text
-            metrics["perf/tokens_per_second"] = self.interval_tokens / self.interval_seconds
-            metrics["perf/padding"] = 1 - self.interval_tokens / self.interval_padded_tokens
-        metrics |= self.counted  # room: streaming
+        if tokens := self.interval_counts.get("tokens"):
+            metrics["perf/tokens_per_second"] = tokens / self.interval_seconds
+            metrics["perf/padding"] = 1 - tokens / self.interval_counts["padded_tokens"]
+        metrics |= {name: number for name, number in self.all_counts().items() if "/" in name}
         if is_fp16:
             metrics["train/loss_scale"] = self.loss_scale
         if self.skipped or is_fp16:
@@ -225,11 +213,15 @@ class Progress:
         self.interval_seconds = 0.0
         self.interval_loss = 0.0
         self.interval_targets = 0.0
-        self.tokens += self.interval_tokens  # room: text
-        self.interval_tokens = 0.0  # room: text
-        self.interval_padded_tokens = 0.0  # room: text
+        self.counted = self.all_counts()
+        self.interval_counts = {}
 
-    def count_improvement(self, results: Metrics, settings: EarlyStopping) -> None:  # room: best
+    def add_evaluation(self, results: Metrics, settings: EarlyStopping) -> None:
+        """Keep the results of an evaluation after this step."""
+        self.evaluations[self.step] = results
+        self._count_improvement(results, settings)
+
+    def _count_improvement(self, results: Metrics, settings: EarlyStopping) -> None:
         """Count for how many evaluations the watched metric has not improved."""
         if settings.metric is None or settings.metric not in results:
             return
@@ -239,11 +231,15 @@ class Progress:
             self.best = now
             self.evaluations_without_gain = 0
 
-    def unknown_metrics(self, config: Config) -> list[str]:  # room: best
+    def unknown_metrics(self, config: Config) -> list[str]:
         """Return an error line for each metric that the settings name, but the evaluation after this step lacks."""
         # told only now for tasks that don't declare their metrics (Task.metric_names)
         return metric_errors(config, self.evaluation) if self.step in self.evaluations else []
 
-    def is_out_of_patience(self, settings: EarlyStopping) -> bool:  # room: best
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        """Raise a UserError that says which metric the evaluation lacks."""
+        raise UserError(f"{unknown[0]}; with another one, the same command continues from step {self.step}")
+
+    def is_out_of_patience(self, settings: EarlyStopping) -> bool:
         """Return whether to end the run: the same on all processes, and after a resume."""
         return settings.metric is not None and self.evaluations_without_gain >= settings.patience

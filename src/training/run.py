@@ -1,4 +1,4 @@
-"""One run, as `build` in train.py has prepared it."""
+"""One run, as `build` in train.py has prepared it; its data and its model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,23 +13,32 @@ from torch.optim import Optimizer
 
 from src.config.config import Config
 from src.config.errors import UserError, refuse
-from src.distributed.accelerator import HALF_PRECISION, Launch, context_parallel, local_main_process_first
+from src.distributed.accelerator import (
+    HALF_PRECISION,
+    Launch,
+    context_parallel,
+    local_main_process_first,
+    prepare,
+)
+from src.distributed.devices import TUNERS
 from src.distributed.machines import require_same_data
 from src.tasks.base import Examples, Task, num_weights, samples
 from src.tasks.returned import require_right
-from src.training.cpu import tune_for_cpu
 from src.training.optim import Schedule
 from src.training.progress import Progress
-from src.training.state import ResumePoint
+from src.training.state import Origin, ResumePoint
+from src.training.transforms import transform
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
     """What fit, train_step, evaluate and the checks work on."""
 
     config: Config
     accelerator: Accelerator
     launch: Launch
+    store: Any
+    """Where its checkpoints are: a Store of src/checkpoint/store.py."""
     resume: ResumePoint
     """The checkpoint that it continues from, if there is one."""
     model: nn.Module
@@ -38,12 +47,10 @@ class Run:
     progress: Progress
     train_set: Examples
     eval_set: Examples
-    metadata: dict[str, Any]
-    """Facts about the run that each checkpoint records."""
+    origin: Origin
+    """What it came from, which each checkpoint records."""
     facts: dict[str, Any]
     """Facts about model and data, for summary.json and the start-up summary."""
-    resume_command: str = ""  # room: status
-    """The command that continues it."""
 
     def __post_init__(self) -> None:
         # bf16 has fp32's range: only fp16's smallest numbers are larger than some gradients
@@ -118,7 +125,7 @@ class Run:
 
     def is_save_due(self) -> bool:
         """Return whether a checkpoint is due after this step, even if it is not the last one."""
-        if self.config.checkpoint.num_best > 0 and self.progress.step in self.progress.evaluations:  # room: best
+        if self.config.checkpoint.num_best > 0 and self.progress.step in self.progress.evaluations:
             return True  # what was just evaluated may be the best so far
         return self.progress.step % self.config.save_every == 0
 
@@ -147,82 +154,80 @@ def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exam
     # their disks
     with local_main_process_first(accelerator):
         datasets = task.build_datasets()
-        require_right(task, "build_datasets", datasets)  # room: examine
+        require_right(task, "build_datasets", datasets)
     train_set, eval_set = datasets
-    _, schedule_steps = config.steps(config.steps_per_epoch(len(train_set)))  # room: wsd
-    refuse(config.optim.decay_errors(schedule_steps))  # room: wsd
-    each = (task.count_targets(task.collate(samples(eval_set, [index]))) for index in range(len(eval_set)))
+    _, schedule_steps = config.steps(config.steps_per_epoch(len(train_set)))
+    refuse(config.optim.decay_errors(schedule_steps))
+    each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
     if not any(each):  # usually known from the first one
-        raise UserError("the data to evaluate on have nothing to predict: Task.count_targets is 0 for all of them")
+        raise UserError("the data to evaluate on have nothing to predict: Task.count finds no targets in any of them")
+    task.split_sequences(context_parallel(accelerator))
     return train_set, eval_set
 
 
-def fingerprints_of(  # room: machines safeguards trackers wandb
-    task: Task,
-    datasets: Sequence[Examples],
-    accelerator: Accelerator,
-) -> list[str]:
-    """Return what identifies the data, which only the first process of each machine computes: elsewhere nothing."""
+def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accelerator) -> list[str]:
+    """Return what identifies the data, which only the first process of each machine computes: elsewhere nothing.
+    Raise a UserError if a machine has other data than the first one."""
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(dataset) for dataset in datasets]
-    require_same_data(fingerprints)  # room: machines
+    require_same_data(fingerprints)
     return fingerprints
 
 
 def on_device(config: Config, dataset: Examples, device: torch.device) -> Examples:
     """Return the dataset in the device's memory, if the task puts it there."""
-    if config.num_workers > 0:  # room: workers
+    if config.num_workers > 0:
         # processes that load data can't read the device's memory
         return dataset
     # small data go to the device once and for all, so that no batch has to be copied
     return config.task.to_device(dataset, device)
 
 
-def describe_data(run: Run) -> None:  # room: text
-    """Add what the task says of its data to the facts."""
-    run.facts["data"] = {
-        "train": run.task.describe("train", run.train_set),
-        "eval": run.task.describe("eval", run.eval_set),
-    }
+def described(task: Task, train_set: Examples, eval_set: Examples) -> dict[str, dict[str, float]]:
+    """Return what the task says of its data."""
+    return {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
+
+
+def build_model(config: Config, accelerator: Accelerator, launch: Launch) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model that the run trains, and facts about it by name."""
+    model, facts = new_model(config, launch.device, launch.precision, accelerator.is_fsdp2)
+    transform(model, config, accelerator)
+    model = prepare(accelerator, model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        # built without weights and sharded since: each process fills its own shards
+        device = accelerator.device
+        if launch.strategy.endswith("offload"):
+            device = torch.device("cpu")
+        config.task.load_weights(model, device)
+    return model, facts
 
 
 def new_model(
-    config: Config,
-    device_type: str,  # room: cpu text
-    precision: str,
-    is_sharded: bool = False,  # room: cpu text
+    config: Config, device_type: str, precision: str, is_sharded: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, the same on all processes, and facts about it by name.
 
     `is_sharded` says whether FSDP will shard the model.
     """
-    tuned: list[str] = []  # room: compile cpu cuda_graphs text
-    tuned += config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))  # room: text
-    tuned += ["compile"] if config.compile else []  # room: compile
-    tuned += ["cuda_graphs"] if config.cuda_graphs else []  # room: cuda_graphs
-    model = _build(
-        config,
-        is_sharded,  # room: text
-    )
-    if device_type == "cpu":  # room: cpu
-        tuned += tune_for_cpu(model, is_sharded)
+    tuned = config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
+    tuned += [setting for setting in ("compile", "cuda_graphs") if getattr(config, setting)]
+    model = _build(config, is_sharded)
+    if device_type in TUNERS:
+        tuned += TUNERS[device_type](model, is_sharded)
     parameters = list(model.parameters())
     facts = {
         "parameters": sum(map(num_weights, parameters)),
         "trained_parameters": sum(num_weights(p) for p in parameters if p.requires_grad),
-        "tuned": tuned,  # room: compile cpu cuda_graphs text
-        "built_whole": is_sharded and not any(p.is_meta for p in parameters),  # room: text
+        "tuned": tuned,
+        "built_whole": is_sharded and not any(p.is_meta for p in parameters),
     }
     return model, facts
 
 
-def _build(
-    config: Config,
-    is_sharded: bool,  # room: text
-) -> nn.Module:
+def _build(config: Config, is_sharded: bool) -> nn.Module:
     """Return the task's model. All processes use the same seed, and so get the same weights."""
-    if is_sharded:  # room: text
+    if is_sharded:
         set_seed(config.seed)
         model = config.task.build_empty_model()
         if model is not None:

@@ -1,4 +1,4 @@
-"""What a run is: the state that a checkpoint keeps, and what a run continues from."""
+"""What a run is: what it came from, the state that a checkpoint keeps, and what a run resumes from."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,8 +7,30 @@ from typing import Any
 from src.config.config import Config
 from src.training.progress import Progress
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Add one with every change to the files, to RunState or to Progress: a checkpoint of another version is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run came from: it stays the same throughout the run, and is the same when it is resumed."""
+
+    settings: dict[str, Any]
+    examples: int
+    """Number of examples to train on."""
+    schedule_steps: int
+    """Optimizer steps that the learning-rate schedule spans."""
+    fingerprints: list[str]
+    """Those of the examples to train on and to evaluate on."""
+    data_state: dict[str, Any]
+    """What the task found out from its data."""
+    frozen_norm: float
+    """L2 norm over the parameters that are not trained."""
+    strategy: str
+    precision: str
+    num_processes: int
+    versions: dict[str, str]
+    """Those of the libraries whose arithmetic another version may round differently."""
 
 
 @dataclass(kw_only=True)
@@ -17,24 +39,14 @@ class RunState:
 
     format_version: int = FORMAT_VERSION
     progress: Progress
-    config: dict[str, Any]
-    data_state: dict[str, Any]  # room: text examples
-    examples: int  # room: safeguards
-    """Number of examples to train on."""
-    data: list[str]  # room: machines safeguards trackers wandb
-    """Fingerprints of the examples to train on and to evaluate on."""
-    frozen_norm: float  # room: text examples
-    """L2 norm over the parameters that are not trained."""
-    strategy: str
-    precision: str
-    num_processes: int
-    versions: dict[str, str]  # room: safeguards
+    origin: Origin
     metrics_bytes: int = 0
     """Length of metrics.jsonl."""
-    wandb_id: str | None = None  # room: trackers wandb
+    run_id: str | None = None
+    """The id by which trackers continue the run."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ResumePoint:
     """What a run continues from."""
 
@@ -45,12 +57,12 @@ class ResumePoint:
     """Lines that tell the user about the choice."""
     is_finished: bool = False
     """Whether there is nothing left to do."""
-    mirror: Any = None  # room: mirror
-    """The Mirror of src/checkpoint/mirror.py, which keeps copies of the run's checkpoints; None: there is none."""
+    command: str = ""
+    """The command that continues the run, if it is stopped."""
 
     @property
     def progress(self) -> Progress:
-        """Return the counters that the run goes on with."""
+        """Return the counters that the run resumes with."""
         return self.state.progress if self.state else Progress()
 
     @property
@@ -58,13 +70,8 @@ class ResumePoint:
         """Return what the run continues from, in one line; empty if there is no checkpoint."""
         if not (state := self.state):
             return ""
-        where = f"from {self.checkpoint}, saved under {state.strategy} x {state.num_processes}"
+        where = f"from {self.checkpoint}, saved under {state.origin.strategy} x {state.origin.num_processes}"
         return f"after step {state.progress.step:,}, {where}"
-
-    @property
-    def is_disk_shared(self) -> bool:  # room: mirror
-        """Return whether all machines see the same output folder, as they must without a mirror."""
-        return self.mirror is None or self.mirror.is_shared
 
     def is_own(self, config: Config) -> bool:
         """Return whether the checkpoint is of the run in this output folder, not of one that it branches off from."""

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,31 @@ import torch
 from torch.utils.data import DataLoader
 
 from src.config.config import Config
-from src.config.errors import RunError, UserError  # room: streaming
+from src.config.errors import RunError, UserError
 from src.distributed.process import end_with_parent
-from src.tasks.base import Examples
+from src.tasks.base import Examples, Task, samples
+
+
+@dataclass
+class Failure:
+    """What a worker returns in place of a batch where it finds a mistake: the training process raises it. (What is
+    raised in a worker reaches it as text, its traceback printed in the message.)"""
+
+    error: UserError | RunError
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches by their examples' indices, collated: the dataset of a DataLoader that does not batch by itself."""
+
+    task: Task
+    examples: Examples
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        try:
+            return self.task.collate(samples(self.examples, indices))
+        except (UserError, RunError) as error:
+            return Failure(error)
 
 
 def load_in_workers(
@@ -27,9 +50,10 @@ def load_in_workers(
     # for what examples draw by themselves: another seed for each process and epoch
     seed = int(np.random.default_rng([config.seed, epoch, rank]).integers(2**63))
     loader: DataLoader[Any] = DataLoader(
-        dataset,  # type: ignore[arg-type]  # torch's Dataset need not have a length
-        batch_sampler=sampler,
-        collate_fn=config.task.collate,
+        Batches(config.task, dataset),  # type: ignore[arg-type]  # torch's Dataset need not have a length
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=as_it_is,
         num_workers=config.num_workers,
         worker_init_fn=_ignore_signals,
         # Without one, each iterator draws its workers' seed from torch's global generator, which dropout draws from: a
@@ -39,17 +63,21 @@ def load_in_workers(
         multiprocessing_context="fork" if sys.platform == "linux" else None,
     )
     try:
-        yield from loader
-    except (UserError, RunError) as error:  # room: streaming
-        # torch writes the worker's traceback before what it says; ours would keep the workers
-        says = str(error).rpartition(f"errors.{type(error).__name__}: ")[2].strip()
-        raise type(error)(says) from error.with_traceback(None)
+        for batch in loader:
+            if isinstance(batch, Failure):
+                raise batch.error
+            yield batch
     except (ConnectionError, EOFError) as error:
         # the dataset's own error: torch adds to its message which worker raised it
         if "DataLoader worker" in str(error):
             raise
         # torch names a worker's death, except where it died while it handed over a batch
         raise RuntimeError("a DataLoader worker died: was it killed for lack of memory?") from error
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return the batch: torch would make tensors of what else is in it."""
+    return batch
 
 
 def _ignore_signals(_worker: int) -> None:

@@ -27,7 +27,7 @@ def failures(fault: Fault, settings: list[str]) -> list[dict[str, str]]:
         put(patch, fault.where, fault.hook)
         run = train.build(run_settings([*settings, *fault.arguments]))
         assert run
-        subject = Subject(run, train.train_step, train.evaluate, train.load_checkpoint)
+        subject = Subject(run, train.train_step, train.evaluate)
         return [row for row in examine(subject, CHECKS) if row["means"]]
 
 

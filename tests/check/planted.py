@@ -185,7 +185,7 @@ def mean_of_means(evaluate: Hook, task: Any, model: Any, found: Iterator[MicroBa
 def with_stand_ins(evaluate: Hook, task: Any, model: Any, found: Iterator[MicroBatch], *rest: Any) -> Scores:
     batches = list(found)
     scores = evaluate(task, model, batches, *rest)
-    scores.totals[1] += sum(batch.counts.targets for batch in batches if not batch.weight)
+    scores.totals[1] += sum(batch.counts["targets"] for batch in batches if not batch.weight)
     return scores
 
 
@@ -236,7 +236,7 @@ FAULTS = [
 
     Fault("the loss averaged per micro-batch, with ragged counts", "ddp", "Steps", "a mean of means",
           "train.train_step",
-          weighted(lambda batch, number, counts: counts.targets / (batch.counts.targets * number * 2)),
+          weighted(lambda batch, number, counts: counts["targets"] / (batch.counts["targets"] * number * 2)),
           ("--micro_batch_size=4",)),
     Fault("a mean over the micro-batches", "cpu", "Steps", "a mean of means",
           "train.train_step", weighted(lambda _, number, __: 1 / number)),
@@ -247,7 +247,7 @@ FAULTS = [
     Fault("a mean loss", "cpu", "Steps", "Task.loss returns a mean in place of the sum", "src.tasks.mnist.Mnist.loss",
           lambda loss, self, model, batch: loss(self, model, batch) / len(batch["labels"])),
     Fault("gradients not reduced for one parameter", "ddp", "Steps", "fc1.bias",
-          "train.prepare", prepare_without_a_bias),
+          "src.training.run.prepare", prepare_without_a_bias),
     Fault("gradients not cleared", "ddp", "Steps", "not the gradient of the whole batch's",
           "train.step_if_finite", lambda _, optimizers, __: [optimizer.step() for optimizer in optimizers]),
     Fault("gradients reduced after each micro-batch", "ddp", "Cost", "reduced after each micro-batch",
@@ -283,12 +283,12 @@ FAULTS = [
           "src.tasks.mnist.MnistCnn.__init__", build_with_a_buffer),
 
     Fault("only the root wrapped", "fsdp", "Launch", "FSDP of the root alone x 2",
-          "train.prepare", prepare_the_root_alone),
+          "src.training.run.prepare", prepare_the_root_alone),
     Fault("a process seeded differently at start", "fsdp", "Same start",
-          "differing: conv1.weight, conv1.bias, conv2.weight", "train.new_model",
+          "differing: conv1.weight, conv1.bias, conv2.weight", "src.training.run.new_model",
           lambda build, config, *rest: build(config.model_copy(update={"seed": config.seed + rank()}), *rest)),
     Fault("the same dropout on every process", "ddp", "Same start", "the same units on every process",
-          "train.set_seed", lambda *_: set_seed(0)),
+          "src.checkpoint.resume.set_seed", lambda *_: set_seed(0)),
 
     Fault("an evaluation that is a mean of the batches' means", "ddp", "Evaluation",
           "a mean of each process's or each batch's", "train.evaluate_batches", mean_of_means),
@@ -318,7 +318,7 @@ FAULTS = [
     Fault("a checkpoint that forgets the random numbers", "ddp", "Checkpoint", "the random numbers",
           "src.checkpoint.resume.restore_random_state", lambda *_: None),
     Fault("a step added to a checkpoint's", "cpu", "Checkpoint", "the position in the data",
-          "train.load_checkpoint", load_a_step_on),
+          "src.check.between_steps.load_checkpoint", load_a_step_on),
 ]  # fmt: skip
 
 GROUP_FAULTS: list[tuple[Any, ...]] = [

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 import src.distributed.accelerator
-from src.checkpoint import format, write
+from src.checkpoint import format, store, write
 from src.tasks.mnist import Mnist
 
 STEP = int(os.environ.get("FAULT_STEP", "0"))
@@ -44,8 +44,7 @@ def in_steps(fault: Callable[[], float | None], steps: range = range(STEP, STEP 
     def save_and_wait(self: write.CheckpointWriter, tracker_state: dict[str, Any]) -> None:
         save(self, tracker_state)
         self.poll(wait=True)
-        if mirror := self._run.resume.mirror:  # room: mirror
-            mirror.wait()
+        self._run.store.close()
 
     def plant() -> None:
         before(Mnist, "loss", lambda _, model, __: fault() if model.training and next(calls) in steps else None)
@@ -88,7 +87,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "nan": in_steps(lambda: math.nan),
     "nan forever": in_steps(lambda: math.nan, range(STEP, 10**9)),
     "die before publication": lambda: before(
-        write, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
+        store, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
     ),
     "die in rotation": lambda: before(format.shutil, "rmtree", lambda *_, **__: die()),
     "slow save": lambda: in_the_save(3),

@@ -15,9 +15,9 @@ from src.checkpoint.format import file_facts
 from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.tensors import read, saved_tensors
 from src.config.errors import UserError
-from src.training.state import ResumePoint
+from src.parts import open_store, run_settings
+from src.training.state import Origin, ResumePoint
 from tests.launching import Launch, Run, Started
-from train import run_settings
 
 SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
 """An epoch has 23 steps: checkpoints at 8, 16, 24 and 30, evaluations at 23 and 30. With dropout."""
@@ -29,8 +29,15 @@ ALL = (*TINY, "--checkpoint.keep_last=9")
 """The same run, with all of its checkpoints."""
 
 WORKER: tuple[str, ...] = ()
-WORKER += ("--num_workers=1",)  # room: workers
+WORKER += ("--num_workers=1",)
 """A process that loads data, where there can be one."""
+
+
+ORIGIN = Origin(
+    settings={}, examples=5, schedule_steps=1, fingerprints=["one", "other"], data_state={}, frozen_norm=0.0,
+    strategy="single", precision="fp32", num_processes=1, versions={},
+)  # fmt: skip
+"""That of a run that never was."""
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -66,8 +73,9 @@ def killed_and_resumed(launch: Launch, yaml: str, arguments: tuple[str, ...], fo
 
 def found(folder: Path, *arguments: str) -> ResumePoint:
     """What TINY goes on from in this folder, on one process, which is this one and locks it until it ends."""
+    accelerator = Accelerator(cpu=True)
     config = run_settings([f"--output_dir={folder}", "--task.source=digits", *TINY, *arguments])
-    return find_checkpoint(Accelerator(cpu=True), config)
+    return find_checkpoint(accelerator, config, open_store(accelerator, config))
 
 
 def refusal(folder: Path, *arguments: str) -> list[str]:

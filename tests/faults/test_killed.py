@@ -80,8 +80,8 @@ def test_one_killed_process_ends_the_run(
         assert time.monotonic() - asked < 10
     assert killed.exit_code != 0
     assert checkpoints(killed.folder) == [4]
-    newest = str(killed.folder / "checkpoints/step_00000004")  # room: status
-    assert killed.status == {"status": "unfinished", "checkpoint": newest}  # room: status
+    newest = str(killed.folder / "checkpoints/step_00000004")
+    assert killed.status == {"status": "unfinished", "checkpoint": newest}
     again = launch(yaml, *TINY, *WORKER, folder=killed.folder).succeeded()
     assert_same_run(again, whole(yaml, *ALL))
 
@@ -171,7 +171,7 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
     assert checkpoints(hung.folder) == [4]
 
 
-def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:  # room: workers
+def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
     """By torch, or where it dies while it hands over a batch by _name_dead_workers, without which this failed once in
     15 times."""
     with Started("cpu", *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:
@@ -204,7 +204,7 @@ def test_a_crash_while_old_checkpoints_are_deleted(launch: Launch, tmp_path: Pat
     folder, arguments = tmp_path / "run", (*TINY, "--checkpoint.keep_last=1")
     launch("cpu", *arguments, folder=folder, FAULT="die in rotation")
     assert checkpoints(folder) == [8]
-    assert not any(problems(folder / "checkpoints" / "step_00000008"))  # room: integrity
+    assert not any(problems(folder / "checkpoints" / "step_00000008"))
     assert found(folder).progress.step == 8
 
 
@@ -216,5 +216,5 @@ def test_what_a_killed_first_save_left_is_not_taken_into_the_next(launch: Launch
     assert checkpoints(folder) == []
     again = launch("cpu", *TINY, folder=folder).succeeded()
     assert "starting over" in again.stdout
-    assert not [wrong for path in (folder / "checkpoints").iterdir() for wrong in problems(path)]  # room: integrity
+    assert not [wrong for path in (folder / "checkpoints").iterdir() for wrong in problems(path)]
     assert_same_run(again, whole("cpu", *ALL))

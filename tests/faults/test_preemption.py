@@ -5,6 +5,7 @@ import pty
 import shlex
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -154,7 +155,7 @@ def test_a_signal_during_the_start(tmp_path: Path, phase: str, number: signal.Si
     told = {"status": "preempted", "reason": number.name, "step": 0, "checkpoint": None}
     assert told.items() <= stopped.status.items()
     assert "stopped before the first step by" in stopped.stdout
-    assert found(folder) == ResumePoint()
+    assert replace(found(folder), command="") == ResumePoint()
 
 
 @pytest.mark.parametrize("phase", ["they meet", "data are built"])
@@ -194,8 +195,8 @@ def test_slow_batches_are_asked_after_one_by_one_and_quick_ones_together(monkeyp
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("time.monotonic", clock)
     stop = StopSignal(Accelerator(cpu=True), run_settings([]))
-    exchange = Mock(side_effect=stop.begin_sum)
-    monkeypatch.setattr(stop, "begin_sum", exchange)
+    exchange = Mock(side_effect=stop.sums.begin)
+    monkeypatch.setattr(stop.sums, "begin", exchange)
 
     def exchanges(calls: int, seconds: float) -> int:
         exchange.reset_mock()

@@ -71,7 +71,7 @@ TABLE: tuple[str, ...] = (
 TABLE += (  # room: text
     "lm with dropout   slow slow fast -",
     "lm with adapters  -    -    fast -",
-    "lm in 4 bits      fast -    -    -",  # room: four_bit
+    "lm in 4 bits      fast -    -    -",
     "chat              -    -    slow -",
 )
 TABLE += (  # room: examples
@@ -109,7 +109,7 @@ def test_a_longer_run_goes_on_from_the_end(launch: Launch, whole: Whole, tmp_pat
     shorter = launch("cpu", *arguments, "--max_steps=6", folder=folder).succeeded()
     assert (shorter.summary["step"], (folder / "model").is_dir()) == (6, True)
     longer = launch("cpu", *arguments, folder=folder).succeeded()
-    assert "changed since: max_steps 6 -> 10" in longer.stdout  # room: safeguards
+    assert "changed since: max_steps 6 -> 10" in longer.stdout
     assert_equal(weights(longer), weights(expected))
     assert evaluations(longer)[1:] == evaluations(expected)
     losses, sizes = expected.losses, [200] * 7 + [38] + [200] * 2
@@ -119,7 +119,7 @@ def test_a_longer_run_goes_on_from_the_end(launch: Launch, whole: Whole, tmp_pat
     assert found == pytest.approx(means, rel=1e-12)
 
 
-def test_a_finished_run_is_exported_anew(launch: Launch, whole: Whole, tmp_path: Path) -> None:  # room: best
+def test_a_finished_run_is_exported_anew(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Or where its model was deleted. Tried without: "nothing to do"."""
     folder = Path(shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run"))
     best = (*TINY, "--checkpoint.export_best=true", "--checkpoint.mode=max")

@@ -13,7 +13,8 @@ from src.checkpoint.same_run import note_changes, require_same_data
 from src.config.config import config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
-from tests.faults.runs import ALL, TINY, contents, cut_back, refusal
+from src.training.state import Origin
+from tests.faults.runs import ALL, ORIGIN, TINY, contents, cut_back, refusal
 from tests.launching import WANDB, Launch, Whole
 
 
@@ -29,7 +30,7 @@ def test_a_record_that_was_cut_is_not_written_on(whole: Whole, tmp_path: Path) -
 
 def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
     """Where the steps asked for are more than those of the epochs, they are what the schedule spans."""
-    state = format.read_state(whole("cpu", *ALL).folder / "checkpoints" / "step_00000012")
+    origin = format.read_state(whole("cpu", *ALL).folder / "checkpoints" / "step_00000012").origin
     for then, now, is_refused in (
         ({"max_steps": 1000}, {"max_steps": 950}, True),  # an epoch has 90 steps, so 10 of them 900
         ({"max_steps": 200}, {"max_steps": 100}, False),
@@ -38,10 +39,12 @@ def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
         ({"epochs": 10, "max_steps": 100}, {"epochs": 9, "max_steps": 100}, True),
         ({"epochs": 9, "max_steps": 1000}, {"epochs": 10, "max_steps": 1000}, False),
     ):
-        saved = dataclasses.replace(state, config=state.config | then)
+        before = config_from(origin.settings | then, TASKS)
+        _, steps = before.steps(before.steps_per_epoch(origin.examples))
+        saved = dataclasses.replace(origin, settings=origin.settings | then, schedule_steps=steps)
         refusal = pytest.raises(UserError, match="the learning rate's schedule then spans [89][0-9]+ steps, not ")
         with refusal if is_refused else contextlib.nullcontext():
-            note_changes(config_from(state.config | now, TASKS), Path("step_00000012"), saved)
+            note_changes(config_from(origin.settings | now, TASKS), Path("step_00000012"), saved)
 
 
 def test_changed_settings_are_refused_unless_asked_for(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -61,8 +64,9 @@ def test_changed_settings_are_refused_unless_asked_for(launch: Launch, whole: Wh
 
 def test_a_value_that_is_no_number_is_the_same_after_a_checkpoint(tmp_path: Path) -> None:
     """Such as the mean of an empty column, in what a task keeps of its data. Tried without: NaN differs from NaN."""
-    facts = {"examples": 5, "data": ["one", "other"], "data_state": {"mean": {"a": math.nan, "b": 1.0}}}
-    require_same_data(tmp_path, json.loads(json.dumps(facts)), facts)
-    changed = {**facts, "data_state": {"mean": {"a": math.nan, "b": 2.0}}}
+    now = dataclasses.replace(ORIGIN, data_state={"mean": {"a": math.nan, "b": 1.0}})
+    then = Origin(**json.loads(json.dumps(dataclasses.asdict(now))))
+    require_same_data(tmp_path, then, now)
+    changed = dataclasses.replace(now, data_state={"mean": {"a": math.nan, "b": 2.0}})
     with pytest.raises(UserError, match="mean"):
-        require_same_data(tmp_path, json.loads(json.dumps(facts)), changed)
+        require_same_data(tmp_path, then, changed)

@@ -70,13 +70,13 @@ def test_a_run_that_never_could_save_starts_over_by_the_same_command(launch: Lau
     run = launched_with_small_files(launch, *TINY, kilobytes=4000)
     assert run.exit_code == 1
     assert run.records[-1]["step"] == 14
-    assert run.status == {"status": "unfinished", "checkpoint": None}  # room: status
+    assert run.status == {"status": "unfinished", "checkpoint": None}
     again = launch("cpu", *TINY, folder=run.folder).succeeded()
     assert f"starting over: {run.folder} has no checkpoint yet" in again.stdout
     assert_same_run(again, whole("cpu", *ALL))
 
 
-def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch) -> None:  # room: tables
+def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch) -> None:
     """It would go on unrecorded. Tried without: a traceback."""
     run = launched_with_small_files(launch, *TINY, kilobytes=4)
     assert run.exit_code == 1
@@ -93,7 +93,7 @@ def test_on_a_disk_that_is_read_only_no_room_is_asked_for() -> None:
     assert end.value.code == f"train.py: /runs/x cannot be written, {says}"
 
 
-def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(  # room: status
+def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(
     launch: Launch,
 ) -> None:
     """Tried with str(): "None", as if it were a folder."""
@@ -116,7 +116,7 @@ def test_a_save_in_which_a_process_hangs_ends_the_run_and_leaves_the_checkpoint_
 
 
 JUDGED: tuple[str, ...] = ()
-JUDGED += ("--checkpoint.keep_best=2", "--checkpoint.export_best=true", "--checkpoint.mode=max")  # room: best
+JUDGED += ("--checkpoint.keep_best=2", "--checkpoint.export_best=true", "--checkpoint.mode=max")
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def judged(whole: Whole) -> Run:
     return whole("ddp", *TINY, "--eval_every=2", "--checkpoint.keep_last=1", *JUDGED)
 
 
-def test_the_newest_and_the_best_are_kept_and_the_best_is_exported(judged: Run) -> None:  # room: best
+def test_the_newest_and_the_best_are_kept_and_the_best_is_exported(judged: Run) -> None:
     """Tried without keeping the best: only step 14 is left; without exporting it: the last one is."""
     losses = {record["step"]: record["eval/loss"] for record in evaluations(judged)}
     second, best = sorted(losses, key=losses.__getitem__)[-2:]
@@ -136,9 +136,7 @@ def test_the_newest_and_the_best_are_kept_and_the_best_is_exported(judged: Run) 
     assert_equal(weights(judged), {name: saved[f"model.{name}"] for name in weights(judged)})
 
 
-def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(  # room: best
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launch: Launch, tmp_path: Path) -> None:
     """A gain must be of 100: the first evaluation is the best, and the third one without a gain the last. Tried without
     the reset where another metric is watched: no further step; with a reset at each resume: it trains past step 8."""
     arguments = (

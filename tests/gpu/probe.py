@@ -80,9 +80,9 @@ def main(result: str, *arguments: str) -> None:
 
     import train
     from src.distributed.stop import StopSignal
-    from src.tracking.performance import Performance  # room: performance
+    from src.tracking.performance import Performance
     from src.training.batches import CountedSteps, evaluation_batches, training_steps
-    from src.training.cuda_graph import RecordedStep  # room: cuda_graphs
+    from src.training.cuda_graph import RecordedStep
     from train import run_settings
 
     gpu = NullGpu()
@@ -99,10 +99,10 @@ def main(result: str, *arguments: str) -> None:
         join_alone(size)
     run = train.build(run_settings([*arguments]))
     assert run
-    performance = Performance(run)  # room: performance
+    performance = Performance(run)
     found, milliseconds = [], []
     take_step: Any = train.train_step
-    if run.config.cuda_graphs:  # room: cuda_graphs
+    if run.config.cuda_graphs:
         take_step = RecordedStep(run, train.train_step)
     stop = StopSignal(run.accelerator, run.config)
     steps = CountedSteps(training_steps(run, 0), stop)
@@ -112,11 +112,11 @@ def main(result: str, *arguments: str) -> None:
         if not left:  # it takes longer than what it notes
             null.null_gpu_set_callback(note)
         started = time.perf_counter()
-        performance.begin_step()  # room: performance
+        performance.begin_step()
         micro_batches, counts_of_step = next(steps)
-        performance.begin_computing(micro_batches)  # room: performance
+        performance.begin_computing(micro_batches)
         take_step(run, micro_batches, counts_of_step)
-        performance.end_step()  # room: performance
+        performance.end_step()
         milliseconds.append(1e3 * (time.perf_counter() - started))
         null.null_gpu_set_callback(None)
         found.append(counts())

@@ -5,15 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.tasks.base import ContextParallel
+from src.tasks.base import ContextParallel, Counts
 from src.tasks.text.packing import Batch
 from tests.check.planted import Fault, Hook, rank
 
 CP = "src.tasks.text.causal_lm."
 
 
-def with_all_targets(count: Hook, task: Any, batch: Batch) -> int:
-    return count(task, batch) * task._cp.size
+def with_all_targets(count: Hook, task: Any, batch: Batch) -> Counts:
+    counts = count(task, batch)
+    return {**counts, "targets": counts["targets"] * task._cp.size}
 
 
 def with_positions_from_zero(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
@@ -65,12 +66,13 @@ def of_the_first_parts(gather: Hook, run: Any, outputs: Tensor, examples: int) -
 FAULTS = [
     Fault(name, which, fails, says, where, hook)
     for which, name, fails, says, where, hook in (
-        ("quick", "each part counts all targets", "Steps", "gradients", CP + "CausalLM.count_targets",
+        ("quick", "each part counts all targets", "Steps", "gradients", CP + "CausalLM.count",
          with_all_targets),
         ("quick", "positions begin anew in each part", "Steps", "gradients", CP + "own_part", with_positions_from_zero),
         ("quick", "labels are shifted after the cut", "Steps", "gradients", CP + "own_part", without_the_last_labels),
         ("quick", "a part is another one's", "Steps", "gradients", CP + "own_part", of_the_other_rank),
-        ("quick", "each part counts an example", "Evaluation", "eval/examples", "train.metrics_of", counted_by_each),
+        ("quick", "each part counts an example", "Evaluation", "eval/examples",
+         "src.training.evaluation.metrics_of", counted_by_each),
         ("slow", "all have the first part", "Steps", "gradients", CP + "own_part", of_the_first_rank),
         ("slow", "a part sees itself alone", "Steps", "gradients", "src.tasks.text.context_parallel.across",
          of_parts_alone),

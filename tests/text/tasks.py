@@ -17,7 +17,7 @@ EARLY = (
     "--optim.warmup_steps=0", "--optim.max_grad_norm=1", "--global_batch_size=8", "--task.eval_from=last",
 )  # fmt: skip
 STRATEGY: tuple[str, ...] = ("--micro_batch_size=2",)
-STRATEGY += ("--activation_checkpointing=true",)  # room: compile
+STRATEGY += ("--activation_checkpointing=true",)
 MIXTRAL = ("--task.architecture.model_type=mixtral", "--task.architecture.num_local_experts=2")
 FEW_LOGITS = "import src.tasks.text.language_model as m; m.CHUNK = 5000\n"
 """Of 19 tokens at a time, as if the vocabulary were large."""
@@ -94,9 +94,9 @@ TEXT = {
     "lm with adapters": of(LM, LLAMA, ADAPTERS, "--task.lora.merge=true"),
     "classifier": of(CLASSIFIER, BERT),
     "classifier with adapters": of(CLASSIFIER, BERT, ADAPTERS),
-    "new tokens, tied": Short((*NEW_TOKENS, "--task.model={folder}/models/tied"), text),  # room: new_tokens
-    "new tokens, untied": Short((*NEW_TOKENS, "--task.model={folder}/models/untied"), text),  # room: new_tokens
-    "lm in 4 bits": Short(  # room: four_bit
+    "new tokens, tied": Short((*NEW_TOKENS, "--task.model={folder}/models/tied"), text),
+    "new tokens, untied": Short((*NEW_TOKENS, "--task.model={folder}/models/untied"), text),
+    "lm in 4 bits": Short(
         (*FOUR_BITS, "--task.lora.base_dtype=nf4"),
         text,
         launcher_arguments=("--mixed_precision=bf16",),
@@ -104,7 +104,5 @@ TEXT = {
         saved=25,
     ),
     "chat": Short(CHAT, chat_model, saved=5),
-    "chat with new tokens": Short(  # room: new_tokens
-        (*CHAT, "--max_steps=3", "--task.new_tokens=['<|fact|>', '<|end|>']"), chat_model
-    ),
+    "chat with new tokens": Short((*CHAT, "--max_steps=3", "--task.new_tokens=['<|fact|>', '<|end|>']"), chat_model),
 }

@@ -20,7 +20,7 @@ from examples.weights import WEIGHTS, find
 from src.config.errors import UserError
 from src.tasks.text import hub
 from src.tasks.text.causal_lm import CausalLM
-from src.tools.generate import main  # room: generate
+from src.tools.generate import main  # room: tools
 from tests.launching import BIN, PROJECT, Launch
 from tests.text import tiny
 from tests.text.hub import serving
@@ -79,7 +79,7 @@ def words(question: str) -> set[str]:
     return set(re.findall(r"[\w.-]+", question.lower()))
 
 
-def test_a_model_from_the_hub_is_tuned_and_asked(  # room: generate
+def test_a_model_from_the_hub_is_tuned_and_asked(  # room: tools
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By its name, through the real launcher and the Hub's client, from a stand-in for the Hub, with our weights."""

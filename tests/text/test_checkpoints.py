@@ -1,5 +1,6 @@
 """Checkpoints of transformers: adapters alone are saved, other data are refused."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint.same_run import changed_settings, require_same_data  # room: safeguards
+from src.checkpoint.same_run import changed_settings, require_same_data
 from src.config.config import config_from
 from src.tasks import TASKS
 from src.tasks.text.text_classification import TextClassification
+from src.training.state import Origin
+from tests.faults.runs import ORIGIN
 from tests.launching import Launch
 from tests.text import tiny
 
@@ -33,7 +36,7 @@ def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, ma
     assert "was trained with other frozen weights" in other.messages[0]
 
 
-SWAPPED = {"falling": "rising", "rising": "falling"}  # room: safeguards
+SWAPPED = {"falling": "rising", "rising": "falling"}
 
 
 @pytest.mark.parametrize(
@@ -45,27 +48,26 @@ SWAPPED = {"falling": "rising", "rising": "falling"}  # room: safeguards
         ("train.tsv", lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
     ],
 )
-def test_other_data_are_another_run(  # room: safeguards
-    models: Path, tmp_path: Path, name: str, edit: Any, says: str
-) -> None:
+def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edit: Any, says: str) -> None:
     """Labels that are renamed or swapped, texts that are edited or moved, as long as before: each is named. Tried with
     comparing the number of examples."""
 
-    def facts(reviews: Path) -> dict[str, Any]:
+    def origin(reviews: Path) -> Origin:
         task = TextClassification(model=f"{models}/bert", dataset=str(reviews))
         data = task.build_datasets()
-        return {"examples": 110, "data_state": task.data_state(), "data": [task.fingerprint(part) for part in data]}
+        fingerprints = [task.fingerprint(part) for part in data]
+        return dataclasses.replace(ORIGIN, data_state=task.data_state(), fingerprints=fingerprints)
 
-    then = facts(tiny.reviews(tmp_path / "reviews"))
+    then = origin(tiny.reviews(tmp_path / "reviews"))
     reviews = (tmp_path / "reviews").rename(tmp_path / "moved")
-    require_same_data(Path("step"), then, facts(reviews))
+    require_same_data(Path("step"), then, origin(reviews))
     for file in reviews.glob(name):
         file.write_text(edit(file.read_text()))
     with pytest.raises(ValueError, match=re.escape(says)):
-        require_same_data(Path("step"), then, facts(reviews))
+        require_same_data(Path("step"), then, origin(reviews))
 
 
-def test_a_change_within_a_mapping_is_a_change() -> None:  # room: safeguards
+def test_a_change_within_a_mapping_is_a_change() -> None:
     """Tried with comparing only what is no mapping."""
     task = {"name": "causal_lm", "architecture": {"model_type": "llama"}}
     now = config_from({"task": task, "output_dir": "run"}, TASKS)

@@ -298,7 +298,7 @@ def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]]
     assert inputs["index"].tolist() == [0, 2, 3, 5, 8, 10]
     assert inputs["targets"].tolist() == [6, 8] * 3
-    assert task.count_tokens(batch) == (9, 16)
+    assert task.count(batch) == {"targets": 6, "tokens": 9, "padded_tokens": 16}
     counts: Any = SimpleNamespace(flops=SimpleNamespace(total=lambda *counts: counts))
     assert task.flops(counts, batch) == (9, 6, 3 * 6)
     assert inputs["cu_seq_lens"].tolist() == [0, 3, 6, 8, 11, 16, 16, 16, 16]

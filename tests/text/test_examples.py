@@ -139,7 +139,7 @@ def test_rows_that_do_not_fit_are_named(models: Path, tmp_path: Path) -> None:
     assert refused(dpo, file, row, {**row, "prompt": "a" * 20}) == says
 
 
-def test_a_dry_run_shows_their_examples(models: Path, tmp_path: Path) -> None:  # room: dry_run
+def test_a_dry_run_shows_their_examples(models: Path, tmp_path: Path) -> None:
     """Tags at the first piece of each word."""
     file = tmp_path / "rows.jsonl"
     file.write_text('{"tokens": ["Ur", "."], "tags": ["B-LOC", "O"], "prompt": "a", "chosen": "b", "rejected": "cd"}')
@@ -173,7 +173,7 @@ def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path, tmp_path:
     assert task.describe("eval", dataset)["truncated"] == 0
     batch = task.collate(dataset.__getitems__([0]))
     references = batch["labels"]
-    assert task.count_targets(batch) == 6
+    assert task.count(batch)["targets"] == 6
     predictions = references.clone()
     predictions[references == task._labels.index("B-LOC")] = 0
     outputs = {"predictions": predictions, "references": references}

@@ -10,7 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from src.checkpoint.hub import push_to_hub
+from src.checkpoint.export import push_to_hub
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.lean import weight_files
 from tests.launching import PROJECT, clean_environment, mistakes
@@ -65,7 +65,7 @@ for dataset in sys.argv[1:]:
 
 # --------------------------------------------------------------------------------------------------------- uploading
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # room: hub
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
@@ -73,7 +73,7 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # room: hu
 
 
 @pytest.mark.usefixtures("online")
-def test_an_upload_that_must_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # room: hub
+def test_an_upload_that_must_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mistakes("--push_to_hub=mine") == ["push_to_hub=mine: must be USER/NAME"]
     monkeypatch.delenv("HF_TOKEN")
     assert mistakes("--push_to_hub=me/mine") == ["push_to_hub=me/mine: no credentials; `hf auth login` first"]
@@ -84,7 +84,7 @@ def test_an_upload_that_must_fail_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize("merge", [False, True])
-def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(  # room: hub
+def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], merge: bool
 ) -> None:
     """Merged weights in a repository of their own: in that of the adapters, nobody would look for them."""

@@ -61,7 +61,7 @@ def gradients(model: LanguageModel, inputs: dict[str, Tensor]) -> tuple[Tensor, 
     return loss.detach(), list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
 
 
-def transformed(model: torch.nn.Module, rows: int = 1, **settings: bool) -> None:  # room: compile
+def transformed(model: torch.nn.Module, rows: int = 1, **settings: bool) -> None:
     """As train.py does it, in place, with micro-batches of so many rows."""
     off = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False}
     config: Any = SimpleNamespace(**(off | settings), micro_batch=lambda processes: rows // processes)
@@ -134,9 +134,7 @@ def test_the_logits_are_never_there_all_at_once(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.filterwarnings("default")  # the compiler sets its own aside, unless they are errors
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("fresh_compiler")
-def test_recomputing_activations_draws_the_same_dropout(  # room: compile
-    monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
+def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     """The loss falls along its gradients as they say: tried with other dropout in the backward pass, by 0.57 of that.
     One compilation serves all blocks. Before 2.13, torch's compiler fails at it.
     """
@@ -161,7 +159,7 @@ def test_recomputing_activations_draws_the_same_dropout(  # room: compile
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_block_is_compiled_at_most_four_times(  # room: compile
+def test_a_block_is_compiled_at_most_four_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With gradients and without, each with a mask that keeps documents apart and with none. Tried without dynamic
@@ -181,7 +179,7 @@ def test_a_block_is_compiled_at_most_four_times(  # room: compile
     assert 2 <= counters["stats"]["unique_graphs"] <= 4
 
 
-def test_activations_inside_of_the_blocks_are_not_kept() -> None:  # room: compile
+def test_activations_inside_of_the_blocks_are_not_kept() -> None:
     def kept(checkpointed: bool) -> int:
         model = build("llama")
         transformed(model, activation_checkpointing=checkpointed)

@@ -10,7 +10,7 @@ import transformers
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from src.tools.generate import main  # room: generate
+from src.tools.generate import main  # room: tools
 from tests.launching import Launch, Run, needs
 from tests.text.conftest import Trained
 from tests.text.tasks import SMOLLM2, TEXT
@@ -69,7 +69,7 @@ def test_what_is_exported_is_what_transformers_and_peft_compute(chat: Run) -> No
         assert (logits - first).abs().max() < 1e-4 * first.abs().max()
 
 
-def test_its_greedy_answer_is_that_of_transformers(  # room: generate
+def test_its_greedy_answer_is_that_of_transformers(  # room: tools
     chat: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token by token, tuned and as it came."""
@@ -93,7 +93,7 @@ def test_its_greedy_answer_is_that_of_transformers(  # room: generate
         assert seen == expected
 
 
-def test_new_tokens_are_trained_and_exported(trained: Trained) -> None:  # room: new_tokens
+def test_new_tokens_are_trained_and_exported(trained: Trained) -> None:
     """Their two rows have left the mean of the others, and these are as they were."""
     alone = trained("chat with new tokens")
     auto: Any = AutoModelForCausalLM

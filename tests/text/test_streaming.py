@@ -273,7 +273,7 @@ def test_a_streamed_classifier_sees_each_row_with_its_label(models: Path, tmp_pa
         batch = of.collate(samples(train, [*range(len(train))]))
         pairs = zip(batch["inputs"]["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
         found.append((sorted(pairs), len(train), len(evaluation), of.data_state()))
-        assert of.count_targets(batch) == len(train)
+        assert of.count(batch)["targets"] == len(train)
     assert found[0] == found[1]
 
 

@@ -85,8 +85,7 @@ def texts(task: Any, train: Any) -> list[str]:
 
 def skipped(task: Any, train: Any) -> int:
     """What an epoch counts as train/skipped_rows."""
-    assert task.counters()[-1] == "train/skipped_rows"
-    return sum(task.count_more(task.collate(samples))[-1] for samples in epoch(task, train))
+    return sum(task.count(task.collate(samples))["train/skipped_rows"] for samples in epoch(task, train))
 
 
 @pytest.fixture(autouse=True)
@@ -379,14 +378,14 @@ def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes() -> None:
     train, _ = built(task)
     expected = f"a.jsonl, line 1501: text is int, not text; {HINT}"
     assert says(UserError, lambda: [*epoch(task, train)]) == expected
-    config: Any = SimpleNamespace(seed=0, num_workers=2, task=task)  # room: workers
-    stream = task.augmented(train, [0, 0, 1])  # room: workers
-    batches = [[i] for i in range(len(stream))]  # room: workers
-    loaded = load_in_workers(config, stream, batches, 0, 0)  # room: workers
-    assert says(UserError, lambda: deque(loaded, maxlen=0)) == expected  # room: workers
+    config: Any = SimpleNamespace(seed=0, num_workers=2, task=task)
+    stream = task.augmented(train, [0, 0, 1])
+    batches = [[i] for i in range(len(stream))]
+    loaded = load_in_workers(config, stream, batches, 0, 0)
+    assert says(UserError, lambda: deque(loaded, maxlen=0)) == expected
 
 
-class Failing:  # room: workers
+class Failing:
     """Examples that cannot be read."""
 
     def __len__(self) -> int:
@@ -399,7 +398,7 @@ class Failing:  # room: workers
             raise RunError("s3://a/b.parquet: cannot be read,\ntried 6 times") from error
 
 
-def test_what_a_loading_process_could_not_read_stays_a_run_error() -> None:  # room: workers
+def test_what_a_loading_process_could_not_read_stays_a_run_error() -> None:
     """Its exit code says whether to launch the run again."""
     config: Any = SimpleNamespace(seed=0, num_workers=1, task=SimpleNamespace(collate=list))
     said = says(RunError, lambda: [*load_in_workers(config, Failing(), [[0]], 0, 0)])
@@ -433,7 +432,7 @@ def test_a_window_of_nothing_but_bad_rows_is_empty_and_counted() -> None:
     for samples in epoch(task, train):
         batch = task.collate(samples)
         labels = [chunk["labels"] for sample in samples for chunk in sample]
-        assert task.count_targets(batch) == sum(map(len, labels))
+        assert task.count(batch)["targets"] == sum(map(len, labels))
 
 
 def test_prompts_that_are_not_packed_keep_a_place_for_each_row() -> None:
@@ -463,7 +462,7 @@ def test_labels_that_no_row_to_evaluate_on_has_are_named_or_left_out(models: Pat
     task = classifier("a.jsonl", models, bad_rows="skip")
     train, evaluation = built(task)
     assert skipped(task, train) == 4
-    assert sum(task.count_targets(task.collate(samples)) for samples in epoch(task, train)) == 60 - len(evaluation)
+    assert sum(task.count(task.collate(samples))["targets"] for samples in epoch(task, train)) == 60 - len(evaluation)
     model = task.build_model().eval()
     for samples in epoch(task, train, 8):
         good = [sample for sample in samples if sample[0]["length"]]

@@ -28,7 +28,7 @@ UNTRANSLATED = "import functools, torch\ntorch.compile = functools.partial(torch
 
 
 @pytest.mark.parametrize("before", [UNTRANSLATED, slow("")])
-def test_compiled_it_is_the_same_too(trained: Trained, before: str) -> None:  # room: compile
+def test_compiled_it_is_the_same_too(trained: Trained, before: str) -> None:
     unoptimized = {"TORCHINDUCTOR_DEBUG_COMPILE": "1"}
     run = trained("lm", "fsdp_grad_op", "--compile=true", "--max_steps=4", before=before, **unoptimized)
     assert "compile" in run.stdout

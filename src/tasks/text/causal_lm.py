@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
-from src.tasks.base import ContextParallel, Table, Tensors
+from src.tasks.base import ContextParallel, Counts, Table, Tensors
 from src.tasks.text.attention import document_lengths
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn
 from src.tasks.text.context_parallel import own_part, register, require_known_positions
@@ -44,7 +44,7 @@ class CausalLM(Decoder):
     """The task to train."""
     chat_template: str | None = None
     """A Jinja file with a chat template, or chatml, a usual one; null: the tokenizer's own."""
-    new_tokens: list[str] = []  # room: new_tokens
+    new_tokens: list[str] = []
     """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and the last layer are trained,
     beside adapters too."""
     text_column: str | None = None
@@ -62,13 +62,14 @@ class CausalLM(Decoder):
     """Tokens that the model sees at once. Longer text makes several sequences, longer prompts and chats are cut off."""
     packing: bool = True
     """Put several short documents into one sequence. They don't see each other."""
-    questions: ResumeSafe[str | None] = None  # room: tables
+    questions: ResumeSafe[str | None] = None
     """A .jsonl file of questions, each with the facts that a right answer names, literally:
     {"question": "Which flag …?", "facts": ["--check"]}. They are answered at the end, without the adapters too."""
     attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
     """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
     precision on a GPU, if the model can, else by a mask."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
+    next_step: ClassVar[tuple[str, str]] = "talk", "src.tools.generate"
     splits_sequences: ClassVar[bool] = True
     _cp: ContextParallel = ContextParallel()
     _columns: Columns = {}
@@ -95,13 +96,13 @@ class CausalLM(Decoder):
     def split_sequences(self, cp: ContextParallel) -> None:
         self._cp = cp
 
-    def load_model(self) -> Any:  # room: new_tokens
+    def load_model(self) -> Any:
         model = super().load_model()
         if self.new_tokens:
             self._trained_rows = add_rows(model, self._tokenizer, self.new_tokens)
         return model
 
-    def build_empty_model(self) -> Any:  # room: new_tokens
+    def build_empty_model(self) -> Any:
         if self.new_tokens:
             return None  # their rows start from those of all other tokens, which no process would have
         return super().build_empty_model()
@@ -113,10 +114,10 @@ class CausalLM(Decoder):
 
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
-        set_ends(model, self._tokenizer)  # of what answers questions  # room: tables
+        set_ends(model, self._tokenizer)  # of what answers questions
         return LanguageModel(self.with_adapters(model), self._attention)
 
-    def num_new_tokens(self) -> int:  # room: new_tokens
+    def num_new_tokens(self) -> int:
         return len(self.new_tokens)
 
     def core(self, model: LanguageModel) -> Any:
@@ -125,7 +126,7 @@ class CausalLM(Decoder):
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = self.new_tokenizer()
-        if self.new_tokens:  # room: new_tokens
+        if self.new_tokens:
             add_tokens(tokenizer, self.new_tokens)
         if self.chat_template == "chatml":
             tokenizer.chat_template = CHATML
@@ -149,7 +150,7 @@ class CausalLM(Decoder):
             hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
             raise UserError(f"the tokenizer has no chat template: {hint}")
         _ = self._config  # sequence_length is checked before the work begins
-        _ = self._questions  # room: tables
+        _ = self._questions
         if isinstance(train, Mixture):  # room: streaming
             return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
@@ -184,14 +185,14 @@ class CausalLM(Decoder):
         return self.stream(mixture, columns, self._chunker, capacity)
 
     @cached_property
-    def _questions(self) -> list[Question]:  # room: tables
+    def _questions(self) -> list[Question]:
         if not self.questions:
             return []
         if not self._tokenizer.chat_template:
             raise UserError("task.questions: the tokenizer has no chat template; set --task.chat_template")
         return read_questions(self.questions, self._tokenizer)
 
-    def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], dict[str, Table]]:  # room: tables
+    def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], dict[str, Table]]:
         if not self._questions:
             return super().report(model, device)
         return ask(model, self._tokenizer, self._questions, device, bool(self.lora.r))
@@ -218,7 +219,7 @@ class CausalLM(Decoder):
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]
 
-    def preview(self, dataset: Sequences, index: int) -> str:  # room: dry_run
+    def preview(self, dataset: Sequences, index: int) -> str:
         (chunks,) = dataset.__getitems__([index])
         labels = np.concatenate([chunk["labels"] for chunk in chunks])
         targets = (labels != -100).sum()
@@ -233,14 +234,17 @@ class CausalLM(Decoder):
                 text += f"⟦{words}⟧" if contributes else words
         return text
 
-    def count_tokens(self, batch: Batch) -> tuple[int, int]:
-        return batch["tokens"], batch["inputs"]["input_ids"].numel()
-
-    def count_targets(self, batch: Batch) -> int:
-        return len(batch["inputs"]["targets"])
+    def count(self, batch: Batch) -> Counts:
+        inputs = batch["inputs"]
+        return {
+            "targets": len(inputs["targets"]),
+            "tokens": batch["tokens"],
+            "padded_tokens": inputs["input_ids"].numel(),
+            **batch.get("counts", {}),
+        }
 
     def flops(self, model: LanguageModel, batch: Batch) -> float:
-        counts = batch["tokens"], self.count_targets(batch), batch["pairs"]
+        counts = batch["tokens"], len(batch["inputs"]["targets"]), batch["pairs"]
         return model.flops.total(*counts) if model.flops else 0.0
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
@@ -274,16 +278,16 @@ class CausalLM(Decoder):
     def load_export(self, folder: Path) -> LanguageModel:
         lm = load_exported(
             folder,
-            **loading_options(self.lora.base_dtype),  # room: four_bit
+            **loading_options(self.lora.base_dtype),
         )
-        keep_layout(lm)  # room: four_bit
+        keep_layout(lm)
         check_fit(self.sequence_length, lm.config, self._tokenizer)
         return LanguageModel(lm, self._attention)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         if not self.lora.r:
             return super().export_sharded(model, folder, accelerator)
-        if self.lora.merge and self.new_tokens:  # room: new_tokens
+        if self.lora.merge and self.new_tokens:
             return False
         if self.lora.merge and not super().export_sharded(model, folder / "merged", accelerator):
             return False

@@ -52,7 +52,7 @@ def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
         "inputs": inputs | own,
         "tokens": sum(min(max(size - start, 0), length) for size in sizes),
         "pairs": batch["pairs"] / cp.size,  # of each head, and a process has as many heads as any other
-        "counted": [number * (cp.rank == 0) for number in batch.get("counted", [])],  # room: streaming
+        "counts": {name: number * (cp.rank == 0) for name, number in batch.get("counts", {}).items()},
         **({"sources": batch["sources"][is_own]} if "sources" in batch else {}),  # room: streaming
     }
 

@@ -65,7 +65,7 @@ class FineTuning(
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
-    _trained_rows: dict[str, list[int]] | None = None  # room: new_tokens
+    _trained_rows: dict[str, list[int]] | None = None
     """Rows of new tokens to train beside adapters, by layer."""
 
     def augmented(self, train: Any, seed: list[int]) -> Any:  # room: streaming
@@ -124,7 +124,7 @@ class FineTuning(
         return self.finish(self.load_model())
 
     def build_empty_model(self) -> Any:
-        if self.lora.base_dtype == "nf4":  # room: four_bit
+        if self.lora.base_dtype == "nf4":
             require_four_bits(is_sharded=True)
         logging.disable_progress_bar()
         with loading("model", self.model):
@@ -142,7 +142,7 @@ class FineTuning(
     def build_skeleton(self) -> Any:  # room: plan
         with parameters_on(torch.device("meta")):
             model = self.new_model()
-        if self.lora.base_dtype == "nf4":  # room: four_bit
+        if self.lora.base_dtype == "nf4":
             give_four_bits(model)
         return self.finish(model)
 
@@ -163,7 +163,7 @@ class FineTuning(
             model,
             self.revision,
             task_type=self.adapters_for,
-            trainable_token_indices=self._trained_rows,  # room: new_tokens
+            trainable_token_indices=self._trained_rows,
         )
 
     def new_model(self) -> Any:
@@ -176,7 +176,7 @@ class FineTuning(
         another kind of model."""
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
-        four_bits = loading_options(self.lora.base_dtype)  # room: four_bit
+        four_bits = loading_options(self.lora.base_dtype)
         with loading("model", self.model):
             model, loaded = self.auto_class.from_pretrained(
                 self.model,
@@ -186,9 +186,9 @@ class FineTuning(
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **four_bits,  # room: four_bit
+                **four_bits,
             )
-        keep_layout(model)  # room: four_bit
+        keep_layout(model)
         self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
         return model
 
@@ -238,7 +238,7 @@ class FineTuning(
         """Write the model with the adapters in `weights` added to its own weights, those in 4 bits as the bf16 numbers
         that they stand for."""
         model = self.load_model()
-        if self.lora.base_dtype == "nf4":  # room: four_bit
+        if self.lora.base_dtype == "nf4":
             model = model.dequantize(torch.bfloat16)
         adapted = self.with_adapters(model)
         trained = {name: weights[name] for name, parameter in adapted.named_parameters() if parameter.requires_grad}

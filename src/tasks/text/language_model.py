@@ -99,7 +99,7 @@ class LanguageModel(nn.Module):
             correct.append((logits.argmax(-1) == expected).float())
         return torch.cat(losses), torch.cat(correct)
 
-    def _generate(self, with_adapters: bool, **options: Any) -> Tensor:  # room: tables
+    def _generate(self, with_adapters: bool, **options: Any) -> Tensor:
         """Return what `generate` of transformers does with these options, of the model with its adapters or without."""
         if self._takes_lengths:  # of documents, of which there are none here
             self.hf.set_attn_implementation("sdpa")

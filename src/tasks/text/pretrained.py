@@ -41,7 +41,7 @@ def load_exported(folder: Path, **options: Any) -> Any:
         if found["missing_keys"]:
             raise UserError(f"not a language model, it lacks {min(found['missing_keys'])}")
         if has_adapters:
-            grow(model, len(AutoTokenizer.from_pretrained(folder)))  # room: new_tokens
+            grow(model, len(AutoTokenizer.from_pretrained(folder)))
             with suppress(OSError):  # adapters of others have none
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():

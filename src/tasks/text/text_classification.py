@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from src.config.errors import UserError, listed
 from src.tasks import load_metric
-from src.tasks.base import Indices, Table, Tensors
+from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
 from src.tasks.text.labels import encode_texts, length_grouped, sorted_labels
@@ -177,11 +177,13 @@ class TextClassification(FineTuning):
             raise UserError(f"task.model={self.model}: its tokenizer has no token to pad with, nor one for the end")
         return tokenizer
 
-    def count_tokens(self, batch: Batch) -> tuple[int, int]:
-        return batch["tokens"], batch["inputs"]["input_ids"].numel()
-
-    def count_targets(self, batch: Batch) -> int:
-        return int((batch["labels"] >= 0).sum())
+    def count(self, batch: Batch) -> Counts:
+        return {
+            "targets": int((batch["labels"] >= 0).sum()),
+            "tokens": batch["tokens"],
+            "padded_tokens": batch["inputs"]["input_ids"].numel(),
+            **batch.get("counts", {}),
+        }
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.evaluate(model, batch)[0]
@@ -203,14 +205,14 @@ class TextClassification(FineTuning):
             **self.losses_by_source(outputs),  # room: streaming
         }
 
-    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:  # room: tables
+    def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
         def show(index: int) -> dict[str, str]:
             texts = zip(("text", "text_pair"), self._texts[index].values(), strict=False)
             return {name: text[:MOST_CHARACTERS] for name, text in texts}
 
         return label_tables(outputs, self._labels, show)
 
-    def preview(self, dataset: Dataset, index: int) -> str:  # room: dry_run
+    def preview(self, dataset: Dataset, index: int) -> str:
         row = dataset[index]
         return f"{self._tokenizer.decode(row['input_ids'])}\nlabel: {self._labels[row['label']]}"
 
@@ -225,5 +227,5 @@ class TextClassification(FineTuning):
         self._labels = list((self._own_config.id2label or {}).values())
         return self.build_model()
 
-    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:  # room: tables
+    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}

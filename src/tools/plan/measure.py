@@ -21,7 +21,7 @@ from null_gpu import NullGpu, join_alone, null_environment
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.config import Config, load_config
 from src.config.errors import UserError
-from src.distributed.accelerator import build_accelerator, context_parallel, prepare
+from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
 from src.tools.plan.gpus import Gpu
@@ -135,10 +135,9 @@ def build(config: Config) -> Run:
     started = time.perf_counter()
     train_set, eval_set = build_data(config, accelerator)
     seconds = time.perf_counter() - started
-    config.task.split_sequences(context_parallel(accelerator))
     tuned = config.task.prepare_for("cuda", torch.bfloat16 if launch.precision == "bf16" else torch.float32)
     model = config.task.build_skeleton()
-    transform(model, config, accelerator)  # room: compile
+    transform(model, config, accelerator)
     if not accelerator.is_fsdp2:
         fill(model, accelerator.device)
     model = prepare(accelerator, model)
@@ -147,16 +146,17 @@ def build(config: Config) -> Run:
     if seconds > LONG:
         tuned.append(f"reading the data takes {seconds:.0f} s, for each line below: plan from a sample of them")
     return Run(
-        config,
-        accelerator,
-        launch,
-        ResumePoint(),
-        model,
-        optimizers,
-        Progress(),
-        train_set,
-        eval_set,
-        metadata={},
+        config=config,
+        accelerator=accelerator,
+        launch=launch,
+        store=None,
+        resume=ResumePoint(),
+        model=model,
+        optimizers=optimizers,
+        progress=Progress(),
+        train_set=train_set,
+        eval_set=eval_set,
+        origin=None,  # type: ignore[arg-type]  # nothing is saved
         facts={"tuned": tuned},
     )
 
@@ -244,10 +244,9 @@ class Trial:
         parts = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in tensors_of(run).items()}
         parts["gradients"] = self._gradients
         parts["activations"] = memory["step"][0] - (0 if self._is_offloaded else sum(parts.values()))
-        flops = tokens = 0.0
-        first, model = self._micro_batches[0].data, run.accelerator.unwrap_model(run.model)  # room: performance
-        flops = run.task.flops(model, first) * accumulation * world_size  # room: performance
-        tokens = self._counts.tokens * world_size  # room: text
+        first, model = self._micro_batches[0].data, run.accelerator.unwrap_model(run.model)
+        flops = run.task.flops(model, first) * accumulation * world_size
+        tokens = self._counts.get("tokens", 0.0) * world_size
         return Measured(
             strategy=run.launch.strategy,
             micro_batch=size,

@@ -21,10 +21,10 @@ YAMLS = ("single_gpu", "ddp", "fsdp_grad_op", "fsdp", "hsdp", "fsdp_offload")
 CP_YAML = "fsdp_cp"
 """The strategy for sequences that are too long for a GPU: tried where it is named, or none of the others fits."""
 CHANGES: dict[str, list[str]] = {
-    "activation checkpointing": ["--activation_checkpointing=true"],  # room: compile
+    "activation checkpointing": ["--activation_checkpointing=true"],
     "LoRA": ["--task.lora.r=16"],  # room: text
-    "LoRA, activation checkpointing": ["--task.lora.r=16", "--activation_checkpointing=true"],  # room: compile+text
-    "LoRA on 4 bits": ["--task.lora.r=16", "--task.lora.base_dtype=nf4"],  # room: four_bit+text
+    "LoRA, activation checkpointing": ["--task.lora.r=16", "--activation_checkpointing=true"],  # room: text
+    "LoRA on 4 bits": ["--task.lora.r=16", "--task.lora.base_dtype=nf4"],  # room: text
 }
 """What is tried where nothing fits; offloading is a strategy."""
 FORK: Any = multiprocessing.get_context("fork")
@@ -67,7 +67,7 @@ def changed(setups: list[Setup], config: Config) -> Iterator[Setup]:
     impossible = []
     if "lora" not in settings or not settings["model"] or settings["lora"]["r"]:
         impossible.append("LoRA")
-    if config.activation_checkpointing:  # room: compile
+    if config.activation_checkpointing:
         impossible.append("activation checkpointing")
     for change, arguments in CHANGES.items():
         if not any(name in change for name in impossible):

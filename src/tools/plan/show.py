@@ -37,7 +37,7 @@ def line(row: Row, config: Config) -> dict[str, Any]:
     if not measured:
         return shown
     is_compiled = False
-    is_compiled = config.compile  # room: compile
+    is_compiled = config.compile
     seconds = seconds_of(measured, gpu, gpus, is_compiled)
     hours = seconds.step * measured.total_steps / 3600
     peak = gpu.tflops.get("bf16", gpu.tflops["fp32"]) * 1e12

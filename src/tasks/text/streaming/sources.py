@@ -41,26 +41,20 @@ class BySource(TextSource):
         """Return whether rows are tokenized while training."""
         return (self.streaming or bool(self.sources)) and self.eval_from != "all"
 
-    def counters(self) -> list[str]:
-        return [*(f"train/tokens_{name}" for name in self._source_names), *["train/skipped_rows"] * self.is_streamed]
-
-    def count_more(self, batch: Batch) -> list[int]:
-        return batch.get("counted", [])
-
     def counts_by_source(self, chunks: list[Chunk], labels: str) -> Batch:
         """Return what a batch of these chunks, each with `labels`, has more than others: how many tokens are from each
         source of a mixture and how many rows cannot be used, and the source of each target."""
         if not self.is_streamed:
             return {}
-        skipped = sum(not chunk["length"] for chunk in chunks)
+        counts = {"train/skipped_rows": sum(not chunk["length"] for chunk in chunks)}
         if not self._source_names:
-            return {"counted": [skipped]}
-        tokens = [0] * len(self._source_names)
-        for chunk in chunks:
-            tokens[chunk["source"]] += len(chunk["input_ids"])
+            return {"counts": counts}
+        for number, name in enumerate(self._source_names):
+            own = (len(chunk["input_ids"]) for chunk in chunks if chunk["source"] == number)
+            counts[f"train/tokens_{name}"] = sum(own)
         targets = [np.sum(chunk[labels] != -100) for chunk in chunks]
         sources = np.repeat([chunk["source"] for chunk in chunks], targets)
-        return {"counted": [*tokens, skipped], "sources": torch.from_numpy(sources)}
+        return {"counts": counts, "sources": torch.from_numpy(sources)}
 
     def sums_by_source(self, batch: Batch, losses: Tensor, rows: Tensor, num_rows: int) -> Tensors:
         """Return for each source of a mixture the loss and the number of targets in each example; shape (examples, 2).

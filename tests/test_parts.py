@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from src.tracking import guard
-from src.tracking.guard import Guarded, Recorder
+from src.tracking import part as guard
+from src.tracking.part import Guarded, Part
 from tests.faults.runs import curve
 from tests.launching import Run
 
@@ -28,10 +28,10 @@ def hang(*_: object) -> None:
     [
         ("start", hang, "it has not answered for 0 seconds", "start abandon"),
         ("log", hang, "it has not answered for 0 seconds", "start log abandon"),
-        ("finish", hang, "it has not answered for 0 seconds", "start log log finish abandon"),
+        ("end", hang, "it has not answered for 0 seconds", "start log log end abandon"),
         ("start", crash, "a bug of theirs", "start abandon"),
-        ("finish", crash, "a bug of theirs", "start log log finish abandon"),
-        ("finish", None, None, "start log log finish"),
+        ("end", crash, "a bug of theirs", "start log log end abandon"),
+        ("end", None, None, "start log log end"),
     ],
 )
 def test_one_that_hangs_or_raises_is_dropped(
@@ -40,13 +40,13 @@ def test_one_that_hangs_or_raises_is_dropped(
     """Tried without the thread: it waits forever."""
     monkeypatch.setattr(guard, "START_SECONDS", 0.3)
     monkeypatch.setattr(guard, "HANG_SECONDS", 0.3)
-    recorder, said, began = Mock(spec=Recorder, title="X"), list[str](), time.monotonic()
+    recorder, said, began = Mock(spec=Part, title="X"), list[str](), time.monotonic()
     getattr(recorder, method).side_effect = fault
     guarded = Guarded(recorder, said.append)
     for _ in range(2):
         guarded.tell(recorder.log, {"step": 1}, {})
         time.sleep(0.4 if method == "log" else 0)
-    guarded.finish(None, None)
+    guarded.end(None, None)
     assert time.monotonic() < began + 5
     time.sleep(0.1)
     assert guarded.failure == why
