@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from io import BufferedReader, StringIO
-from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -182,23 +181,22 @@ def index_table(file: BufferedReader, start: int, names: list[str], **dialect: A
     """Index a .csv or .tsv file, whose header are `names` or, where there are none, its first line that is not blank.
     Raise a ValueError if the header names a column twice."""
     columns, longest, number = names, (1, 0), 0
-    lines = (part for line in file for part in line.splitlines(keepends=True))  # old Macs have other ends
+    record: list[bytes] = []
+
+    def text() -> Iterator[str]:
+        for line in file:
+            for part in line.splitlines(keepends=True):  # old Macs have other ends
+                record.append(part)
+                yield part.decode(*UTF8)
 
     def records() -> Iterator[Record]:
         nonlocal columns, longest, number
-        while batch := [*islice(lines, GROUP_ROWS if columns else 1)]:
-            if columns and _is_a_row_a_line(batch, columns, dialect):
-                number += len(batch)
-                yield sum(map(len, batch)), len(batch), len(batch)
-                continue
-            rest = iter(batch)
-            for line in rest:
-                record: list[bytes] = []
-                cells = next(csv.reader(_decoded(chain([line], rest, lines), record), **dialect))
-                longest = max(longest, (len(record), number + 1))
-                number += len(record)
-                yield sum(map(len, record)), len(record), bool(cells and columns)
-                columns = columns or cells
+        for cells in csv.reader(text(), **dialect):  # it asks for no line beyond the record
+            longest = max(longest, (len(record), number + 1))
+            number += len(record)
+            yield sum(map(len, record)), len(record), bool(cells and columns)
+            columns = columns or cells
+            record.clear()
 
     groups = grouped(records(), start)
     if twice := [name for name in columns if name and columns.count(name) > 1]:
@@ -207,22 +205,6 @@ def index_table(file: BufferedReader, start: int, names: list[str], **dialect: A
     note = f"{number:,} lines are {sum(group.rows for group in groups):,} rows, as cells in quotes go over several: "
     note += f"the longest row has lines {line:,} to {line + height - 1:,}"
     return Index(columns, groups, note if height > 1 else "")
-
-
-def _is_a_row_a_line(batch: list[bytes], columns: list[str], dialect: dict[str, Any]) -> bool:
-    """Return whether each of the lines is a row: told at once, where the csv module takes 10 times as long."""
-    data = b"".join(batch)
-    if dialect or b'"' not in data:
-        return min(map(len, batch)) > len("\r\n")  # or there may be blank lines
-    table = read_table(data, columns, columns[:1])
-    return table is not None and len(table) == len(batch)
-
-
-def _decoded(lines: Iterator[bytes], record: list[bytes]) -> Iterator[str]:
-    """Yield the text of lines as they are asked for, each of which is added to the record."""
-    for line in lines:
-        record.append(line)
-        yield line.decode(*UTF8)
 
 
 def parse_table(data: bytes, columns: Sequence[str], **dialect: Any) -> Parsed:
