@@ -27,8 +27,6 @@ END = "end"
 """A line that is put after those of a table: a quote that is still open swallows it."""
 UTF8 = ("utf-8", "surrogateescape")
 """Bytes that are no UTF-8 are kept, so that the row with them can be named."""
-DECODE = json.JSONDecoder().raw_decode
-"""Returns the value that a text begins with, and where that ends."""
 NO_ROWS = 'no rows but one object: write a list of objects, or one a line (pandas: orient="records", lines=True)'
 csv.field_size_limit(2**31 - 1)
 
@@ -107,12 +105,12 @@ class Parsed(NamedTuple):
 
 def index_lines(file: BufferedReader, start: int, _names: list[str]) -> Index:
     """Index a .jsonl file. Blank lines are no rows."""
-    row, groups = _lines(file, start)
-    return Index([*row], groups)
+    rows, groups = _first_rows_and_groups(file, start)
+    return Index(_keys(rows), groups)
 
 
-def _lines(file: BufferedReader, start: int) -> tuple[dict[str, Any], list[Group]]:
-    """Return the columns in the first lines, each with its last value, and the groups."""
+def _first_rows_and_groups(file: BufferedReader, start: int) -> tuple[list[Any], list[Group]]:
+    """Return the rows in the first lines, and the groups."""
     head: list[bytes] = []
 
     def records() -> Iterator[Record]:
@@ -122,7 +120,11 @@ def _lines(file: BufferedReader, start: int) -> tuple[dict[str, Any], list[Group
             yield len(line), 1, bool(line.strip(b" \t\r\n"))
 
     groups = grouped(records(), start)
-    return {name: value for row in parse_lines(b"".join(head)).rows for name, value in row.items()}, groups
+    return parse_lines(b"".join(head)).rows, groups
+
+
+def _keys(rows: list[Any]) -> list[str]:
+    return [*dict.fromkeys(name for row in rows for name in row)]
 
 
 def parse_lines(data: bytes, _columns: Sequence[str] = ()) -> Parsed:
@@ -133,10 +135,7 @@ def parse_lines(data: bytes, _columns: Sequence[str] = ()) -> Parsed:
         if text:
             parsed.lines.append(number)
             try:
-                value, end = DECODE(text)  # half the time of json.loads
-                if end < len(text):
-                    raise json.JSONDecodeError("Extra data", text, end)
-                _add(parsed, value)
+                _add(parsed, json.loads(text))
             except (ValueError, RecursionError) as error:
                 _add(parsed, {}, cause(error))
     return parsed
@@ -154,16 +153,15 @@ def index_json(file: BufferedReader, start: int, _names: list[str]) -> Index:
     """Index a .json file: a list of objects, which is read whole, or an object a line. Raise a ValueError if it is
     other JSON."""
     if file.peek(GROUP_ROWS).lstrip()[:1] != b"[":
-        row, groups = _lines(file, start)
-        is_table = sum(group.rows for group in groups) == 1 and all(isinstance(v, dict | list) for v in row.values())
-        if groups and (is_table or not row):
+        rows, groups = _first_rows_and_groups(file, start)
+        is_one = sum(group.rows for group in groups) == 1
+        if groups and (not any(rows) or (is_one and all(isinstance(v, dict | list) for v in rows[0].values()))):
             raise ValueError(NO_ROWS)
-        return Index([*row], groups)
+        return Index(_keys(rows), groups)
     data = file.read()
-    values = json.loads(data.decode(*UTF8))
-    columns = {name: None for row in values[:GROUP_ROWS] if isinstance(row, dict) for name in row}
-    groups = [Group(len(values), len(data), start, start + len(data), 1)] if values else []
-    return Index([*columns], groups)
+    rows = parse_json(data, ()).rows
+    groups = [Group(len(rows), len(data), start, start + len(data), 1)] if rows else []
+    return Index(_keys(rows[:GROUP_ROWS]), groups)
 
 
 def parse_json(data: bytes, columns: Sequence[str]) -> Parsed:
