@@ -12,14 +12,12 @@ from src.config.settings import nearest, read_yaml
 
 
 def typed(value: Any) -> Any:
-    """Return values from the command line, which are text, as YAML reads them; and 1e-5, text to YAML, as a number."""
+    """Return values from the command line, which are text, as YAML reads them."""
     if isinstance(value, str):
         with contextlib.suppress(YAMLError):
             value = read_yaml(value)
     if isinstance(value, dict):
         return {name: typed(inner) for name, inner in value.items()}
-    with contextlib.suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
     return value
 
 

@@ -1,5 +1,6 @@
 """Labels for texts, or pairs of them, with any encoder of transformers: `--task.name=text_classification`."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property, partial
@@ -19,13 +20,13 @@ from src.tasks import load_metric
 from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
-from src.tasks.text.labels import encode_texts, length_grouped, sorted_labels
+from src.tasks.text.labels import Labelling, length_grouped, sorted_labels
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
 from src.tasks.text.pretrained import check_fit, save
 from src.tasks.text.source import cached_map, table_checksum
 from src.tasks.text.streaming.blocks import Mixture
-from src.tasks.text.streaming.labelling import Labelling, known_label
+from src.tasks.text.streaming.labelling import known_label
 from src.tasks.text.streaming.stream import Stream
 from src.tasks.text.values import Encoders, as_label, as_text
 
@@ -67,49 +68,48 @@ class TextClassification(FineTuning):
         train, evaluation = self.usable_parts(*self.open_rows(), columns)
         if isinstance(train, Mixture):  # room: streaming
             return self._stream(train, evaluation, columns)
-        train_ids, eval_ids = self._label_ids(*(rows[self.label_column][:] for rows in (train, evaluation)))
-        train = self._tokenized(train.select_columns(texts), train_ids, "training data")
-        return train, self._evaluation_set(evaluation.select_columns(texts), eval_ids)
+        self._labels = self._known_labels(train, evaluation)
+        return self._labelled(train, "training data"), self._evaluation_set(evaluation)
 
-    def _tokenized(self, texts: Dataset, labels: list[int], desc: str) -> Dataset:
-        """Return a table of the model's inputs, made from all columns (on a second call, from the cache), with `label`,
-        `row`, `length` in tokens, and whether the text was `truncated`."""
-        tokenize = partial(encode_texts, tokenizer=self._tokenizer, sequence_length=self.sequence_length)
-        tokenized = cached_map(texts, tokenize, f"tokenizing {desc}")
-        return tokenized.add_column("label", labels).add_column("row", range(len(texts)))
+    @property
+    def _labelling(self) -> Labelling:
+        return Labelling(self.label_column, self._labels, self._tokenizer, self.sequence_length)
 
-    def _evaluation_set(self, texts: Dataset, labels: list[int]) -> Dataset:
-        evaluation = self._tokenized(texts, labels, "evaluation data")
+    def _labelled(self, rows: Dataset, desc: str) -> Dataset:
+        """Return a table of what the labelling makes of the rows (on a second call, from the cache), with their numbers
+        as `row`."""
+        return cached_map(rows, self._labelling, f"tokenizing {desc}").add_column("row", range(len(rows)))
+
+    def _evaluation_set(self, rows: Dataset) -> Dataset:
+        evaluation = self._labelled(rows, "evaluation data")
         by_length = np.argsort(evaluation["length"][:], kind="stable")
-        self._texts = texts.select(by_length)
+        self._texts = rows.remove_columns(self.label_column).select(by_length)
         return evaluation.select(by_length)  # batches of similar lengths need less padding
 
     def _stream(self, mixture: Mixture, parts: list[Dataset], columns: Encoders) -> Any:  # room: streaming
         """Return the streamed training set, whose labels are those of the rows to evaluate on, and the set of those."""
         rows = concatenate_datasets(parts)
-        labels = rows[self.label_column][:]
-        _, ids = self._label_ids(labels, labels)
-        evaluation = self._evaluation_set(rows.remove_columns(self.label_column), ids)
+        self._labels = self._known_labels(rows, rows)
+        evaluation = self._evaluation_set(rows)
         sources = np.repeat(range(len(parts)), [len(part) for part in parts])[evaluation["row"][:]]
-        labelling = Labelling(self.label_column, self._labels, self._tokenizer, self.sequence_length)
         columns = {**columns, self.label_column: partial(known_label, labels=self._labels)}
-        return self.stream(mixture, columns, labelling, None), evaluation.add_column("source", sources)
+        return self.stream(mixture, columns, self._labelling, None), evaluation.add_column("source", sources)
 
-    def _label_ids(self, train: list[str], evaluation: list[str]) -> tuple[list[int], list[int]]:
-        """Return the labels of both parts as positions among those that the model was trained on, or else among the
-        training data's, which are kept."""
-        names = self._labels or sorted_labels(train)
+    def _known_labels(self, train: Dataset, evaluation: Dataset) -> list[str]:
+        """Return the labels that the model was trained on, or else those of the rows to train on, in the order of their
+        numbers. Raise a UserError if these are too few, or the rows to evaluate on have others."""
+        found = [{*rows[self.label_column][:]} for rows in (train, evaluation)]
+        names = self._labels or sorted_labels(found[0])
         known: dict[Any, Any] = self._own_config.label2id or {}
         if set(names) == set(known):  # a head that knows them keeps its order
             names = sorted(names, key=known.__getitem__)
         where = f"task.label_column={self.label_column}"
         if len(names) < 2:
             raise UserError(f"{where}: all rows to train on have the same label, {names[0]}")
-        if unseen := listed(sorted({*train, *evaluation} - set(names))):
+        if unseen := listed(sorted(set.union(*found) - set(names))):
             says = f"is in the data to evaluate on, but not in the data to train on ({listed(names)})"
             raise UserError(f"{where}: {unseen} {says}")
-        self._labels, ids = names, {name: i for i, name in enumerate(names)}
-        return [ids[label] for label in train], [ids[label] for label in evaluation]
+        return names
 
     def data_state(self) -> dict[str, Any]:
         return {"labels": self._labels}
@@ -154,7 +154,7 @@ class TextClassification(FineTuning):
 
     @property
     def _config(self) -> PreTrainedConfig:
-        config = self._own_config
+        config = copy.deepcopy(self._own_config)
         config.id2label = dict(enumerate(self._labels))
         config.label2id = {label: i for i, label in enumerate(self._labels)}
         config.problem_type = "single_label_classification"
