@@ -11,9 +11,6 @@ from functools import partial
 from io import BufferedReader, StringIO
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
-
 from src.config.errors import cause
 
 GROUP_ROWS = 1024
@@ -21,8 +18,8 @@ GROUP_ROWS = 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE = 2**20
 """Bytes that are read of a file at once, while it is indexed."""
-TABLES: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
-"""Options of Python's csv module for each kind of table: in a .tsv, quotes are text too."""
+TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+"""Options of Python's csv module for a .tsv: in it, quotes are text too."""
 END = "end"
 """A line that is put after those of a table: a quote that is still open swallows it."""
 UTF8 = ("utf-8", "surrogateescape")
@@ -225,28 +222,6 @@ def parse_table(data: bytes, columns: Sequence[str], **dialect: Any) -> Parsed:
     return parsed
 
 
-def read_table(
-    data: bytes, columns: list[str], wanted: list[str], delimiter: str = ",", quoting: int = csv.QUOTE_MINIMAL
-) -> pa.Table | None:
-    """Return the wanted columns of a .csv or .tsv file's group, as `parse_table` does in 10 times the time; None if it
-    is for that to say what is wrong with the rows."""
-    if data.startswith(BYTE_ORDER_MARK):  # here a part of a cell, which Arrow would leave out
-        return None
-    quote = '"' if quoting == csv.QUOTE_MINIMAL else False
-    data += b"" if data.endswith((b"\n", b"\r")) else b"\n"
-    data += delimiter.join([END] * len(columns)).encode()
-    try:
-        table = read_csv(
-            pa.BufferReader(data),
-            ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=columns),
-            ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=True),
-            ConvertOptions(include_columns=wanted, column_types=dict.fromkeys(wanted, pa.string())),
-        )
-    except pa.ArrowInvalid:
-        return None
-    return table[:-1]
-
-
 def index_text(file: BufferedReader, start: int, _names: list[str]) -> Index:
     """Index a .txt file."""
     size = sum(map(len, iter(partial(file.read, PIECE), b"")))
@@ -263,7 +238,7 @@ TEXT_FORMATS: dict[str, tuple[Callable[..., Index], Callable[[bytes, Sequence[st
     ".jsonl": (index_lines, parse_lines),
     ".json": (index_json, parse_json),
     ".csv": (index_table, parse_table),
-    ".tsv": (partial(index_table, **TABLES[".tsv"]), partial(parse_table, **TABLES[".tsv"])),
+    ".tsv": (partial(index_table, **TSV), partial(parse_table, **TSV)),
 }
 """How each kind is indexed and its groups are read."""
 HAVE_LINES = (".jsonl", ".csv", ".tsv")

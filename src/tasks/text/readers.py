@@ -14,9 +14,9 @@ from pyarrow import parquet
 
 from src.config.errors import UserError
 from src.tasks.text.files import lasting, list_files, patiently
-from src.tasks.text.formats import HAVE_LINES, TABLES, TEXT_FORMATS, Group, Parsed, merge, read_table
+from src.tasks.text.formats import HAVE_LINES, TEXT_FORMATS, Group, Parsed, merge
 from src.tasks.text.index import Shard
-from src.tasks.text.values import Encoders, Found, are_texts, arrow_values, as_text, declared_features
+from src.tasks.text.values import Encoders, Found, arrow_values, declared_features
 
 Part = tuple[int, int, int]
 """Rows of a source: the group, the first one in it, and that after the last one."""
@@ -49,14 +49,10 @@ class ShardReader:
             RunError: it could not be read, in several tries.
         """
         shard, group = self.groups[number]
-        own = [name for name in columns if name in shard.columns]
         if shard.kind == ".parquet":
-            table = patiently(shard.url, lambda: _row_group(shard.url, shard.version, group.start, tuple(own)))
+            own = tuple(name for name in columns if name in shard.columns)
+            table = patiently(shard.url, lambda: _row_group(shard.url, shard.version, group.start, own))
             return arrow_values(table[first:last], columns, declared_features(table.schema))
-        if shard.kind in TABLES:
-            table = read_table(_read_bytes(shard.url, shard.version, group), shard.columns, own, **TABLES[shard.kind])
-            if table is not None and len(table) == group.rows:
-                return arrow_values(table[first:last], columns, {})
         parsed = _parse(shard.url, shard.version, group, tuple(shard.columns))
         bad = {place - first: reason for place, reason in parsed.unreadable.items() if first <= place < last}
         return {name: parsed.column(name, shard.columns)[first:last] for name in columns}, bad
@@ -143,8 +139,6 @@ def read_text(source: Source, part: Part, columns: Encoders) -> Found:
     rows, bad = source.read(number, first, last, [*columns])
     for name, encode in columns.items():
         values = rows[name]
-        if encode is as_text and are_texts(values):
-            continue
         for place, value in enumerate(values):
             try:
                 values[place] = encode(value)
