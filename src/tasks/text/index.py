@@ -5,8 +5,9 @@ import io
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 from pyarrow import parquet
@@ -23,8 +24,9 @@ READERS = 16
 """Files that are indexed at once: to read a footer elsewhere is mostly to wait."""
 
 
-class Shard(NamedTuple):
-    """A file as the index has it."""
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A file as the index has it. What is read of it is cached by the object."""
 
     url: str
     version: str
@@ -54,10 +56,10 @@ def index_files(files: dict[str, str], column_names: list[str], cache: Path) -> 
         refuse(found for found in done if isinstance(found, str))
         cache.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(json.dumps(done).encode())
+        unfinished.write_bytes(json.dumps(done, default=vars).encode())
         unfinished.replace(file)
-    shards = (Shard(*fields) for fields in json.loads(file.read_bytes()))
-    return [shard._replace(groups=[Group(*group) for group in shard.groups]) for shard in shards]
+    found = json.loads(file.read_bytes())
+    return [Shard(**fields | {"groups": [Group(*group) for group in fields["groups"]]}) for fields in found]
 
 
 def _index(url: str, version: str, column_names: list[str]) -> Shard | str:

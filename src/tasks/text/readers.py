@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -51,15 +52,15 @@ class ShardReader:
         shard, group = self.groups[number]
         if shard.kind == ".parquet":
             own = tuple(name for name in columns if name in shard.columns)
-            table = patiently(shard.url, lambda: _row_group(shard.url, shard.version, group.start, own))
+            table = patiently(shard.url, lambda: _row_group(shard, group.start, own))
             return arrow_values(table[first:last], columns, declared_features(table.schema))
-        parsed = _parse(shard.url, shard.version, group, tuple(shard.columns))
+        parsed = _parse(shard, group)
         bad = {place - first: reason for place, reason in parsed.unreadable.items() if first <= place < last}
         return {name: parsed.column(name, shard.columns)[first:last] for name in columns}, bad
 
     def merged(self) -> "ShardReader":
         """Return a reader whose groups are MERGED of these, to read all of them in fewer calls."""
-        return ShardReader([shard._replace(groups=merge(shard.groups, MERGED)) for shard in self.shards])
+        return ShardReader([replace(shard, groups=merge(shard.groups, MERGED)) for shard in self.shards])
 
     @property
     def content(self) -> list[str]:
@@ -76,8 +77,7 @@ class ShardReader:
         """Return the name of a group's row for messages: the file, and the line or the row, counted from 1."""
         shard, group = self.groups[number]
         if shard.kind in HAVE_LINES:
-            parsed = _parse(shard.url, shard.version, group, tuple(shard.columns))
-            return f"{shard.url}, line {group.line + parsed.lines[row]}"
+            return f"{shard.url}, line {group.line + _parse(shard, group).lines[row]}"
         return f"{shard.url}, row {group.line + row}"
 
 
@@ -149,28 +149,27 @@ def read_text(source: Source, part: Part, columns: Encoders) -> Found:
 
 
 @lru_cache(maxsize=2)  # a large row group is tokenized block by block
-def _row_group(url: str, version: str, number: int, columns: tuple[str, ...]) -> pa.Table:
-    _require_unchanged(url, version)
-    with fsspec.open(url, "rb") as file:
+def _row_group(shard: Shard, number: int, columns: tuple[str, ...]) -> pa.Table:
+    _require_unchanged(shard)
+    with fsspec.open(shard.url, "rb") as file:
         return parquet.ParquetFile(file, pre_buffer=True).read_row_group(number, [*columns])
 
 
 @lru_cache(maxsize=2)  # a .json file is one group
-def _parse(url: str, version: str, group: Group, columns: tuple[str, ...]) -> Parsed:
+def _parse(shard: Shard, group: Group) -> Parsed:
     """Return the rows of a text file's group."""
-    _, parse = TEXT_FORMATS[Path(url).suffix.lower()]
-    return parse(_read_bytes(url, version, group), columns)
 
-
-def _read_bytes(url: str, version: str, group: Group) -> bytes:
     def read() -> bytes:
-        _require_unchanged(url, version)
-        system, path = fsspec.core.url_to_fs(url)
+        _require_unchanged(shard)
+        system, path = fsspec.core.url_to_fs(shard.url)
         return system.cat_file(path, start=group.start, end=group.end)  # s3fs has another order
 
-    return patiently(url, read)
+    _, parse = TEXT_FORMATS[shard.kind]
+    return parse(patiently(shard.url, read), shard.columns)
 
 
-def _require_unchanged(url: str, version: str) -> None:
-    if lasting(list_files(url).get(url, "")) != lasting(version):
-        raise UserError(f"{url} has changed or is gone since it was indexed: put it back as it was, or begin a new run")
+def _require_unchanged(shard: Shard) -> None:
+    found = list_files(shard.url).get(shard.url, "")
+    if lasting(found) != lasting(shard.version):
+        says = "has changed or is gone since it was indexed: put it back as it was, or begin a new run"
+        raise UserError(f"{shard.url} {says}")
