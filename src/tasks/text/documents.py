@@ -88,14 +88,17 @@ class Chunker:
         has_spans = any(spans is not None for _, spans in rows)
         encoded = _encode([text for text, _ in rows], self.tokenizer, has_spans)
         chunks = []
-        for (text, spans), bare in zip(rows, encoded, strict=True):
+        for (_, spans), tokens in zip(rows, encoded, strict=True):
+            bare = tokens[0]
             # where a chat template wrote the text before, it has its ends, and a second one would be learnt
-            begin = [] if bare[0, : len(prefix)].tolist() == prefix else prefix
-            end = [] if bare[0, bare.shape[1] - len(suffix) :].tolist() == suffix else suffix
-            kinds = len(bare)
-            tokens = np.hstack([_without_text(begin, 0)[:kinds], bare, _without_text(end, len(text))[:kinds]])
-            had_ends = (begin, end) != (prefix, suffix)
-            chunks.append([*self._cut(spans, tokens, len(suffix), had_ends)])
+            begin = [] if bare[: len(prefix)].tolist() == prefix else prefix
+            end = [] if bare[len(bare) - len(suffix) :].tolist() == suffix else suffix
+            ids = np.concatenate([begin, bare, end], dtype=np.int32, casting="unsafe")
+            loss_mask = np.full(len(ids), spans is None)
+            if spans:
+                loss_mask[len(begin) : len(begin) + len(bare)] = _within(spans, *tokens[1:])
+            loss_mask[len(ids) - len(suffix) :] = True
+            chunks.append([*self._cut(ids, loss_mask, (begin, end) != (prefix, suffix))])
         return chunks
 
     def _render(self, values: dict[str, Any]) -> tuple[str, Spans | None]:
@@ -108,20 +111,10 @@ class Chunker:
         text = values["prompt"] + values["completion"]
         return text, None if self.train_on_prompts else [(len(values["prompt"]), len(text))]
 
-    def _cut(self, spans: Spans | None, tokens: np.ndarray, num_suffix: int, had_ends: bool) -> Iterator[Chunk]:
-        """Yield a row's chunks: all of them for raw text, else the first one. The tokens are as `_encode` returns them;
-        the last `num_suffix` always contribute to the loss."""
-        ids = labels = tokens[0]
-        loss_mask = np.ones(len(ids), bool)
-        if spans is not None:
-            starts, ends = tokens[1:]
-            # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
-            starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
-            loss_mask = np.zeros(len(ids), bool)
-            for first, last in spans:
-                loss_mask |= (ends > first) & (starts < last) & (ends > starts)
-            loss_mask[len(ids) - num_suffix :] = True
-            labels = np.where(loss_mask, ids, -100)
+    def _cut(self, ids: np.ndarray, loss_mask: np.ndarray, had_ends: bool) -> Iterator[Chunk]:
+        """Yield a row's chunks: all of them for raw text, else the first one. `loss_mask` says of each token whether it
+        contributes to the loss."""
+        labels = np.where(loss_mask, ids, -100)
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
         splits = "text" in self.columns
         for first in range(0, size if splits else min(size, 1), self.sequence_length):
@@ -137,17 +130,25 @@ class Chunker:
             }
 
 
+def _within(spans: Spans, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return which tokens are in these parts of their text, shape (tokens,), from the characters where they start and
+    end."""
+    # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
+    starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
+    return np.logical_or.reduce([(ends > first) & (starts < last) & (ends > starts) for first, last in spans])
+
+
 def split_text(rows: Dataset, column: str, share: float) -> tuple[Dataset, Dataset]:
     """Return the only row with this share of its text, and with the rest. Raise a UserError if that is too little."""
     length = len(rows[0][column])
     cut = round(length * share)
     if not 0 < cut < length:
         raise UserError("task.dataset: the text is too short to keep a part of it for evaluation")
-
-    def only(part: slice) -> Dataset:
-        return cached_map(rows, partial(_cut_text, column=column, part=part), "cutting the text")
-
-    return only(slice(cut)), only(slice(cut, None))
+    train, evaluation = (
+        cached_map(rows, partial(_cut_text, column=column, part=part), "cutting the text")
+        for part in (slice(cut), slice(cut, None))
+    )
+    return train, evaluation
 
 
 def _cut_text(batch: Rows, column: str, part: slice) -> Rows:
@@ -176,7 +177,7 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
     fast.no_padding()
     fast.encode_special_tokens = tokenizer.split_special_tokens
     encode = fast.encode_batch if has_offsets else fast.encode_batch_fast
-    found = [[_without_text([], 0)[: 3 if has_offsets else 1]] for _ in texts]
+    found = [[np.empty((3 if has_offsets else 1, 0), np.int32)] for _ in texts]
     for _, together in groups:
         group = [*together]
         parts = [texts[i][start:end] for i, start, end in group]
@@ -187,7 +188,3 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
                 tokens = np.vstack([tokens, positions])
             found[i].append(tokens)
     return [np.hstack(parts) for parts in found]
-
-
-def _without_text(ids: list[int], position: int) -> np.ndarray:
-    return np.array([ids, [position] * len(ids), [position] * len(ids)], np.int32)
