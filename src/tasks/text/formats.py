@@ -85,19 +85,11 @@ class Index(NamedTuple):
 class Parsed(NamedTuple):
     """The rows of a group."""
 
-    rows: list[Any]
-    """Each a mapping, or the cells of a table's row."""
+    rows: list[dict[str, Any]]
     lines: list[int]
     """Where each begins, counted from the group's first line."""
     unreadable: dict[int, str]
     """Why a row is none, by place. It is in `rows` too, perhaps without values."""
-
-    def column(self, name: str, names: Sequence[str]) -> list[Any]:
-        """Return the values of a column; None where a row has none. `names` are the columns of a table."""
-        if not isinstance(self.rows[0], list):
-            return [row.get(name) for row in self.rows]
-        place = names.index(name) if name in names else len(names)
-        return [row[place] if place < len(row) else None for row in self.rows]
 
 
 def index_lines(file: BufferedReader, start: int, _names: list[str]) -> Index:
@@ -208,17 +200,16 @@ def parse_table(data: bytes, columns: Sequence[str], **dialect: Any) -> Parsed:
     reader, begin = csv.reader(lines, **dialect), 0
     parsed = Parsed([], [], {})
     for cells in reader:
+        if begin == len(lines) - 1:  # this is END
+            break
+        if len(cells) > len(columns):
+            parsed.unreadable[len(parsed.rows)] = f"has {len(cells)} cells for {len(columns)} columns"
         if cells:  # else the line is blank
-            parsed.rows.append(cells)
+            parsed.rows.append(dict(zip(columns, cells, strict=False)))
             parsed.lines.append(begin)
         begin = reader.line_num
-    if parsed.lines[-1] == len(lines) - 1:
-        del parsed.rows[-1], parsed.lines[-1]
     else:
         parsed.unreadable[len(parsed.rows) - 1] = "has a quote that is never closed"
-    for place, cells in enumerate(parsed.rows):
-        if len(cells) > len(columns):
-            parsed.unreadable.setdefault(place, f"has {len(cells)} cells for {len(columns)} columns")
     return parsed
 
 

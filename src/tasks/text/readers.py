@@ -56,7 +56,7 @@ class ShardReader:
             return arrow_values(table[first:last], columns, declared_features(table.schema))
         parsed = _parse(shard, group)
         bad = {place - first: reason for place, reason in parsed.unreadable.items() if first <= place < last}
-        return {name: parsed.column(name, shard.columns)[first:last] for name in columns}, bad
+        return {name: [row.get(name) for row in parsed.rows[first:last]] for name in columns}, bad
 
     def merged(self) -> "ShardReader":
         """Return a reader whose groups are MERGED of these, to read all of them in fewer calls."""

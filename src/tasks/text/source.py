@@ -173,9 +173,8 @@ class TextSource(Settings):
             def read(batch: dict[str, list[int]]) -> pa.Table:
                 (number,) = batch["part"]
                 rows, bad = read_text(source, parts[number], columns)
-                size = sizes[number]
-                progress.update(size)
-                reasons = [bad.get(place) for place in range(size)] if bad else pa.nulls(size, pa.string())
+                progress.update(sizes[number])
+                reasons = [bad.get(place) for place in range(sizes[number])]
                 # a table is written as it is; of lists, datasets would look at each value
                 return pa.table({**rows, REASON: reasons}, schema)
 

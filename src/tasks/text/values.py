@@ -64,19 +64,13 @@ def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str,
         if name not in table.column_names:
             rows[name] = [None] * len(table)
             continue
-        try:
-            values = table[name].to_pylist()
-        except UnicodeDecodeError:
-            values = []
-            for place, value in enumerate(table[name]):
-                try:
-                    values.append(value.as_py())
-                except UnicodeDecodeError as error:
-                    values.append(None)
-                    unreadable[place] = f"{name} is not UTF-8, {error}"
-        if name in features or pa.types.is_nested(table[name].type):
-            values = [_as_meant(value, features.get(name)) for value in values]
-        rows[name] = values
+        values = rows[name] = []
+        for place, value in enumerate(table[name]):
+            try:
+                values.append(_as_meant(value.as_py(), features.get(name)))
+            except UnicodeDecodeError as error:
+                values.append(None)
+                unreadable[place] = f"{name} is not UTF-8, {error}"
     return rows, unreadable
 
 
