@@ -276,10 +276,7 @@ class CausalLM(Decoder):
             self.export_merged(weights, folder / "merged")
 
     def load_export(self, folder: Path) -> LanguageModel:
-        lm = load_exported(
-            folder,
-            **loading_options(self.lora.base_dtype),
-        )
+        lm = load_exported(folder, **loading_options(self.lora.base_dtype))
         keep_layout(lm)
         check_fit(self.sequence_length, lm.config, self._tokenizer)
         return LanguageModel(lm, self._attention)
@@ -287,9 +284,8 @@ class CausalLM(Decoder):
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
         if not self.lora.r:
             return super().export_sharded(model, folder, accelerator)
-        if self.lora.merge and self.new_tokens:
-            return False
-        if self.lora.merge and not super().export_sharded(model, folder / "merged", accelerator):
+        merged = folder / "merged"
+        if self.lora.merge and (self.new_tokens or not super().export_sharded(model, merged, accelerator)):
             return False
         adapters = {n: p.full_tensor().cpu() for n, p in model.lm.named_parameters() if p.requires_grad}
         if accelerator.is_main_process:

@@ -43,8 +43,7 @@ def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
     rows, places = index // width, index % width
     is_own = places // length == cp.rank
     own = {
-        "input_ids": inputs["input_ids"][:, start : start + length].contiguous(),
-        "position_ids": inputs["position_ids"][:, start : start + length].contiguous(),
+        **{name: inputs[name][:, start : start + length].contiguous() for name in ("input_ids", "position_ids")},
         "index": (rows * length + places - start)[is_own],
         "targets": inputs["targets"][is_own],
     }
