@@ -159,12 +159,8 @@ class FineTuning(
         """Return the model with new adapters, if the settings ask for them."""
         if not self.lora.r:
             return model
-        return self.lora.add_adapters(
-            model,
-            self.revision,
-            task_type=self.adapters_for,
-            trainable_token_indices=self._trained_rows,
-        )
+        options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
+        return self.lora.add_adapters(model, self.revision, **options)
 
     def new_model(self) -> Any:
         """Return transformers' model of this config, fp32, with weights that it draws."""
@@ -176,7 +172,6 @@ class FineTuning(
         another kind of model."""
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
-        four_bits = loading_options(self.lora.base_dtype)
         with loading("model", self.model):
             model, loaded = self.auto_class.from_pretrained(
                 self.model,
@@ -186,7 +181,7 @@ class FineTuning(
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **four_bits,
+                **loading_options(self.lora.base_dtype),
             )
         keep_layout(model)
         self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})

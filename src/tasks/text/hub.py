@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import get_session
 
-from src.config.errors import UserError, cause
+from src.config.errors import RunError, UserError, cause
 
 SECONDS = 5
 """How long the Hub may take to answer."""
@@ -29,11 +29,14 @@ def can_reach_hub() -> bool:
 
 @contextmanager
 def loading(setting: str, name: str | None) -> Iterator[None]:
-    """Turn any failure to load what `task.<setting>` names, here or on the Hub, into a UserError of one line."""
+    """Turn any failure to load what `task.<setting>` names, here or on the Hub, into a UserError of one line, unless it
+    is in our own words already."""
     if name and "://" not in name and not Path(name).exists():
         can_reach_hub()
     try:
         yield
+    except (UserError, RunError):
+        raise
     except Exception as error:  # transformers, datasets, safetensors, torch and the Hub's client raise many kinds
         reason = f"cannot be loaded, {cause(error).split('. ')[0][:300]}"
         if "trust_remote_code" in str(error):

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from src.config.errors import listed
 from src.tasks.text.packing import Chunk, ChunkLists
-from src.tasks.text.values import Rows
+from src.tasks.text.values import Rows, as_label
 
 MEGA_BATCH = 50
 """Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
@@ -19,6 +21,14 @@ def sorted_labels(labels: Iterable[str]) -> list[str]:
     names = set(labels)
     are_numbers = all(re.fullmatch("-?[0-9]+", name) for name in names)
     return sorted(names, key=int if are_numbers else None)
+
+
+def known_label(value: Any, labels: list[str]) -> str:  # room: streaming
+    """Return a label as text. Raise a ValueError if it is none of these."""
+    label = as_label(value)
+    if label not in labels:
+        raise ValueError(f"{label} is not among the evaluation data's ({listed(labels)})")
+    return label
 
 
 @dataclass(frozen=True)

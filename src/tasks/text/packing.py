@@ -45,15 +45,15 @@ class Sequences:
     def describe(self, sequence_length: int) -> dict[str, float]:
         """Return counts, and the share of `padding` if each sequence is padded to `sequence_length`."""
         columns = self.chunks.select_columns(["length", "targets", "truncated", "had_ends"])[:]
-        tokens, had_ends = int(columns["length"].sum()), int(columns["had_ends"].sum())
+        sums = {name: int(values.sum()) for name, values in columns.items()}
         return {
             "sequences": len(self),
-            "tokens": tokens,
-            "targets": int(columns["targets"].sum()),
-            "padding": 1 - tokens / (len(self) * sequence_length),
-            "truncated": int(columns["truncated"].sum()),
+            "tokens": sums["length"],
+            "targets": sums["targets"],
+            "padding": 1 - sums["length"] / (len(self) * sequence_length),
+            "truncated": sums["truncated"],
             "without_targets": int((columns["targets"] == 0).sum()),
-            **({"had_bos_or_eos": had_ends} if had_ends else {}),
+            **({"had_bos_or_eos": sums["had_ends"]} if sums["had_ends"] else {}),
         }
 
 

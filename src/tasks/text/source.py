@@ -77,7 +77,8 @@ class TextSource(Settings):
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
         datasets.disable_progress_bars()  # they would stay when they are done
         self._skipped_rows.update(train=0, eval=0)
-        splits = self._find_splits()
+        with loading("dataset", self.dataset):
+            splits = self._find_splits()
         others = (name for name in EVALUATION if name in splits and name != self.train_split)
         used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
         for setting, split in used.items():
@@ -92,11 +93,9 @@ class TextSource(Settings):
             versions = find_files(self.dataset)
             if self.dataset.lower().endswith(KINDS):
                 return {"train": versions}
-            with loading("dataset", self.dataset):
-                files = declared_splits(self.dataset, self.dataset_config) or by_split(versions)
+            files = declared_splits(self.dataset, self.dataset_config) or by_split(versions)
         else:
-            with loading("dataset", self.dataset):
-                files = splits_of(self.dataset, self.dataset_config)
+            files = splits_of(self.dataset, self.dataset_config)
             # a .txt there has a document a line, and what is compressed would have to be unpacked
             others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
             if others or not files:
@@ -104,18 +103,15 @@ class TextSource(Settings):
             files = self.fetched(files)
             folders = {name.rpartition("/")[0] for names in files.values() for name in names}
             versions = {name: version for folder in folders for name, version in find_files(folder).items()}
-        with loading("dataset", self.dataset):
-            return {split: {name: versions[name] for name in names} for split, names in files.items()}
+        return {split: {name: versions[name] for name in names} for split, names in files.items()}
 
     def tables_of_hub(self, _others: list[str]) -> Any:
         """Return the splits of a dataset on the Hub that has files of other kinds than are read here."""
-        with loading("dataset", self.dataset):
-            return load_dataset(self.dataset, self.dataset_config)
+        return load_dataset(self.dataset, self.dataset_config)
 
     def fetched(self, files: Splits) -> Any:
         """Return the names that files on the Hub, by split, have once they are on this machine."""
-        with loading("dataset", self.dataset):
-            return DownloadManager().download(files)
+        return DownloadManager().download(files)
 
     def _open(self, found: Any) -> Source:
         """Return what reads a table, or those files that have a row. Raise a UserError if none has."""

@@ -20,13 +20,12 @@ from src.tasks import load_metric
 from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
-from src.tasks.text.labels import Labelling, length_grouped, sorted_labels
+from src.tasks.text.labels import Labelling, known_label, length_grouped, sorted_labels
 from src.tasks.text.lora import Lora
 from src.tasks.text.packing import Batch
 from src.tasks.text.pretrained import check_fit, save
 from src.tasks.text.source import cached_map, table_checksum
 from src.tasks.text.streaming.blocks import Mixture
-from src.tasks.text.streaming.labelling import known_label
 from src.tasks.text.streaming.stream import Stream
 from src.tasks.text.values import Encoders, as_label, as_text
 

@@ -13,12 +13,15 @@ from filelock import FileLock
 from pyarrow import feather
 
 from src.config.errors import RunError, UserError, naming
+from src.tasks.text.documents import Chunker
+from src.tasks.text.labels import Labelling
 from src.tasks.text.packing import Chunk, ChunkLists
 from src.tasks.text.readers import BLOCK, Source, read_text
 from src.tasks.text.source import SKIP
-from src.tasks.text.streaming.labelling import Maker
 from src.tasks.text.values import Encoders
 
+Maker = Chunker | Labelling
+"""What makes the chunks of each row."""
 ROOM = 0.9
 """Share of the limit that stays when blocks make room for others."""
 LOCKS = 256
@@ -42,7 +45,6 @@ class Blocks:
     columns: Encoders
     """Columns that a row needs, and what makes text of their values."""
     maker: Maker
-    """What makes the chunks of each row."""
     skips_bad_rows: bool
     key: str
     """Changes with all of these, and with the code that makes chunks."""

@@ -13,8 +13,7 @@ from src.config.settings import ResumeSafe
 from src.tasks.text.files import KINDS, Splits
 from src.tasks.text.readers import Part, Source, TableReader
 from src.tasks.text.source import CODE, TextSource, cache_folder
-from src.tasks.text.streaming.blocks import Blocks, Mixture
-from src.tasks.text.streaming.labelling import Maker
+from src.tasks.text.streaming.blocks import Blocks, Maker, Mixture
 from src.tasks.text.streaming.order import Order
 from src.tasks.text.streaming.sources import BySource, MixtureSource
 from src.tasks.text.streaming.stream import Stream, count_sequences
