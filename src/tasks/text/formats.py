@@ -46,7 +46,7 @@ Record = tuple[int, int, int]
 
 
 def grouped(records: Iterable[Record], position: int) -> list[Group]:
-    """Return groups of GROUP_ROWS rows, or a few more. The first record begins at this byte."""
+    """Return groups of GROUP_ROWS rows. The first record begins at this byte."""
     groups, start, first, line, rows = [], position, 1, 1, 0
     for size, lines, number in records:
         position += size

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import datasets
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset
+from datasets.arrow_writer import ArrowWriter
 from datasets.fingerprint import Hasher
 from pydantic import Field
 
@@ -160,29 +162,25 @@ class TextSource(Settings):
         """Return all rows of the parts as a table of text, with the column REASON: null where there is none. The second
         time, even in another process, from the cache, as long as the content of the files is the same."""
         key = Hasher.hash([source.content, parts, columns, CODE])
-        cache_folder().mkdir(parents=True, exist_ok=True)
+        folder = cache_folder()
+        file = folder / f"{key}.arrow"
+        if file.exists():
+            return Dataset.from_file(str(file))
+        folder.mkdir(parents=True, exist_ok=True)
         features = Features({name: Value("string") for name in [*columns, REASON]})
-        schema = features.arrow_schema
-        sizes = [last - first for _, first, last in parts]
-        with bar(desc, total=sum(sizes)) as progress:
-
-            def read(batch: dict[str, list[int]]) -> pa.Table:
-                (number,) = batch["part"]
-                rows, bad = read_text(source, parts[number], columns)
-                progress.update(sizes[number])
-                reasons = [bad.get(place) for place in range(sizes[number])]
-                # a table is written as it is; of lists, datasets would look at each value
-                return pa.table({**rows, REASON: reasons}, schema)
-
-            return Dataset.from_dict({"part": range(len(parts))}).map(
-                read,
-                batched=True,
-                batch_size=1,
-                remove_columns=["part"],
-                features=features,
-                new_fingerprint=key,
-                cache_file_name=str(cache_folder() / f"{key}.arrow"),
-            )
+        num_rows = sum(last - first for _, first, last in parts)
+        with TemporaryDirectory(dir=folder) as place, bar(desc, total=num_rows) as progress:
+            unfinished = Path(place, file.name)
+            with ArrowWriter(features=features, path=str(unfinished), fingerprint=key) as writer:
+                for part in parts:
+                    rows, bad = read_text(source, part, columns)
+                    _, first, last = part
+                    reasons = [bad.get(row) for row in range(last - first)]
+                    writer.write_table(pa.table({**rows, REASON: reasons}, features.arrow_schema))
+                    progress.update(last - first)
+                writer.finalize()
+            unfinished.replace(file)
+        return Dataset.from_file(str(file))
 
     def require_columns(self, columns: Encoders, source: Source, where: str = "") -> None:
         """Raise a UserError if a column is missing, in all files or in some."""
