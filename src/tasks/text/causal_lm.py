@@ -74,6 +74,7 @@ class CausalLM(Decoder):
     _cp: ContextParallel = ContextParallel()
     _columns: Columns = {}
     _attention: str = "sdpa"
+    _questions: list[Question] = []
 
     def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
         chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
@@ -149,8 +150,8 @@ class CausalLM(Decoder):
             tokens = ", with --task.new_tokens='[<|im_start|>, <|im_end|>]' if the model has no such tokens"
             hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
             raise UserError(f"the tokenizer has no chat template: {hint}")
-        _ = self._config  # sequence_length is checked before the work begins
-        _ = self._questions
+        self.check_config()
+        self._questions = self._read_questions()
         if isinstance(train, Mixture):  # room: streaming
             return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
@@ -184,8 +185,7 @@ class CausalLM(Decoder):
             columns = dict.fromkeys(columns, as_is)
         return self.stream(mixture, columns, self._chunker, capacity)
 
-    @cached_property
-    def _questions(self) -> list[Question]:
+    def _read_questions(self) -> list[Question]:
         if not self.questions:
             return []
         if not self._tokenizer.chat_template:
@@ -205,16 +205,17 @@ class CausalLM(Decoder):
 
     def collate(self, samples: list[list[Chunk]]) -> Batch:
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
-        width = max(self.sequence_length if self.packing else 1, *map(sum, lengths))
+        sizes = [*map(sum, lengths)]
+        width = max(self.sequence_length if self.packing else 1, *sizes)
         width += -width % self._cp.size
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
         batch = {
             "inputs": inputs | document_lengths(ends),
-            "tokens": sum(map(sum, lengths)),
+            "tokens": sum(sizes),
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
             **self.counts_by_source([*chain.from_iterable(samples)], "labels"),  # room: streaming
         }
-        return own_part(batch, [*map(sum, lengths)], self._cp) if self._cp.size > 1 else batch
+        return own_part(batch, sizes, self._cp) if self._cp.size > 1 else batch
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]

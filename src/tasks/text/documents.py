@@ -169,8 +169,8 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
     and end; each int32 of shape (1, tokens) or (3, tokens). Long texts are cut into slices of about SLICE characters,
     at the end of a line if possible."""
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
-    slices = [(i, *match.span()) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
-    characters = accumulate(end - start for _, start, end in slices)
+    slices = [(i, match.start(), match[0]) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
+    characters = accumulate(len(part) for _, _, part in slices)
     groups = groupby(slices, lambda _: next(characters) // (SLICE * TOGETHER))
     fast = tokenizer.backend_tokenizer  # which does not warn of "longer than the model's maximum": we cut
     fast.no_truncation()
@@ -179,9 +179,9 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
     encode = fast.encode_batch if has_offsets else fast.encode_batch_fast
     found = [[np.empty((3 if has_offsets else 1, 0), np.int32)] for _ in texts]
     for _, together in groups:
-        group = [*together]
-        parts = [texts[i][start:end] for i, start, end in group]
-        for (i, start, _), encoding in zip(group, encode(parts, add_special_tokens=False), strict=True):
+        rows, starts, parts = zip(*together, strict=True)
+        encodings = encode(parts, add_special_tokens=False)
+        for i, start, encoding in zip(rows, starts, encodings, strict=True):
             tokens = np.array([encoding.ids], np.int32)
             if has_offsets:
                 positions = np.array(encoding.offsets, np.int32).reshape(-1, 2).T + start

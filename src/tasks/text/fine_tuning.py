@@ -2,6 +2,7 @@
 
 import copy
 import re
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -53,9 +54,6 @@ class FineTuning(
     """The Hub's name for what the model does."""
     has_new_head: ClassVar[bool] = False
     """Whether the layers after the base model, and a pooler, are new where the checkpoint has none that fit."""
-    _config: ClassVar[Any]
-    """The model's config, and below its tokenizer: a property of each task."""
-    _tokenizer: ClassVar[Any]
     model: str | None = None
     """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
     fp32; code in it is never run."""
@@ -67,6 +65,16 @@ class FineTuning(
     """Low-rank adapters."""
     _trained_rows: dict[str, list[int]] | None = None
     """Rows of new tokens to train beside adapters, by layer."""
+
+    @property
+    @abstractmethod
+    def _config(self) -> PreTrainedConfig:
+        """Return the config of the model that is trained."""
+
+    @property
+    @abstractmethod
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer that it is trained with."""
 
     def augmented(self, train: Any, seed: list[int]) -> Any:  # room: streaming
         if isinstance(train, Stream):
