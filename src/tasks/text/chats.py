@@ -143,8 +143,7 @@ def render_chat(
         if has_text and not any(start < end for start, end in marked[0]):
             raise UserError(f"the tokenizer's chat template has {{% generation %}} marks around nothing: {OTHER}")
         return text, marked[0]
-    turns = ((chat[i], _turn(chat, i, text, render, str(tokenizer.eos_token or ""))) for i in learnt)
-    return text, [_without_empty_thought(message, turn, text) for message, turn in turns]
+    return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
 
 
 def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
@@ -157,16 +156,15 @@ def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return [added[token].content for token in after if token in added and added[token].special]
 
 
-def _without_empty_thought(message: Message, turn: Span, text: str) -> Span:
-    """Return the part of the text that is the turn, without the empty thought that templates of models which may think
+def _without_empty_thought(message: Message, start: int, end: int, text: str) -> Span:
+    """Return the part of the text that is a turn, without the empty thought that templates of models which may think
     or not write into one without any: in the loss, it would teach such a model not to think (NeMo Automodel issue
     3738)."""
-    start, end = turn
     for thought in EMPTY_THOUGHT.finditer(text, max(0, start - LONGEST_TAG), end):
         # it may begin before the turn: some generation prompts end with <think>
         if thought.start() <= start < thought.end() and not EMPTY_THOUGHT.match(message["content"]):
             return thought.end(), end
-    return turn
+    return start, end
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
@@ -196,7 +194,7 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
             f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so the assistant's in "
             f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
         )
-    return start, start + size
+    return _without_empty_thought(chat[i], start, start + size, text)
 
 
 def _quote(chat: Chat) -> str:
