@@ -47,7 +47,6 @@ FILES = {
 """The files and folders of each room."""
 SHARED = {
     "null_gpu": {"gpu", "plan"},
-    "src/training/work.py": {"check", "plan"},
     "tests/s3.py": {"machines", "streaming"},
     "scripts/rooms.py": {*FILES},
     "docs/make-it-yours.md": {*FILES},

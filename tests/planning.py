@@ -11,11 +11,16 @@ from dataclasses import asdict
 from typing import Any
 
 from src.config.config import load_config
+from src.distributed.accelerator import leave
+from src.distributed.stop import StopSignal
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import Setup, environment_for
 from src.tools.plan.search import explore
+from src.tools.plan.work import Work
+from src.training.batches import CountedSteps, training_steps
 from tests.launching import PROJECT, SECONDS, clean_environment
+from train import build, run_settings, train_step
 
 H100 = find_gpu("h100")
 SHAPE = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -58,3 +63,19 @@ def main() -> None:
         row = explore(Setup(**fields))
         rows.append({"is_fitting": row.is_fitting, "measured": asdict(row.measured) if row.measured else row.reason})
     print(json.dumps(rows))
+
+
+def print_megabytes_sent(arguments: list[str]) -> None:
+    """What the first process of a run on CPUs sends in its first step."""
+    run = build(run_settings(arguments))
+    assert run
+    micro_batches, counts = next(CountedSteps(training_steps(run, 0), StopSignal(run.accelerator, run.config)))
+    with Work("cpu", run.world_size) as work:
+        train_step(run, micro_batches, counts)
+    if run.is_main:
+        print(f"{work.counts['sent within'] / 1e6} MB sent")
+    leave(run.accelerator)
+
+
+if __name__ == "__main__":
+    print_megabytes_sent(sys.argv[1:])

@@ -160,17 +160,16 @@ def test_a_run_on_cpus_holds_what_the_plan_says(
         assert plan["parts"][name] == pytest.approx(found[name], rel=0.01), name
 
 
-@needs("src/check")
 @needs_null_gpu
 @pytest.mark.parametrize(("yaml", "processes"), [("ddp", 2), slow("fsdp", 2), slow("hsdp", 4)])
-def test_a_process_sends_the_bytes_that_check_counts(launch: Launch, in_fp32: Path, yaml: str, processes: int) -> None:
-    run = launch(yaml, *DIGITS, "--check", processes=processes)
-    (sent,) = re.findall(r"collectives in a step .* ([\d.]+) MB sent", run.stdout)
-    plan = planned(in_fp32, yaml, processes)
-    # --check takes two micro-batches, and the plan's step has four or two: DDP reduces gradients once, FSDP each time
-    megabytes = (plan["work"]["sent within"] + plan["work"].get("sent between", 0)) / 1e6
-    if yaml != "ddp":
-        megabytes *= 2 / plan["accumulation"]
+def test_a_process_sends_the_bytes_that_a_run_on_cpus_sends(
+    launch: Launch, tmp_path: Path, in_fp32: Path, yaml: str, processes: int
+) -> None:
+    arguments = [*DIGITS, f"--output_dir={tmp_path}/run"]
+    run = launch(yaml, *arguments, script="tests/planning.py", processes=processes).succeeded()
+    (sent,) = re.findall(r"([\d.]+) MB sent", run.stdout)
+    work = planned(in_fp32, yaml, processes)["work"]
+    megabytes = (work["sent within"] + work.get("sent between", 0)) / 1e6
     assert megabytes == pytest.approx(float(sent), abs=0.001)
 
 

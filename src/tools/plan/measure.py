@@ -25,6 +25,7 @@ from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
 from src.tools.plan.gpus import Gpu
+from src.tools.plan.work import Work
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import to_local
@@ -34,7 +35,6 @@ from src.training.progress import Progress
 from src.training.run import Run, build_data
 from src.training.state import ResumePoint
 from src.training.transforms import transform
-from src.training.work import Work
 from train import train_step
 
 NO_LIMIT = 100_000
