@@ -16,6 +16,7 @@ https://arxiv.org/abs/2006.15704.
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -35,14 +36,18 @@ from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model
 
 
-def own_share(config: Config, dataset: Examples, epoch: int, rank: int, world_size: int) -> Iterator[np.ndarray]:
-    """Yield the indices of this process's examples in each step of an epoch, int64: every world_size-th of the global
-    batch, from its own rank on; at the epoch's end there can be none. torch's DistributedSampler deals in the same way,
-    if `set_epoch` tells it the epoch."""
-    random = np.random.default_rng([config.seed, epoch])  # the same on all processes
-    order = config.task.order(dataset, random, config.global_batch_size)
-    for start in range(0, len(order), config.global_batch_size):
-        yield np.asarray(order[start : start + config.global_batch_size][rank::world_size])
+def own_indices(config: Config, dataset: Examples, first: int, rank: int, world_size: int) -> Iterator[list[int]]:
+    """Yield the indices of this process's examples in each step after the first `first` ones, without end: every
+    world_size-th of the global batch, from its own rank on; at an epoch's end there can be none. torch's
+    DistributedSampler deals in the same way, if `set_epoch` tells it the epoch."""
+    size = config.global_batch_size
+    first_epoch, done = divmod(first, config.steps_per_epoch(len(dataset)))
+    for epoch in count(first_epoch):
+        random = np.random.default_rng([config.seed, epoch])  # the same on all processes
+        order = config.task.order(dataset, random, size)
+        for start in range(done * size, len(order), size):
+            yield np.asarray(order[start : start + size][rank::world_size]).tolist()
+        done = 0
 
 
 def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
@@ -103,15 +108,14 @@ def main(argv: list[str]) -> None:
     optimizers = build_optimizers(config.optim, model)
     set_seed((config.seed + rank) % 2**32)  # dropout of its own on each
 
-    steps_per_epoch = -(-len(train_set) // config.global_batch_size)
+    steps_per_epoch = config.steps_per_epoch(len(train_set))
     total_steps, schedule_steps = config.steps(steps_per_epoch)
-    for step in range(total_steps):
+    steps = own_indices(config, train_set, 0, rank, world_size)
+    for step, indices in zip(range(total_steps), steps, strict=False):
         epoch, done = divmod(step, steps_per_epoch)
         if done == 0:
             epoch_set = task.augmented(train_set, [config.seed, epoch, 1])
-            shares = own_share(config, train_set, epoch, rank, world_size)
-        indices = next(shares)
-        batches = [fetch(task, epoch_set, indices.tolist())] if len(indices) else []
+        batches = [fetch(task, epoch_set, indices)] if indices else []
         loss_sum, num_targets = map(all_reduce, backward(task, model, batches))
         average_gradients(model, num_targets)
         if config.optim.max_grad_norm is not None:

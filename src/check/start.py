@@ -4,7 +4,7 @@ example is read once, and all processes have the weights that a single process w
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +13,11 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, Subset
 
 from src.check.findings import Row, finding, gather, none_differ
-from src.check.reference import own_share
+from src.check.reference import own_indices
 from src.check.subject import Subject, checksum, named_tensors, whole
 from src.distributed.accelerator import sharded_units
 from src.distributed.launcher import what_is_asked
@@ -104,20 +105,19 @@ def evaluating_less(subject: Subject) -> Run:
 
 def check_data(subject: Subject) -> Iterator[Row]:
     """Follow the run's own path to the data, from the sampler to the batches, data workers included."""
-    run, steps = subject.run, subject.run.steps_per_epoch
+    run, per_epoch = subject.run, subject.run.steps_per_epoch
     set_seed(run.config.seed)
     some = [fetch(subject.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
     yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0], OTHER_DATA)
     indexed = reading_indices(run)
     for what, first, cause in (("epoch 1", 0, OTHER_ORDER), ("epoch 1, resumed after step 1", 1, OTHER_RESUME)):
-        last = first + steps
-        yield _as_by_hand(run, what, training_steps(indexed, first, last), _by_hand(run, first, last), cause)
+        steps = training_steps(indexed, first, first + per_epoch)
+        yield _as_by_hand(run, what, steps, [*islice(_by_hand(run, first), per_epoch)], cause)
     others = []
-    for epoch in (0, 1, 2, max(3, run.total_steps // steps - 1)):
-        first = epoch * steps
-        (micro_batches,) = training_steps(run, first, first + 1)
-        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, first)):
+    for epoch in (0, 1, 2, max(3, run.total_steps // per_epoch - 1)):
+        micro_batches = next(subject.micro_batches(epoch * per_epoch))
+        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, epoch)):
             others.append(f"epoch {epoch + 1}")
     yield none_differ("the first examples of epochs", others, "as drawn by hand", OTHER_EPOCHS)
     less = evaluating_less(subject)
@@ -128,11 +128,9 @@ def check_data(subject: Subject) -> Iterator[Row]:
     yield _as_by_hand(run, "evaluation", steps_read, expected, OTHER_EVALUATION)
 
 
-def _by_hand(run: Run, first: int, last: int) -> list[list[int]]:
-    """Work out by hand which indices this process should read in each step after the first `first`, up to `last`."""
-    epoch, done = divmod(first, run.steps_per_epoch)
-    shares = (own_share(run.config, run.train_set, of, run.data_rank, run.data_size) for of in count(epoch))
-    return [share.tolist() for share in islice(chain.from_iterable(shares), done, done + last - first)]
+def _by_hand(run: Run, first: int) -> Iterator[list[int]]:
+    """Work out by hand which indices this process should read in each step after the first `first`, without end."""
+    return own_indices(run.config, run.train_set, first, run.data_rank, run.data_size)
 
 
 def _as_by_hand(run: Run, what: str, steps: Iterable[list[MicroBatch]], expected: list[list[int]], cause: str) -> Row:
@@ -140,18 +138,17 @@ def _as_by_hand(run: Run, what: str, steps: Iterable[list[MicroBatch]], expected
     processes. Collective."""
     found = [[index for batch in step if batch.weight for index in batch.data] for step in steps]
     # once, of processes that share sequences
-    shares = (gather(steps)[:: run.cp_size] for steps in (found, expected))
-    read, due = (Counter(chain.from_iterable(chain.from_iterable(share))) for share in shares)
+    read, due = (Counter(tree_leaves(gather(steps)[:: run.cp_size])) for steps in (found, expected))
     measured = f"{read.total():,} read, {(due - read).total():,} left out, {(read - due).total():,} too often"
     return finding(what, measured, "as on one process, in this order", found == expected, cause)
 
 
-def _drawn(run: Run, step: int) -> list[Any]:
-    """Work out by hand which augmented batches this process should read in the step after the first `step`."""
-    size, epoch = run.config.micro_batch(run.data_size), step // run.steps_per_epoch
+def _drawn(run: Run, epoch: int) -> list[Any]:
+    """Work out by hand which augmented batches this process should read in the first step of an epoch."""
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
-    (own,) = _by_hand(run, step, step + 1)
-    return [fetch(run.task, augmented, indices) for indices in BatchSampler(own, size, drop_last=False)]
+    own = next(_by_hand(run, epoch * run.steps_per_epoch))
+    micro_batches = BatchSampler(own, run.config.micro_batch(run.data_size), drop_last=False)
+    return [fetch(run.task, augmented, indices) for indices in micro_batches]
 
 
 def spread(dataset: Any, most: int) -> list[int]:
