@@ -80,10 +80,10 @@ class Digits:
         uniformly from `seed`."""
         random = np.random.default_rng(seed)
         angles = torch.from_numpy(np.radians(random.uniform(-rotation, rotation, len(self)))).float()
-        offsets = torch.from_numpy(random.integers(-shift, shift + 1, (len(self), 2, 1)) * (2 / 28)).float()
+        x, y = torch.from_numpy(random.integers(-shift, shift + 1, (len(self), 2)) * (2 / 28)).float().T
         cos, sin = angles.cos(), angles.sin()
-        turns = torch.stack([cos, -sin, sin, cos], 1).view(-1, 2, 2)
-        return replace(self, transforms=torch.cat([turns, offsets], 2).to(self.images.device))
+        transforms = torch.stack([cos, -sin, x, sin, cos, y], 1).view(-1, 2, 3)
+        return replace(self, transforms=transforms.to(self.images.device))
 
 
 def mnist(data_dir: str) -> tuple[Digits, Digits]:

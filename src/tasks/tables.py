@@ -40,8 +40,8 @@ def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict
 
 def label_columns(outputs: Tensors, labels: list[str]) -> dict[str, list[Any]]:
     """Return the columns of a classifier's predictions. The arguments are those of `label_tables`."""
-    columns = {"label": outputs["references"], "prediction": outputs["predictions"]}
-    probabilities = zip(labels, outputs["probabilities"].T.tolist(), strict=True)
-    return {name: [labels[i] for i in ids.tolist()] for name, ids in columns.items()} | {
-        f"probability_{label}": values for label, values in probabilities
-    }
+    names = {"label": "references", "prediction": "predictions"}
+    columns = {column: [labels[i] for i in outputs[name].tolist()] for column, name in names.items()}
+    for label, probabilities in zip(labels, outputs["probabilities"].T.tolist(), strict=True):
+        columns[f"probability_{label}"] = probabilities
+    return columns
