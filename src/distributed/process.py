@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import math
 import os
 import re
 import signal
@@ -37,7 +38,6 @@ class Signals:
     name: str | None = None
     """Name of the last signal; None if there was none."""
     _answer: Callable[[str], None] | None = None
-    _interrupted = 0.0
     _caught: Sequence[signal.Signals] = ()
 
     def catch(self) -> None:
@@ -76,19 +76,18 @@ class Signals:
         os._exit(128 + signal.Signals[str(self.name)])
 
     def _watch(self, noted: int) -> None:
+        first_interrupt = math.inf
         while True:
-            for number in os.read(noted, 1):
-                if number in self._caught:  # what others catch is noted too, such as the death of a loader
-                    self._note(number)
-
-    def _note(self, number: int) -> None:
-        self.name = signal.Signals(number).name
-        if number == signal.SIGINT:
-            self._interrupted = self._interrupted or time.monotonic()
-            if time.monotonic() > self._interrupted + 1:  # else the same, forwarded
-                self.die()
-        if self._answer:
-            self._answer(self.name)
+            (number,) = os.read(noted, 1)
+            if number not in self._caught:  # what others catch is noted too, such as the death of a loader
+                continue
+            self.name = signal.Signals(number).name
+            if number == signal.SIGINT:
+                first_interrupt = min(first_interrupt, time.monotonic())
+                if time.monotonic() > first_interrupt + 1:  # else the same, forwarded
+                    self.die()
+            if self._answer:
+                self._answer(self.name)
 
 
 SIGNALS = Signals()
