@@ -141,7 +141,8 @@ def fit(run: Run) -> bool:
             tracker.log_stop(stop.reason or "another process", checkpoints.newest)
         checkpoints.close()
         if not is_stopping:
-            exported = export_model(run, tracker.say)
+            with explaining_memory("export", run):
+                exported = export_model(run, tracker.say)
             parts.log(*tracker.log_report(exported))
             parts.end(tracker.write_summary(exported.metrics, checkpoints.pause_seconds))
     return not is_stopping
@@ -200,7 +201,8 @@ def main() -> None:
         if not is_right:
             raise SystemExit(1)
         return
-    is_done = fit(run)
+    with explaining_memory("step", run):
+        is_done = fit(run)
     leave(run.accelerator)
     if is_done and config.push_to_hub and run.is_main:
         push_to_hub(config)

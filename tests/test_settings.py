@@ -97,6 +97,10 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "--max_steps=None: write null for none",
             "a.yaml: optim.max_grad_norm: None: write null for none",
         ]),
+        # a list is none, though it has the sign that ends a name on the command line
+        ("--config=a.yaml", {"a": "run_name: [a=b]"}, [
+            "a.yaml: run_name: ['a=b']: must be text: write it in quotes",
+        ]),
         # where any text would do: an entity of that name would be asked for on the server
         pytest.param("--wandb.entity=none|--wandb.tags=[1, 2]", {}, [
             "--wandb.entity=none: write null for none",

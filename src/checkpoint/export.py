@@ -22,7 +22,6 @@ from src.config.errors import RunError, cause
 from src.config.settings import write_yaml
 from src.config.terminal import say
 from src.tasks.base import Metrics, Tables
-from src.training.out_of_memory import explaining_memory
 from src.training.run import Run
 
 
@@ -49,10 +48,7 @@ def export_model(run: Run, say: Callable[[str], None]) -> Exported:
     exported = Exported(evaluated | reported, reported, tables)
 
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
-    with (
-        explaining_memory("export", run),
-        replacing(folder) if run.is_main else contextlib.nullcontext(unfinished(folder.resolve())) as incomplete,
-    ):
+    with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished(folder.resolve())) as incomplete:
         accelerator.wait_for_everyone()
         if not (accelerator.is_fsdp2 and run.task.export_sharded(model, incomplete, accelerator)):
             weights = accelerator.get_state_dict(run.model)

@@ -118,7 +118,7 @@ class Mirror(Store):
         """Fetch a checkpoint of the run's own: where the disks are shared, only if it is damaged."""
         if checkpoint.parent != self._of_main or (self.is_shared and not wrong):
             return checkpoint, wrong
-        checkpoint, files, lacks, wrong = self._own / checkpoint.name, None, wrong, []
+        checkpoint, files, left = self._own / checkpoint.name, None, list[str]()
         with explained(self._says, raises=RunError):
             if self._is_main:  # others might see less of the mirror
                 if checkpoint not in self._manifests() and not any(problems(checkpoint)):
@@ -126,14 +126,14 @@ class Mirror(Store):
                 files = self._manifests().get(checkpoint)
             files = gather_object([files])[0]
             if files is None:
-                wrong = [*lacks, "not in the mirror"]
+                left = [*wrong, "not in the mirror"]
             with local_main_process_first(self._accelerator):  # as long as it takes
                 if files and self._is_first:
-                    wrong = self._fetch(checkpoint, files)
-            wrong = gather_object(wrong)
-        if self._is_main and not wrong:
+                    left = self._fetch(checkpoint, files)
+            left = gather_object(left)
+        if self._is_main and not left:
             say(f"fetched from {self.url}/{checkpoint.name}")
-        return checkpoint, wrong
+        return checkpoint, left
 
     def _fetch(self, checkpoint: Path, files: Json) -> list[str]:
         """Replace the local checkpoint by the mirrored one. Return what is wrong with the mirrored one."""

@@ -23,7 +23,7 @@ from src.distributed.launcher import resume_command
 from src.tasks.base import Examples
 from src.training.progress import Progress
 from src.training.run import Run
-from src.training.state import Origin, ResumePoint, RunState
+from src.training.state import Origin, ResumePoint
 
 
 def origin_of(
@@ -56,31 +56,16 @@ def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> R
     Raises:
         UserError: none is valid, or the settings now make it a different run.
     """
-    point = ResumePoint() if config.mode == "check" else _found(accelerator, config, store)
+    point = ResumePoint()
+    if config.mode != "check":
+        if accelerator.is_main_process and config.saves:
+            _take_folder(config, store)
+        checkpoint, damaged = _choose(accelerator, config, store)
+        point = _judge(config, checkpoint, damaged)
+        if accelerator.is_main_process:
+            _adopt(config, store, point, damaged)
     if not point.is_finished:
         answer_at_start(config, point, accelerator.is_main_process)
-    return point
-
-
-def _found(accelerator: Accelerator, config: Config, store: Store) -> ResumePoint:
-    if accelerator.is_main_process and config.saves:
-        _take_folder(config, store)
-    command = resume_command(config)
-    if config.resume == "never":
-        return ResumePoint(command=command)
-    checkpoint, damaged = _choose(accelerator, config, store)
-    if checkpoint is None:
-        require_none_damaged(config, damaged)
-        is_begun = (config.folder / "metrics.jsonl").exists()
-        notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
-        return ResumePoint(notes=notes, command=command)
-    state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
-    notes = [*passed_over(config, damaged), *note_changes(config, checkpoint, state.origin)]
-    point = ResumePoint(checkpoint=checkpoint, state=state, notes=notes, command=command)
-    point.is_finished = has_ended and point.is_own(config)
-    _adopt(config, state)
-    if accelerator.is_main_process:
-        _keep(config, store, point, damaged)
     return point
 
 
@@ -95,6 +80,8 @@ def _take_folder(config: Config, store: Store) -> None:
 
 def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Path | None, Damaged]:
     """Return the newest whole checkpoint, and what is wrong with those that are newer. Collective."""
+    if config.resume == "never":
+        return None, {}
     candidates = store.candidates()
     if parent := parent_checkpoint(config):
         candidates.append(parent)
@@ -103,17 +90,29 @@ def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Pat
     return first_valid(accelerator, candidates, store)
 
 
-def _adopt(config: Config, state: RunState) -> None:
-    """Forget what a checkpoint says of early stopping if that watches another metric by now."""
+def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumePoint:
+    """Return what the run continues from; raise a UserError if that is of another run, or damaged like all others.
+    Collective."""
+    command = resume_command(config)
+    if checkpoint is None:
+        require_none_damaged(config, damaged)
+        is_begun = (config.folder / "metrics.jsonl").exists()
+        notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
+        return ResumePoint(notes=notes, command=command)
+    state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
+    notes = [*passed_over(config, damaged), *note_changes(config, checkpoint, state.origin)]
     watched, watches = state.origin.settings["early_stopping"], config.early_stopping
     if (watched["metric"], watched["mode"]) != (watches.metric, watches.mode):
         state.progress.best = None
         state.progress.evaluations_without_gain = 0
+    point = ResumePoint(checkpoint=checkpoint, state=state, notes=notes, command=command)
+    point.is_finished = has_ended and point.is_own(config)
+    return point
 
 
-def _keep(config: Config, store: Store, point: ResumePoint, damaged: Damaged) -> None:
-    """Make sure that the record goes with the checkpoint, that a mirror has a copy of it, and that damaged ones are not
-    in the way."""
+def _adopt(config: Config, store: Store, point: ResumePoint, damaged: Damaged) -> None:
+    """Make sure that the record goes with the run's own checkpoint, that a mirror has a copy of it, and that damaged
+    ones are not in the way."""
     if point.checkpoint and point.state and point.is_own(config):
         require_whole_record(config, point.checkpoint, point.state)
         store.catch_up(point.checkpoint, point.is_finished)

@@ -10,7 +10,7 @@ from src.config.config import Config
 
 
 class Store:
-    """The checkpoints of one run. A mirror (mirror.py) keeps copies of them elsewhere too."""
+    """The checkpoints of one run. A store that keeps copies of them elsewhere does more in these methods."""
 
     is_shared = True
     """Whether all machines see the same output folder."""

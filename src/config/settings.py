@@ -130,8 +130,9 @@ def validate(
     given = {}
     for name, value in values.items():
         is_text = name in known and known[name].annotation in TEXT
-        if is_text and isinstance(value, list | dict):
-            given[name] = written[name].partition("=")[2] or value  # as it was written: [PAD], or "lr: 3"
+        option, _, text = written.get(name, "").partition("=")
+        if is_text and isinstance(value, list | dict) and option == f"--{name}":
+            given[name] = text  # as it was written: [PAD], or "lr: 3"
         elif value is not None or name in known:  # a yaml's group may just be empty
             given[name] = value
 

@@ -30,7 +30,7 @@ Logged = tuple[dict[str, Any], Tables]
 
 
 class Tracker:
-    """Keeps the run's record, which it hands to the parts too."""
+    """Keeps the run's record. What it logs it returns, for the parts."""
 
     def __init__(self, run: Run, where: dict[str, str]) -> None:
         """Open the record, and print what is about to run. `where`: where else it is recorded, by title."""

@@ -18,7 +18,6 @@ from src.config.errors import UserError
 from src.tasks.base import Counts
 from src.training.batches import MicroBatch, TrainStep
 from src.training.optim import lr_at
-from src.training.out_of_memory import explaining_memory
 from src.training.progress import StepResult
 from src.training.run import Run
 
@@ -27,9 +26,8 @@ WARM_UP_STEPS = 3
 
 
 def prepared_step(run: Run, train_step: TrainStep) -> TrainStep:
-    """Return what takes a step: train_step or, with cuda_graphs, a recording of it. It explains a lack of memory."""
-    take_step = RecordedStep(run, train_step) if run.config.cuda_graphs else train_step
-    return explaining_memory("step", run)(take_step)
+    """Return what takes a step: train_step or, with cuda_graphs, a recording of it."""
+    return RecordedStep(run, train_step) if run.config.cuda_graphs else train_step
 
 
 class RecordedStep:

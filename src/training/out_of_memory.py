@@ -5,7 +5,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Iterator
-from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from src.training.gradients import local_gradients, to_local
 from src.training.run import Run
 
 GB = 1e9
+PLAN = Path(__file__).parents[1] / "tools" / "plan"
+"""Where the plan is, unless a copy leaves it out."""
 HINT = "python -m src.tools.plan -- with the same settings says what fits"
 
 
@@ -30,7 +32,7 @@ def explaining_memory(phase: str, run: Run | None = None) -> Iterator[None]:
         outside = total - free - torch.cuda.memory_reserved()  # CUDA's own, and other processes'
         line = f"out of memory in the {phase}, on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} of it outside torch"
         line += _explain(run) if run else ""
-        if find_spec("src.tools.plan"):
+        if PLAN.is_dir():
             line += f"; {HINT}"
         *_, (last, _) = traceback.walk_tb(error.__traceback__)
         if run and last.f_code.co_filename == inspect.getfile(type(run.task)):
