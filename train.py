@@ -13,7 +13,7 @@ from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, entry_point, leave, num_machines
 from src.distributed.process import collecting_new_objects
 from src.distributed.stop import StopSignal
-from src.parts import MODES, open_store, run_settings, start_parts
+from src.parts import MODES, join_machines, open_store, run_settings, start_parts
 from src.tasks.returned import require_sum
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
@@ -192,6 +192,7 @@ def build(config: Config) -> Run | None:
 @entry_point
 def main() -> None:
     config = run_settings()
+    join_machines(config)
     run = build(config)
     if run is None:  # it has already finished
         return

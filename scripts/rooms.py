@@ -17,8 +17,8 @@ FILES = {
     "check": "src/check tests/check tests/text/test_check.py tests/text/split_faults.py docs/check.md",
     "cpu": "src/distributed/cpu.py tests/test_cpu.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu*.py .github/ISSUE_TEMPLATE/gpu.yml",
-    "machines": "src/checkpoint/mirror.py launchers tests/machines tests/test_mirror.py tests/mirror_kills.py"
-    " accelerate_configs/multi_node_*.yaml docs/machines.md docs/slurm.md docs/kubernetes.md",
+    "machines": "src/distributed/machines.py src/checkpoint/mirror.py launchers tests/machines tests/test_mirror.py"
+    " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md docs/slurm.md docs/kubernetes.md",
     "plan": "src/tools/plan tests/test_plan.py tests/planning.py docs/plan.md docs/published.md docs/scaling.md"
     " docs/sizes.md",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
@@ -47,6 +47,8 @@ FILES = {
 """The files and folders of each room."""
 SHARED = {
     "null_gpu": {"gpu", "plan"},
+    "src/tracking/guard.py": {"wandb", "trackers"},
+    "tests/test_guarded.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},
     "scripts/rooms.py": {*FILES},
     "docs/make-it-yours.md": {*FILES},

@@ -15,22 +15,24 @@ from src.checkpoint.mirror import Mirror
 from src.checkpoint.occupied import folder_errors
 from src.checkpoint.store import Store
 from src.config.config import Config, load_config
+from src.distributed.machines import join
 from src.tasks import TASKS
 from src.tools.next_step import NextStep
 from src.tracking.accelerate_trackers import TensorBoard, Trackio
 from src.tracking.dry_run import dry_run
+from src.tracking.guard import guarded
 from src.tracking.part import Part, Parts
 from src.tracking.report import Report
 from src.tracking.wandb import WandbPart, download_artifact
 from src.training.run import Run
 
-PARTS: list[type[Part]] = [
+PARTS: list[Callable[[Run, str], Part]] = [
     # in this order they say, at the end, what they made
     Report,  # room: report
     NextStep,  # room: tools
-    WandbPart,  # room: wandb
-    Trackio,  # room: trackers
-    TensorBoard,  # room: trackers
+    guarded(WandbPart),  # room: wandb
+    guarded(Trackio),  # room: trackers
+    guarded(TensorBoard),  # room: trackers
 ]
 MODES: dict[str, Callable[..., bool]] = {
     "check": run_checks,  # room: check
@@ -47,6 +49,11 @@ DOWNLOADS: dict[str, Callable[[str], Path]] = {
 def run_settings(argv: list[str] | None = None) -> Config:
     """Return the settings of the run, by default from the command line; raise a UserError with all their mistakes."""
     return load_config(sys.argv[1:] if argv is None else argv, TASKS, folder_errors, DOWNLOADS)
+
+
+def join_machines(config: Config) -> None:
+    """On several machines, wait for all of them, and raise a UserError if they are not about to do the same."""
+    join(config)  # room: machines
 
 
 def start_parts(run: Run) -> Parts:

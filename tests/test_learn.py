@@ -13,10 +13,7 @@ from tests.launching import PROJECT, Launch, Run, slow
 LEARN = PROJECT / "docs" / "learn"
 PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
 LESSONS = [name for name in PAGES if name[0].isdigit()]
-ROOMS = (
-    "check", "distributed/launch_guard.py", "distributed/machines.py", "tracking/performance.py", "distributed.cpu.py",
-    "training/cuda_graph.py",
-)  # fmt: skip
+ROOMS = ("check", "distributed/cpu.py", "distributed/machines.py")
 """Of src: without some of them, some links lead nowhere."""
 NUDGE = """
 import torch

@@ -9,7 +9,7 @@ from trackio.sqlite_storage import SQLiteStorage
 
 from tests.faults.runs import lines, without_times
 from tests.launching import Run
-from tests.test_parts import numbers
+from tests.test_guarded import numbers
 
 
 def test_they_have_each_record_over_a_kill_and_a_resume(recorded: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.runs import EACH_STEP, assert_same_run, checkpoints, without_times
 from tests.launching import BIN, Launch, Run, Whole, run_command, slow
-from tests.test_parts import numbers
+from tests.test_guarded import numbers
 
 LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"
 """What is said of a service that was killed: by asyncio or by the system, whichever notices first."""
@@ -19,8 +19,8 @@ def test_a_run_whose_wandb_service_dies_or_hangs_goes_on(launch: Launch, whole: 
     """Its summary says so, and it ends. Tried without `abandon`: the process does not end."""
     before = f"""
 import psutil
-from src.tracking import part, wandb
-part.HANG_SECONDS = 3.0
+from src.tracking import guard, wandb
+guard.HANG_SECONDS = 3.0
 log = wandb.WandbPart.log
 def stop(self, record, tables):
     log(self, record, tables)

@@ -35,7 +35,6 @@ from src.config.environment import processes
 from src.config.errors import UserError, explained, refuse
 from src.distributed.launch_guard import launch_errors, refuse_another_strategy
 from src.distributed.launcher import Launcher, find_launcher, what_is_asked
-from src.distributed.machines import join
 from src.distributed.process import SIGNALS, exit_codes
 from src.tasks.base import ContextParallel
 
@@ -73,10 +72,9 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     """Join the processes that the launcher started.
 
     Raises:
-        UserError: what would run is not what was asked for, or the machines differ; one line per reason.
+        UserError: what would run is not what was asked for; one line per reason.
     """
     SIGNALS.answer_by(SIGNALS.die_later)  # in C++, waiting for a process that may be lost
-    join(config)
     launcher, asked = find_launcher(), what_is_asked()
     are_apples = asked.world_size > 1 and torch.backends.mps.is_available()  # which have no collectives
     on_cpu = asked.cpu or are_apples or not torch.accelerator.is_available()
@@ -257,6 +255,16 @@ def entry_point(main: Callable[[], None]) -> Callable[[], Any]:
     """Decorate the main function of train.py: have errors give exit codes, and the traceback of what failed first stand
     in the launcher's table."""
     return record(exit_codes()(main))
+
+
+def differences(told: list[Any]) -> Iterator[str]:
+    """Yield a line for each machine that isn't as the first one is, from what each tells: its name and facts."""
+    name, first, *_ = told[0]
+    for number, (host, own, *_) in enumerate(told):
+        other = [key for key in first | own if own.get(key) != first.get(key)]
+        if other:
+            here, there = (", ".join(f"{key} {has.get(key)}" for key in other) for has in (own, first))
+            yield f"machine {number} ({host}) has {here}; machine 0 ({name}) has {there}"
 
 
 def num_machines() -> int:

@@ -8,18 +8,17 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch.distributed as dist
-from accelerate.utils import gather_object
 
 from src.config.config import Config
 from src.config.errors import explained, refuse
 from src.config.settings import flatten
+from src.distributed.accelerator import differences
+from src.distributed.process import SIGNALS
 
 SET_BY_THE_YAML = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of environment variables."""
@@ -39,6 +38,7 @@ def join(config: Config) -> None:
     """
     if not are_several():
         return
+    SIGNALS.answer_by(SIGNALS.die_later)  # in C++, waiting for machines that may be lost
     facts = dict(flatten(config.model_dump(mode="json", exclude={"output_dir": True, "task": {"data_dir"}})))
     facts |= {name: value for name, value in os.environ.items() if name.startswith(SET_BY_THE_YAML)}
     code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
@@ -59,31 +59,6 @@ def join(config: Config) -> None:
     for interface, known in psutil.net_if_addrs().items():
         if address in [found.address for found in known]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def require_same_data(fingerprints: list[str]) -> None:
-    """Compare the data of the machines. Collective.
-
-    Args:
-        fingerprints: of the data to train and to evaluate on, from the first process on each machine; else empty.
-
-    Raises:
-        UserError: a machine has other data than the first; the same on all.
-    """
-    if not are_several():
-        return
-    facts = dict(zip(("data to train on", "data to evaluate on"), fingerprints, strict=False))
-    refuse(differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
-
-
-def differences(told: list[Any]) -> Iterator[str]:
-    """Yield a line for each machine that isn't as the first one is, from what each tells: its name and facts."""
-    name, first, *_ = told[0]
-    for number, (host, own, *_) in enumerate(told):
-        other = [key for key in first | own if own.get(key) != first.get(key)]
-        if other:
-            here, there = (", ".join(f"{key} {has.get(key)}" for key in other) for has in (own, first))
-            yield f"machine {number} ({host}) has {here}; machine 0 ({name}) has {there}"
 
 
 def address_towards(host: str) -> str:

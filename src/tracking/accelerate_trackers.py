@@ -4,14 +4,14 @@ import shlex
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
-from src.config.config import Config
-from src.tracking.part import Part, Record, Tables, describe
+from src.tracking.guard import Risky
+from src.tracking.part import Record, Tables, describe
 
 PROJECT = "accelerate-template"
 """Project of trackio that the run is filed under."""
 
 
-class AcceleratePart(Part):
+class AcceleratePart(Risky):
     """Passes numbers on to one of Accelerate's trackers."""
 
     _tracker: GeneralTracker
@@ -33,9 +33,9 @@ class Trackio(AcceleratePart):
     title = "trackio"
     closing = f"  trackio    trackio show --project {PROJECT}"
 
-    @classmethod
-    def is_on(cls, config: Config) -> bool:
-        return "trackio" in config.trackers
+    @property
+    def is_on(self) -> bool:
+        return "trackio" in self._run.config.trackers
 
     def start(self) -> None:
         self.where = f"{self._run.config.run_name}-{self._id}"
@@ -48,9 +48,9 @@ class TensorBoard(AcceleratePart):
 
     title = "TB"
 
-    @classmethod
-    def is_on(cls, config: Config) -> bool:
-        return "tensorboard" in config.trackers
+    @property
+    def is_on(self) -> bool:
+        return "tensorboard" in self._run.config.trackers
 
     def start(self) -> None:
         self.where = str(self._run.config.folder / "tensorboard")

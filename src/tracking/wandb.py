@@ -19,10 +19,10 @@ from PIL import Image
 from src.checkpoint.export import replacing
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import step_of
-from src.config.config import Config
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
-from src.tracking.part import Part, Record, Tables, describe
+from src.tracking.guard import Risky
+from src.tracking.part import Record, Tables, describe
 from src.training.run import Run
 
 ARTIFACTS = Path("artifacts")
@@ -48,7 +48,7 @@ def download_artifact(name: str) -> Path:
     return folder
 
 
-class WandbPart(Part):
+class WandbPart(Risky):
     """Records a run in W&B."""
 
     title = "W&B"
@@ -58,9 +58,9 @@ class WandbPart(Part):
         self._mode = run.config.wandb.chosen_mode
         self._recorded: set[Path] = set()  # checkpoints
 
-    @classmethod
-    def is_on(cls, config: Config) -> bool:
-        return "wandb" in config.trackers and config.wandb.chosen_mode != "disabled"
+    @property
+    def is_on(self) -> bool:
+        return "wandb" in self._run.config.trackers and self._mode != "disabled"
 
     def start(self) -> None:
         """Begin the run, or continue it by its id; go offline if it can't go online."""

@@ -1,5 +1,6 @@
 """One run, as `build` in train.py has prepared it; its data and its model."""
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,11 +18,11 @@ from src.distributed.accelerator import (
     HALF_PRECISION,
     Launch,
     context_parallel,
+    differences,
     local_main_process_first,
     prepare,
 )
 from src.distributed.devices import TUNERS
-from src.distributed.machines import require_same_data
 from src.tasks.base import Examples, Task, num_weights, samples
 from src.tasks.returned import require_right
 from src.training.optim import Schedule
@@ -171,7 +172,8 @@ def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accel
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(dataset) for dataset in datasets]
-    require_same_data(fingerprints)
+    facts = dict(zip(("data to train on", "data to evaluate on"), fingerprints, strict=False))
+    refuse(differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
     return fingerprints
 
 

@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from src.tracking import part as guard
-from src.tracking.part import Guarded, Part
+from src.tracking import guard
+from src.tracking.guard import Guarded, Risky
 from tests.faults.runs import curve
 from tests.launching import Run
 
@@ -40,11 +40,12 @@ def test_one_that_hangs_or_raises_is_dropped(
     """Tried without the thread: it waits forever."""
     monkeypatch.setattr(guard, "START_SECONDS", 0.3)
     monkeypatch.setattr(guard, "HANG_SECONDS", 0.3)
-    recorder, said, began = Mock(spec=Part, title="X"), list[str](), time.monotonic()
+    recorder, said, began = Mock(spec=Risky, title="X"), list[str](), time.monotonic()
     getattr(recorder, method).side_effect = fault
     guarded = Guarded(recorder, said.append)
+    guarded.start()
     for _ in range(2):
-        guarded.tell(recorder.log, {"step": 1}, {})
+        guarded.log({"step": 1}, {})
         time.sleep(0.4 if method == "log" else 0)
     guarded.end(None, None)
     assert time.monotonic() < began + 5
