@@ -9,15 +9,17 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from accelerate import Accelerator
 from pyarrow import parquet
+from pydantic import create_model
 
 from src.checkpoint.load import config_of, find_model, load_model
 from src.config.config import Config
 from src.config.errors import UserError, refuse
-from src.config.settings import flatten, read_arguments, validate
+from src.config.settings import Settings, flatten, read_arguments, validate
 from src.distributed.process import exit_codes
 from src.training.evaluation import evaluate_alone, metrics_of
 
@@ -56,15 +58,14 @@ def _with_settings(config: Config, arguments: list[str]) -> Config:
         group, setting, *_ = [*name.split("."), ""]
         if group != "task" or setting in MODEL_SETTINGS:
             mistakes.append(f"{how}: does not say which data to evaluate on, as other settings of the task do")
-    saved = dict(flatten(config.model_dump(mode="json")))
+    saved = dict(flatten({"task": config.task.model_dump(mode="json")}))
     if "task.dataset" in values and "task.eval_from" in saved:
         saved["task.eval_from"] = "all"
-    new, bad = validate(type(config), saved | values, written, mistakes)
-    assert isinstance(new, Config)
-    if not bad:
-        mistakes.extend(new.task.validation_errors())
+    of_task = {name: value for name, value in values.items() if name.startswith("task.")}
+    alone = create_model("TaskAlone", __base__=Settings, task=(type(config.task), ...))
+    new: Any = validate(alone, saved | of_task, written, mistakes)[0]
     refuse(mistakes)
-    return new
+    return config.model_copy(update={"task": new.task})
 
 
 if __name__ == "__main__":
