@@ -43,7 +43,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
     loss_sum = float64_zeros((), run.device)
     for i, batch in enumerate(micro_batches, start=1):
         with reducing(run, is_last=i == len(micro_batches)):
-            # model(...), never model.forward(...): FSDP gathers a block's weights in hooks of its call
+            # call model(...), not model.forward(...): FSDP gathers a block's weights in forward hooks
             loss = run.task.loss(run.model, batch.data)
             if progress.step == 0:
                 require_sum(run.task, loss, batch.data)  # in the first step, so that the others cost nothing
@@ -54,7 +54,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
 
     # ------------------------------------------------------------------------------------------------ norm and clip
     gradients = local_gradients(run.parameters)
-    unscale = 1 / progress.loss_scale  # 1, but in fp16
+    unscale = 1 / progress.loss_scale  # 1 except in fp16
     norm = grad_norm(accelerator, gradients).mul_(unscale)
     scale_and_clip_(gradients, unscale, norm, config.optim.max_grad_norm)
 
@@ -67,8 +67,8 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
 
 
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
-    """Return loss and metrics over each example exactly once, and what the task's tables are made from. Return None if
-    the run was stopped meanwhile."""
+    """Evaluate each example exactly once. Return the metrics, and the outputs that the task's tables are made from;
+    None if the run was stopped meanwhile."""
     accelerator, task = run.accelerator, run.task
     run.model.eval()
     with explaining_memory("evaluation", run):
@@ -77,17 +77,17 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     if scores is None:
         return None
     loss_sum, targets, examples = accelerator.reduce(scores.totals, "sum").tolist()
-    # every example once, in the dataset's order: metrics that are no mean over examples, such as F1, need all at once
+    # each example once, in the dataset's order: metrics that are not a mean over examples, such as F1, need all outputs
     outputs = {name: gather_in_order(run, output, len(run.eval_set)) for name, output in scores.outputs.items()}
     metrics = metrics_everywhere(run, loss_sum / targets, int(examples) // run.cp_size, outputs)
     return Evaluation(metrics, outputs)
 
 
 def fit(run: Run) -> bool:
-    """Train to the last step. Return whether it got there; if not, it was stopped, and has saved."""
+    """Train to the last step, or until early stopping. Return False if the run was stopped, after saving it."""
     config, progress = run.config, run.progress
     performance = Performance(run)
-    # the parts are what a copy may leave out, such as W&B: they are told what happens to the run
+    # parts: W&B, the report and the like, which a copy may leave out, are told what happens to the run
     with start_parts(run) as parts, Tracker(run, parts.where) as tracker, collecting_new_objects():
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.say)
@@ -106,17 +106,17 @@ def fit(run: Run) -> bool:
                     progress.add_evaluation(evaluation.metrics, config.early_stopping)
                     parts.log(*tracker.log_evaluation(evaluation))
                 progress.tick(is_training=False)
-            unknown = progress.unknown_metrics(config)
+            missing_metrics = progress.missing_metrics(config)
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
-            is_ending = is_stopping or is_last or bool(unknown)
+            is_ending = is_stopping or is_last or bool(missing_metrics)
             checkpoints.poll()  # reports on the one being written once it is done
             # a checkpoint always holds the evaluation of its step: evaluate first, save second
             if progress.step and (is_ending or run.is_save_due()):
                 progress.tick()
                 checkpoints.save(tracker.state() | {"run_id": parts.run_id})
-            if unknown:
+            if missing_metrics:
                 checkpoints.close()
-                progress.refuse(unknown)
+                progress.refuse(missing_metrics)
             if is_ending:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
@@ -129,8 +129,8 @@ def fit(run: Run) -> bool:
             progress.add_step(result)
             tracker.advance()
             # reading a loss makes the host wait for the device: only where its value is needed
-            is_read = is_stopping or run.is_read_due()
-            if is_read and progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps):
+            reads_losses = is_stopping or run.is_read_due()
+            if reads_losses and progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps):
                 checkpoints.close()
                 progress.give_up(config, run.is_fp16, checkpoints.newest)
             if run.is_log_due() or progress.step == run.total_steps:

@@ -42,7 +42,8 @@ def test_one_that_hangs_or_raises_is_dropped(
     monkeypatch.setattr(guard, "HANG_SECONDS", 0.3)
     recorder, said, began = Mock(spec=Risky, title="X"), list[str](), time.monotonic()
     getattr(recorder, method).side_effect = fault
-    guarded = Guarded(recorder, said.append)
+    monkeypatch.setattr(guard, "say", said.append)
+    guarded = Guarded(recorder)
     guarded.start()
     for _ in range(2):
         guarded.log({"step": 1}, {})

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: what it says about its run, how it is published, whether it is whole, which are kept."""
+"""A checkpoint on disk: what it says about its run, and how its files are written and published."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
 """Prefix of the names of folders that are being written or deleted; a crash leaves them behind."""
-PARTS: dict[str, Any] = {"progress": Progress, "origin": Origin}
+NESTED: dict[str, Any] = {"progress": Progress, "origin": Origin}
 """Parts of state.json that have fields of their own."""
 Json = dict[str, Any]
 """A JSON object."""
@@ -39,7 +39,7 @@ def read_state(checkpoint: Path) -> RunState:
     version = content.get("format_version", "none")
     known = {f.name for f in fields(RunState)}
     found = {*content}
-    for part, kind in PARTS.items():
+    for part, kind in NESTED.items():
         known |= {f"{part}.{f.name}" for f in fields(kind)}
         found |= {f"{part}.{name}" for name in content.get(part, {})}
     differing = sorted(known ^ found)
@@ -49,7 +49,7 @@ def read_state(checkpoint: Path) -> RunState:
             f"{checkpoint} has format version {version}{fault}, and this code reads version {FORMAT_VERSION}: "
             f"use the code that saved it, or begin a new run"
         )
-    parts = {part: kind(**content[part]) for part, kind in PARTS.items()}
+    parts = {part: kind(**content[part]) for part, kind in NESTED.items()}
     return RunState(**content | parts)
 
 

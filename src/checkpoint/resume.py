@@ -6,8 +6,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
-from src.checkpoint import format
 from src.checkpoint.folder import parent_checkpoint, saved_settings
+from src.checkpoint.format import read_state, remove_incomplete
 from src.checkpoint.integrity import Damaged, first_valid, passed_over, quarantine, require_none_damaged
 from src.checkpoint.occupied import claim, folder_errors
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
@@ -75,7 +75,7 @@ def _take_folder(config: Config, store: Store) -> None:
     # whoever held the lock may have changed what is there
     refuse(folder_errors(config, store.bring_record()))
     config.folder.mkdir(parents=True, exist_ok=True)
-    format.remove_incomplete(config.folder / "checkpoints")
+    remove_incomplete(config.folder / "checkpoints")
 
 
 def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Path | None, Damaged]:
@@ -91,15 +91,18 @@ def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Pat
 
 
 def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumePoint:
-    """Return what the run continues from; raise a UserError if that is of another run, or damaged like all others.
-    Collective."""
+    """Return what the run continues from. Collective.
+
+    Raises:
+        UserError: it is of a different run, or all checkpoints are damaged.
+    """
     command = resume_command(config)
     if checkpoint is None:
         require_none_damaged(config, damaged)
         is_begun = (config.folder / "metrics.jsonl").exists()
         notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
         return ResumePoint(notes=notes, command=command)
-    state, has_ended = broadcast_object_list([format.read_state(checkpoint), _has_ended(config)])
+    state, has_ended = broadcast_object_list([read_state(checkpoint), _has_ended(config)])
     notes = [*passed_over(config, damaged), *note_changes(config, checkpoint, state.origin)]
     watched, watches = state.origin.settings["early_stopping"], config.early_stopping
     if (watched["metric"], watched["mode"]) != (watches.metric, watches.mode):

@@ -3,7 +3,7 @@ runs back into a queue reads it."""
 
 import os
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import NoReturn
 
 from src.checkpoint.folder import read_json
@@ -13,7 +13,7 @@ from src.config.terminal import say, unread
 from src.distributed.process import SIGNALS
 from src.training.state import ResumePoint
 
-WRITING = Lock()
+WRITING = RLock()
 """A checkpoint is published by another thread than the loop's."""
 
 
@@ -41,13 +41,16 @@ def answer_at_start(config: Config, resume: ResumePoint, is_main: bool) -> None:
     """Have a signal end the run at once, from here up to the loop: there is nothing to save."""
     if not config.saves:
         SIGNALS.release()
+        if SIGNALS.name:  # one that came during the imports
+            SIGNALS.die()
     elif is_main:
         SIGNALS.answer_by(lambda signal: _stop_at_start(config, resume, signal))
 
 
 def _stop_at_start(config: Config, resume: ResumePoint, reason: str) -> NoReturn:
-    write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, resume.command)
-    os._exit(0)  # whatever it is in the middle of
+    with WRITING:  # and nobody else from here on
+        write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, resume.command)
+        os._exit(0)  # whatever it is in the middle of
 
 
 def write_status(folder: Path, status: Json | None = None) -> None:

@@ -127,7 +127,7 @@ class Config(PartSettings, RunSettings):
 
     @property
     def saves(self) -> bool:
-        """Return whether the run writes into its folder."""
+        """Return whether the run trains, keeps a record and saves checkpoints."""
         return self.mode == "train"
 
     def steps_per_epoch(self, examples: int) -> int:
@@ -234,18 +234,13 @@ def _checked(
 
 
 @explained("not the settings of a run: ", (KeyError, ValidationError))
-def config_from(
-    saved: dict[str, Any],
-    tasks: Mapping[str, str],
-) -> Config:
+def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
     """Return the settings that a checkpoint or config.yaml holds. `tasks` are those of `load_config`.
 
     Raises:
         UserError: they are not a run's settings, or another version's.
     """
-    # trackers need not be installed here
-    used = {name: value for name, value in saved.items() if name not in ("trackers", "wandb")}
-    return _config_class(saved["task"]["name"], tasks).model_validate(used)
+    return _config_class(saved["task"]["name"], tasks).model_validate(saved)
 
 
 @explained("task.name needs a package (for text, `pip install -e '.[text]'`): ", ModuleNotFoundError)

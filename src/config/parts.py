@@ -25,5 +25,6 @@ class PartSettings(Settings):
     wandb: ResumeSafe[Wandb] = Wandb()  # room: wandb
 
     def validation_errors(self) -> Iterator[str]:  # room: wandb
+        yield from super().validation_errors()
         if "wandb" in self.trackers:
             yield from self.wandb.environment_errors()

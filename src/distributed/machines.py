@@ -1,4 +1,4 @@
-"""Several machines: they are alike before they train together. On a single machine nothing here does anything.
+"""Several machines: check that they run the same thing before they train together. On one, nothing here does anything.
 
 They talk through the store that torch's launcher serves on machine 0, before there is a process group.
 """

@@ -55,7 +55,8 @@ class ContextParallel(NamedTuple):
 
 class Task(Settings, ABC):
     """Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
-    (`--task.<field>`). All methods but `metrics`, `tables`, `preview` and `export` are called on every process."""
+    (`--task.<field>`). Methods are called on every process, but `fingerprint` on the first of each machine, and
+    `metrics`, `tables`, `preview`, `export`, `cards` and `predictions` on the main process alone."""
 
     name: str
     """The task to train."""
@@ -150,7 +151,7 @@ class Task(Settings, ABC):
         """Return what is counted of a batch of `collate`: as `targets`, how many (examples, tokens) `loss` sums over,
         by whose number over all processes and micro-batches the loop divides before the backward pass; of text,
         `tokens` and, with padding, `padded_tokens`; and what the record is to have summed over the run, by names such
-        as `train/tokens_wiki`."""
+        as `train/tokens_wiki`. Each batch has the same names, with 0 where there is nothing to count."""
 
     def flops(self, model: Any, batch: Any) -> float:
         """Return the floating-point operations that the forward and backward pass of a batch need, for perf/mfu; 0.0:

@@ -4,8 +4,8 @@ import shlex
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
-from src.tracking.guard import Risky
-from src.tracking.part import Record, Tables, describe
+from src.tracking.guard import Risky, describe
+from src.tracking.part import Record, Tables
 
 PROJECT = "accelerate-template"
 """Project of trackio that the run is filed under."""

@@ -27,7 +27,7 @@ def dry_run(run: Run, *_: Any) -> bool:
                 shown(run.task.preview(dataset, int(index))),
             )
         figures = run.facts["data"]["train"]
-        if "targets" in figures:
+        if {"targets", "tokens"} <= figures.keys():
             share = f"{figures['targets'] / figures['tokens']:.1%}"
             say(shown(f"\n⟦like this⟧: contributes to the loss, as do {share} of all tokens in the training data"))
         left = f"{run.total_steps - step} of {run.total_steps} steps to take"

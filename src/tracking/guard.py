@@ -1,4 +1,4 @@
-"""A guard around a part that may hang or raise: whatever happens to it, the training neither ends nor waits for it."""
+"""A guard around a part that may hang or raise: whatever happens to it, the training goes on, after a limited wait."""
 
 import contextlib
 import io
@@ -36,11 +36,9 @@ def guarded(kind: type[Risky]) -> Callable[[Run, str], Part]:
 class Guarded(Part):
     """Calls a part in a thread of its own, one call after the other. After the first failure, drops the calls."""
 
-    def __init__(self, part: Risky, say: Callable[[str], None] = say) -> None:
-        """Guard the part. `say` tells the user, once, that it failed after its start."""
-        self._part, self._say = part, say
+    def __init__(self, part: Risky) -> None:
+        self._part = part
         self.title = part.title
-        self._thread = ThreadPool(1)  # one that hangs does not keep the process from ending
         self._busy_since = math.inf
         self._has_started = False
 
@@ -49,7 +47,8 @@ class Guarded(Part):
         return self._part.is_on
 
     def start(self) -> None:
-        # trackio prints; this thread silences it, as the part's own may hang
+        self._thread = ThreadPool(1)  # one that hangs does not keep the process from ending
+        # trackio prints. Redirect here, not in the part's thread: a hang there would leave standard output redirected.
         with contextlib.redirect_stdout(io.StringIO()):
             self._tell(self._part.start)
             self._wait(START_SECONDS)
@@ -93,4 +92,9 @@ class Guarded(Part):
         self.failure = why
         threading.Thread(target=self._part.abandon, daemon=True).start()
         if self._has_started:  # the start-up summary tells what fails by then
-            self._say(f"WARNING: {self.title} failed ({why}): the run goes on, recorded in metrics.jsonl")
+            say(f"WARNING: {self.title} failed ({why}): the run goes on, recorded in metrics.jsonl")
+
+
+def describe(run: Run) -> Record:
+    """Return the run's settings, how it was launched, and fingerprints of its data."""
+    return run.origin.settings | {"launch": vars(run.launch), "data": run.origin.fingerprints}

@@ -93,8 +93,3 @@ class Parts:
         if not self._has_ended:
             step = self._run.progress.step
             self.end(None, f"step {step}: {type(error).__name__}: {cause(error)}" if error else None)
-
-
-def describe(run: Run) -> Record:
-    """Return the run's settings, how it was launched, and fingerprints of its data."""
-    return run.origin.settings | {"launch": vars(run.launch), "data": run.origin.fingerprints}

@@ -81,10 +81,9 @@ class Tracker:
         """Record the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
-        step, every = progress.step, run.config.log_every
-        num_examples = examples_seen(run, step) - examples_seen(run, (step - 1) // every * every)
+        num_examples = examples_seen(run, progress.step) - examples_seen(run, progress.interval_start)
         metrics: dict[str, Any] = {
-            "epoch": step / run.steps_per_epoch,
+            "epoch": progress.step / run.steps_per_epoch,
             "train/lr": result.lr,
             "train/grad_norm": result.grad_norm,
             **progress.training_metrics(num_examples, run.is_fp16),

@@ -21,8 +21,8 @@ from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import step_of
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
-from src.tracking.guard import Risky
-from src.tracking.part import Record, Tables, describe
+from src.tracking.guard import Risky, describe
+from src.tracking.part import Record, Tables
 from src.training.run import Run
 
 ARTIFACTS = Path("artifacts")

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,8 @@ def explaining_memory(phase: str, run: Run | None = None) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        if hasattr(error, "__notes__"):  # it has been explained, by an inner phase
+            raise
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()  # CUDA's own, and other processes'
         line = f"out of memory in the {phase}, on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} of it outside torch"
@@ -36,7 +37,7 @@ def explaining_memory(phase: str, run: Run | None = None) -> Iterator[None]:
             line += f"; {HINT}"
         *_, (last, _) = traceback.walk_tb(error.__traceback__)
         if run and last.f_code.co_filename == inspect.getfile(type(run.task)):
-            sys.stderr.write(f"train.py: {line}\n")
+            error.add_note(f"train.py: {line}")
             raise
         raise UserError(line) from error
 

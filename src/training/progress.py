@@ -76,6 +76,8 @@ class Progress:
     """Factor that the loss is multiplied by in fp16; 1.0 in other precisions."""
     finite_in_a_row: int = 0
     """Steps since the last one that was not finite."""
+    interval_start: int = 0
+    """The step that this interval began after."""
     interval_loss: float = 0.0
     """The loss in this interval, summed over the targets of all processes."""
     interval_targets: float = 0.0
@@ -199,7 +201,8 @@ class Progress:
         }
         if tokens := self.interval_counts.get("tokens"):
             metrics["perf/tokens_per_second"] = tokens / self.interval_seconds
-            metrics["perf/padding"] = 1 - tokens / self.interval_counts["padded_tokens"]
+        if padded := self.interval_counts.get("padded_tokens"):
+            metrics["perf/padding"] = 1 - self.interval_counts["tokens"] / padded
         metrics |= {name: number for name, number in self.all_counts().items() if "/" in name}
         if is_fp16:
             metrics["train/loss_scale"] = self.loss_scale
@@ -209,6 +212,7 @@ class Progress:
 
     def end_interval(self) -> None:
         """Begin the next interval."""
+        self.interval_start = self.step
         self.training_seconds += self.interval_seconds
         self.interval_seconds = 0.0
         self.interval_loss = 0.0
@@ -231,14 +235,14 @@ class Progress:
             self.best = now
             self.evaluations_without_gain = 0
 
-    def unknown_metrics(self, config: Config) -> list[str]:
+    def missing_metrics(self, config: Config) -> list[str]:
         """Return an error line for each metric that the settings name, but the evaluation after this step lacks."""
         # told only now for tasks that don't declare their metrics (Task.metric_names)
         return metric_errors(config, self.evaluation) if self.step in self.evaluations else []
 
-    def refuse(self, unknown: list[str]) -> NoReturn:
+    def refuse(self, missing_metrics: list[str]) -> NoReturn:
         """Raise a UserError that says which metric the evaluation lacks."""
-        raise UserError(f"{unknown[0]}; with another one, the same command continues from step {self.step}")
+        raise UserError(f"{missing_metrics[0]}; with another one, the same command continues from step {self.step}")
 
     def is_out_of_patience(self, settings: EarlyStopping) -> bool:
         """Return whether to end the run: the same on all processes, and after a resume."""

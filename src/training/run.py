@@ -167,8 +167,12 @@ def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exam
 
 
 def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accelerator) -> list[str]:
-    """Return what identifies the data, which only the first process of each machine computes: elsewhere nothing.
-    Raise a UserError if a machine has other data than the first one."""
+    """Return what identifies the datasets, computed by the first process of each machine; nothing on the others.
+    Collective.
+
+    Raises:
+        UserError: a machine has other data than the first one; the same on all.
+    """
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(dataset) for dataset in datasets]

@@ -13,7 +13,7 @@ FORMAT_VERSION = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a run came from: it stays the same throughout the run, and is the same when it is resumed."""
+    """What a run is made from. Each checkpoint records it, and a resume compares it with its own."""
 
     settings: dict[str, Any]
     examples: int
