@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from src.training.gradients import to_local
 
-SENT = {"allreduce": 2.0, "allgather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0, "all_to_all": 1.0}
-"""How often a process sends a collective's largest tensor, but for its own part: NCCL's rings."""
 IDLE = ("prim::", "empty", "detach", "view", "wait_tensor", "_wrap_tensor")
 """Parts of the names of operators that give a device nothing to do."""
 
@@ -38,23 +36,20 @@ class Work(TorchDispatchMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         leaves = tree_leaves((args, kwargs, result))
-        tensors = [to_local(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        tensors = [tensor for tensor in tensors if tensor.device.type == self._device]
-        name, packet = function._schema.name, function._overloadpacket
+        anywhere = [to_local(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [tensor for tensor in anywhere if tensor.device.type == self._device]
+        name = function._schema.name
         if not tensors or function.is_view or any(word in name for word in IDLE):
             return result
-        if "copy" in name and any(isinstance(leaf, Tensor) and leaf.device.type != self._device for leaf in leaves):
+        if "copy" in name and len(tensors) < len(anywhere):
             self.counts["copied"] += tensors[-1].nbytes
         if "c10d" in name:
-            self._count_collective(name, max(tensor.nbytes for tensor in tensors), leaves)
-            return result
-        if packet in flop_registry:
-            # the lengths of packed documents are read on the host: the null GPU would compute no differences of offsets
-            with _disable_current_modes():
-                # and torch 2.11 takes the dtype of a product's output for its shape
-                given = [argument for argument in args if not isinstance(argument, torch.dtype)]
-                plain = [leaf.cpu() if _is_offsets(leaf) else leaf for leaf in given]
-                flops = flop_registry[packet](*plain, **kwargs, out_val=result)
+            self._count_collective(name, max(tensor.nbytes for tensor in tensors), _ranks(leaves))
+        elif formula := flop_registry.get(function._overloadpacket):
+            # torch 2.11 takes the dtype of a product's output for its shape
+            given = [argument for argument in args if not isinstance(argument, torch.dtype)]
+            # the null GPU would compute no differences of the offsets of packed documents
+            flops = formula(*[value.cpu() if _is_offsets(value) else value for value in given], **kwargs, out_val=result)
             names = [argument.name for argument in function._schema.arguments]
             if dict(zip(names, args, strict=False), **kwargs).get("is_causal"):
                 flops /= 2  # torch counts all pairs of tokens
@@ -68,21 +63,25 @@ class Work(TorchDispatchMode):
             self.counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
         return result
 
-    def _count_collective(self, name: str, size: int, leaves: list[Any]) -> None:
-        objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-        groups = [ProcessGroup.unbox(leaf) for leaf in objects if "ProcessGroup" in str(leaf._type())]
-        names: list[Any] = [leaf for leaf in leaves if isinstance(leaf, str)]  # functional collectives have these
-        group, *_ = groups or map(_resolve_process_group, names)
-        ranks = get_process_group_ranks(group)
-        factor = next((factor for kind, factor in SENT.items() if kind in name), 0.0)
-        machines = len({rank // self._per_machine for rank in ranks})
-        sent = factor * size * (len(ranks) - 1) / len(ranks)
-        place = "within"
-        if machines > 1:  # NCCL has as many rings as a machine has network cards, and each carries a part
+    def _count_collective(self, name: str, size: int, ranks: list[int]) -> None:
+        """Count a collective whose largest tensor has `size` bytes, as NCCL's rings carry it."""
+        rounds = 2 if "allreduce" in name else 1  # the sums, and then what they came to
+        sent = rounds * size * (len(ranks) - 1) / len(ranks)
+        place, machines = "within", len({rank // self._per_machine for rank in ranks})
+        if machines > 1:  # there are as many rings as a machine has network cards, and each carries a part
             place, sent = "between", sent / (len(ranks) / machines)
         for kind in ("", "awaited ") if "all_to_all" in name else ("",):
             self.counts[f"{kind}sent {place}"] += sent
             self.counts[f"{kind}collectives {place}"] += 1
+
+
+def _ranks(leaves: list[Any]) -> list[int]:
+    """Return the processes of the group that is among a collective's arguments; those of functional ones name it."""
+    objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+    groups = [ProcessGroup.unbox(leaf) for leaf in objects if "ProcessGroup" in str(leaf._type())]
+    names: list[Any] = [leaf for leaf in leaves if isinstance(leaf, str)]
+    group, *_ = groups or map(_resolve_process_group, names)
+    return get_process_group_ranks(group)
 
 
 def _is_offsets(value: Any) -> bool:
