@@ -32,6 +32,13 @@ class Seconds(NamedTuple):
     host: float
     step: float
 
+    @property
+    def limit(self) -> str:
+        """Return what takes the most of it."""
+        if self.step == self.host:
+            return "the host"
+        return "communication" if self.communication > self.compute else "computing"
+
 
 def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Seconds:
     """Return the seconds of a step: the larger of the host's time, and of computing and what communication takes beyond

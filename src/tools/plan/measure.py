@@ -3,10 +3,10 @@
 All other processes are taken to do as this one does, and weights are memory that nothing fills.
 """
 
-import bisect
 import gc
 import os
 import time
+from bisect import bisect
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -83,7 +83,7 @@ class Measured:
     """Micro-batches per step."""
     model_flops: float
     """Operations that a step needs, over all processes, as Task.flops counts them; 0: not known."""
-    tokens: float
+    tokens: float = 0
     """Of a step, over all processes, without padding; 0 if it is not text."""
     total_steps: int
     memory: Peaks
@@ -162,14 +162,11 @@ def build(config: Config) -> Run:
 
 
 def fill(model: nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory on this one, and tied ones the same."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                setattr(module, name, made[parameter])
+    """Give parameters on the meta device memory on this one; tied ones stay so."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            filled = torch.empty_like(parameter, device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(filled, parameter.requires_grad))
 
 
 def measure(setup: Setup, share: float) -> Measured:
@@ -201,7 +198,8 @@ def peak() -> tuple[int, int]:
 
 def highest(memory: Peaks) -> int:
     """Return the bytes that have to fit: what is allocated at most, in any phase."""
-    return max(allocated for allocated, _ in memory.values())
+    allocated, _ = max(memory.values())
+    return allocated
 
 
 class Trial:
@@ -216,50 +214,51 @@ class Trial:
         # 0.1 s, finds that they were reduced: on a GPU, as a rule, not before the forward pass has ended, but here
         # whenever the host happens to be so far. So that is waited for, and their bytes are added.
         self._kept = self._gradients if run.launch.strategy == "ddp" else 0
-        self._null = NullGpu()
         self._load = peak()
 
     def measured(self, share: float) -> Measured:
         """Return what `measure` does."""
-        run, data_size, world_size = self._run, self._run.data_size, self._run.world_size
-        batch, own = run.config.global_batch_size // data_size, run.config.micro_batch(data_size)
-        there, needed = len(run.train_set), own * data_size  # what all processes pass through the model at once
-        if there < needed:
-            hint = "plan with as many, or smaller micro-batches"
-            raise UserError(
-                f"the training data have {there:,} examples, and micro-batches take {needed:,} at once: {hint}"
-            )
-        sizes = [size for size in range(1, batch + 1) if batch % size == 0 and size * data_size <= there]
-        capacity = self._gpu.capacity
-        fitting = bisect.bisect_right(sizes, share * capacity, key=lambda size: highest(self._memory(size)))
-        largest = sizes[fitting - 1] if fitting else 0
-        size = min(own, max(largest, 1))
+        run, data_size = self._run, self._run.data_size
+        own = run.config.micro_batch(data_size)
+        largest = self._largest(share)
         if largest:
-            torch.cuda.set_per_process_memory_fraction((capacity - self._kept) / (NO_LIMIT << 30))
+            torch.cuda.set_per_process_memory_fraction((self._gpu.capacity - self._kept) / (NO_LIMIT << 30))
             self._memory(largest)
             # what is compiled is counted eagerly, which takes more
             torch.cuda.set_per_process_memory_fraction(1.0)
-
+        size = min(own, max(largest, 1))
         memory, accumulation = self._memory(size), len(self._micro_batches)
         parts = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in tensors_of(run).items()}
         parts["gradients"] = self._gradients
         parts["activations"] = memory["step"][0] - (0 if self._is_offloaded else sum(parts.values()))
-        first, model = self._micro_batches[0].data, run.accelerator.unwrap_model(run.model)
-        flops = run.task.flops(model, first) * accumulation * world_size
-        tokens = self._counts.get("tokens", 0.0) * world_size
+        model, batch = run.accelerator.unwrap_model(run.model), self._micro_batches[0].data
         return Measured(
             strategy=run.launch.strategy,
             micro_batch=size,
             largest=largest,
             accumulation=accumulation,
-            model_flops=flops,
-            tokens=tokens,
+            model_flops=run.task.flops(model, batch) * accumulation * run.world_size,
+            tokens=self._counts.get("tokens", 0.0) * run.world_size,
             total_steps=run.total_steps,
             memory=memory,
             parts=parts,
-            work=self._work(accumulation),
+            work=self._work(),
             notes=run.facts["tuned"],
         )
+
+    def _largest(self, share: float) -> int:
+        """Return the largest micro-batch that fits into this share of the memory, by its sum; 0 if none does."""
+        data_size, config, there = self._run.data_size, self._run.config, len(self._run.train_set)
+        needed = config.micro_batch(data_size) * data_size  # what all processes pass through the model at once
+        if there < needed:
+            raise UserError(
+                f"the training data have {there:,} examples, and micro-batches take {needed:,} at once: "
+                "plan with as many, or smaller micro-batches"
+            )
+        batch = config.global_batch_size // data_size
+        sizes = [size for size in range(1, batch + 1) if batch % size == 0 and size * data_size <= there]
+        fitting = bisect(sizes, share * self._gpu.capacity, key=lambda size: highest(self._memory(size)))
+        return max(sizes[:fitting], default=0)
 
     def _memory(self, size: int) -> Peaks:
         """Return the peaks of each phase with micro-batches of this size."""
@@ -294,26 +293,26 @@ class Trial:
             run.accelerator.backward(run.task.loss(run.model, batch.data) * batch.weight)
         run.model.zero_grad()
 
-    def _work(self, accumulation: int) -> dict[str, float]:
-        """Return what a step of so many micro-batches asks for: the first one, and as often as there are more, what a
-        second one adds."""
+    def _work(self) -> dict[str, float]:
+        """Return what a step asks for: for its first micro-batch, and as often as there are more, what a second
+        one adds."""
+        total = len(self._micro_batches)
         one = self._work_of(1)
-        if accumulation == 1 or self._is_offloaded:
-            return {name: accumulation * number for name, number in one.items()}
+        if total == 1 or self._is_offloaded:
+            return {name: total * number for name, number in one.items()}
         two = self._work_of(2)
-        return {
-            name: one.get(name, 0) + (accumulation - 1) * (number - one.get(name, 0)) for name, number in two.items()
-        }
+        return {name: one[name] + (total - 1) * (number - one[name]) for name, number in two.items()}
 
-    def _work_of(self, micro_batches: int) -> dict[str, float]:
-        seconds = []
+    def _work_of(self, number: int) -> dict[str, float]:
+        """Return what a step of so many micro-batches asks for."""
+        micro_batches, null, seconds = self._micro_batches[:number], NullGpu(), []
         for _ in range(3):
-            self._null.reset()
+            null.reset()
             started = time.perf_counter()
-            self._take(self._micro_batches[:micro_batches])
+            self._take(micro_batches)
             seconds.append(time.perf_counter() - started)
-        numbers = self._null.counts()
+        kernels = sum(count for name, count in null.counts().items() if name in KERNELS)
         with Work("cuda", self._gpu.gpus_per_machine) as work:
-            self._take(self._micro_batches[:micro_batches])
-        kernels = sum(numbers.get(name, 0) for name in KERNELS)
-        return {**work.counts, "kernels": kernels, "host_seconds": min(seconds)}
+            self._take(micro_batches)
+        work.counts |= {"kernels": kernels, "host_seconds": min(seconds)}
+        return work.counts

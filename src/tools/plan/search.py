@@ -81,22 +81,22 @@ def explore(setup: Setup) -> Row:
     while True:
         try:
             with ProcessPoolExecutor(1, FORK) as pool:
-                return pool.submit(_row, setup, share).result()
+                return Row(setup, pool.submit(_measured, setup, share).result())
         except torch.OutOfMemoryError:
             share -= 0.05  # fragmentation takes the rest
+        except UserError as error:
+            return Row(setup, None, cause(error))
         except BrokenProcessPool:
             return Row(setup, None, "cannot be measured, its process was killed: by the system, if memory ran out")
 
 
-def _row(setup: Setup, share: float) -> Row:
+def _measured(setup: Setup, share: float) -> Measured:
     try:
-        return Row(setup, measure(setup, share))
-    except torch.OutOfMemoryError:
+        return measure(setup, share)
+    except (torch.OutOfMemoryError, UserError):
         raise
-    except UserError as error:
-        return Row(setup, None, cause(error))
     except Exception as error:  # of any library, and not all of them could be sent to the plan's process
-        return Row(setup, None, f"cannot be measured, {type(error).__name__}: {cause(error)}")
+        raise UserError(f"cannot be measured, {type(error).__name__}: {cause(error)}") from None
 
 
 def explore_all(setups: list[Setup]) -> list[Row]:

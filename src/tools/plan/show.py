@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import count, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from src.config.config import Config
 from src.config.errors import explained
 from src.tools.plan.estimate import seconds_of
-from src.tools.plan.measure import highest, launcher_arguments
+from src.tools.plan.measure import launcher_arguments
 from src.tools.plan.search import Row
 from src.tracking.figures import draw
 
@@ -36,21 +37,15 @@ def line(row: Row, config: Config) -> dict[str, Any]:
     shown: dict[str, Any] = {"GPUs": gpus, "yaml": row.setup.name}
     if not measured:
         return shown
-    is_compiled = False
-    is_compiled = config.compile
-    seconds = seconds_of(measured, gpu, gpus, is_compiled)
+    seconds = seconds_of(measured, gpu, gpus, config.compile)
     hours = seconds.step * measured.total_steps / 3600
     peak = gpu.tflops.get("bf16", gpu.tflops["fp32"]) * 1e12
-    needed = highest(measured.memory)
-    limit = "computing"
-    if seconds.step == seconds.host:
-        limit = "the host"
-    elif seconds.communication > seconds.compute:
-        limit = "communication"
+    phase, (needed, _) = max(measured.memory.items(), key=itemgetter(1))
+    limit = seconds.limit
     if not row.is_fitting:
-        phase = max(measured.memory, key=lambda phase: measured.memory[phase][0])
-        excess = f"{(needed - gpu.capacity) / GB:.1f} GB too much in the {phase}"
-        limit = f"does not fit: {excess if needed > gpu.capacity else 'fragmentation'}"
+        excess = needed - gpu.capacity
+        says = f"{excess / GB:.1f} GB too much in the {phase}" if excess > 0 else "fragmentation"
+        limit = f"does not fit: {says}"
     return shown | {
         "GB": needed / GB,
         "micro": measured.micro_batch,
@@ -72,16 +67,15 @@ def best(rows: list[Row], config: Config) -> Row | None:
 
 def table(rows: list[Row], config: Config) -> str:
     """Return notes on what was chosen, a line for each row, below what was changed, and why others can't be run."""
-    notes = dict.fromkeys(note for row in rows if row.measured for note in row.measured.notes)
-    parts = [*notes]
+    parts = [*dict.fromkeys(note for row in rows if row.measured for note in row.measured.notes)]
     for change, changed in groupby([row for row in rows if row.measured], lambda row: row.setup.change):
         lines = pd.DataFrame([line(row, config) for row in changed])
+        limits = ["limit", *lines.pop("limit")]
         lines = lines.loc[:, (lines != 0).any()]  # images have no tokens, and a GPU may have no price
-        width = lines["limit"].str.len().max()
-        lines["limit"] = lines["limit"].str.ljust(width)
-        names = lines.columns.str.replace("hours", "time").str.replace("limit", f"{'limit':{width}}")
+        names = lines.columns.str.replace("hours", "time")
+        text = lines.to_string(index=False, header=[*names], formatters=FORMATS)
         parts += [f"with {change}:"] if change else []
-        parts.append(lines.to_string(index=False, header=[*names], formatters=FORMATS))
+        parts += [f"{figures} {limit}" for figures, limit in zip(text.splitlines(), limits, strict=True)]
     parts += [f"{row.setup.gpus} {row.setup.name}: {row.reason}" for row in rows if row.reason]
     return "\n".join(parts)
 
@@ -118,9 +112,7 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
 def write_pictures(rows: list[Row], config: Config, folder: Path) -> None:  # room: report
     """Draw memory and hours over the number of GPUs, a curve for each strategy."""
     lines = pd.DataFrame([line(row, config) | {"change": row.setup.change} for row in rows if row.measured])
+    strategies = lines.groupby(["yaml", "change"], sort=False)
     for column, title in (("GB", "GB of a GPU, by GPUs"), ("hours", "hours, by GPUs")):
-        curves = [
-            (" ".join(names), of["GPUs"].tolist(), of[column].tolist())
-            for names, of in lines.groupby(["yaml", "change"], sort=False)
-        ]
+        curves = [(" ".join(names), [*of["GPUs"]], [*of[column]]) for names, of in strategies]
         (folder / f"{column}.svg").write_bytes(draw(title, curves, log_base=2).encode())

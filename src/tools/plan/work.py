@@ -1,6 +1,6 @@
 """The work of a step: what its operators compute, read and write, and what they send to other processes."""
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Work(TorchDispatchMode):
 
     def __init__(self, device: str, per_machine: int) -> None:
         super().__init__()
-        self.counts: Any = Counter()
+        self.counts: dict[str, float] = defaultdict(float)
         self._device, self._per_machine = device, per_machine
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +49,8 @@ class Work(TorchDispatchMode):
             # torch 2.11 takes the dtype of a product's output for its shape
             given = [argument for argument in args if not isinstance(argument, torch.dtype)]
             # the null GPU would compute no differences of the offsets of packed documents
-            flops = formula(*[value.cpu() if _is_offsets(value) else value for value in given], **kwargs, out_val=result)
+            readable = [argument.cpu() if _is_offsets(argument) else argument for argument in given]
+            flops = formula(*readable, **kwargs, out_val=result)
             names = [argument.name for argument in function._schema.arguments]
             if dict(zip(names, args, strict=False), **kwargs).get("is_causal"):
                 flops /= 2  # torch counts all pairs of tokens
