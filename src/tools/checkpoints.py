@@ -7,7 +7,6 @@ newest. The exit code is 1 if one is damaged.
 
 import argparse
 import sys
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -56,12 +55,12 @@ def export(path: Path, folder: Path) -> None:
     print(folder)
 
 
-def find(source: Path) -> Iterator[Path]:
-    """Yield the checkpoints of a PATH, the newest first. Raise a UserError if there are none."""
+def find(source: Path) -> list[Path]:
+    """Return the checkpoints of a PATH, the newest first. Raise a UserError if there are none."""
     found = list_checkpoints(source / "checkpoints") or list_checkpoints(source)
     if not found and not is_checkpoint(source):
         raise UserError(f"{source}: neither a checkpoint nor a folder with any")
-    yield from found or [source]
+    return found or [source]
 
 
 def main(argv: list[str]) -> int:

@@ -55,8 +55,8 @@ def _with_settings(config: Config, arguments: list[str]) -> Config:
     mistakes: list[str] = []
     values, written = read_arguments(arguments, mistakes)
     for name, how in written.items():
-        group, setting, *_ = [*name.split("."), ""]
-        if group != "task" or setting in MODEL_SETTINGS:
+        group, _, setting = name.partition(".")
+        if group != "task" or setting.partition(".")[0] in MODEL_SETTINGS:
             mistakes.append(f"{how}: does not say which data to evaluate on, as other settings of the task do")
     saved = dict(flatten({"task": config.task.model_dump(mode="json")}))
     if "task.dataset" in values and "task.eval_from" in saved:

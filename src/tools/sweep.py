@@ -46,6 +46,7 @@ class Parameter(BaseModel, extra="forbid", strict=True):
     max: int | float | None = None
     distribution: Literal["uniform", "log_uniform_values"] = "uniform"
 
+    @property
     def choices(self) -> list[str]:
         """Return the values to choose from, as written on the command line; none if it is a range of floats."""
         if self.min is None or self.max is None:
@@ -83,19 +84,19 @@ class Sweep(BaseModel, extra="forbid"):
     @property
     def size(self) -> int:
         """Return the number of combinations of all settings; 0 if one of them is a range of floats."""
-        return math.prod(len(parameter.choices()) for parameter in self.parameters.values())
+        return math.prod(len(parameter.choices) for parameter in self.parameters.values())
 
     def sampler(self, seed: int = 0) -> BaseSampler:
         """Return what chooses the settings of a trial. A grid ignores the seed."""
         if self.method == "grid":
-            return GridSampler({name: parameter.choices() for name, parameter in self.parameters.items()}, seed=0)
+            return GridSampler({name: parameter.choices for name, parameter in self.parameters.items()}, seed=0)
         return RandomSampler(seed=seed) if self.method == "random" else TPESampler(seed=seed)
 
     def draw(self, trial: Trial) -> dict[str, str]:
         """Return a trial's settings, as they are written on the command line."""
         settings = {}
         for name, parameter in self.parameters.items():
-            if choices := parameter.choices():
+            if choices := parameter.choices:
                 settings[name] = str(trial.suggest_categorical(name, choices))
             else:
                 bounds: Any = parameter.min, parameter.max  # both: else there are choices

@@ -121,9 +121,8 @@ def launcher_environment(setup: Setup) -> dict[str, str]:
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))
     environment = prepare_multi_gpu_env(arguments)
     if arguments.use_fsdp or arguments.multi_gpu:
-        in_machine = min(setup.gpus, setup.gpu.gpus_per_machine)
-        sizes = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": setup.gpus, "LOCAL_WORLD_SIZE": in_machine}
-        environment |= {"TORCHELASTIC_RUN_ID": "none", **{name: str(size) for name, size in sizes.items()}}
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(setup.gpus), "TORCHELASTIC_RUN_ID": "none"}
+        environment["LOCAL_WORLD_SIZE"] = str(min(setup.gpus, setup.gpu.gpus_per_machine))
     return environment
 
 

@@ -55,8 +55,7 @@ def setups(arguments: list[str], yamls: list[str], sizes: list[int], gpu: Gpu) -
         for yaml in yamls:
             setup = Setup(tuple(arguments), f"accelerate_configs/{yaml}.yaml", gpus, gpu)
             if yaml == CP_YAML:
-                sizes_of_groups = (2**i for i in range(1, 8) if shareable % 2**i == 0)
-                yield from (replace(setup, cp_size=size) for size in sizes_of_groups)
+                yield from (replace(setup, cp_size=2**i) for i in range(1, 8) if shareable % 2**i == 0)
             elif possible.get(yaml, gpus > 1):
                 yield setup
 

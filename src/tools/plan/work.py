@@ -29,7 +29,7 @@ class Work(TorchDispatchMode):
 
     def __init__(self, device: str, per_machine: int) -> None:
         super().__init__()
-        self.counts: dict[str, float] = defaultdict(float)
+        self.counts: dict[str, float] = defaultdict(int)
         self._device, self._per_machine = device, per_machine
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
