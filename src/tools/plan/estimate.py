@@ -47,8 +47,8 @@ def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Se
     for name, amount in measured.work.items():
         kind, _, dtype = name.partition(" flops ")
         if dtype:
-            peak = gpu.tflops.get(PRECISIONS.get(dtype, "fp32"), gpu.tflops["fp32"]) * 1e12
-            compute += amount / peak / (gpu.attention_share if kind == "attention" else gpu.product_share)
+            share = gpu.attention_share if kind == "attention" else gpu.product_share
+            compute += amount / gpu.peak(PRECISIONS.get(dtype, "fp32")) / share
     traffic = measured.work["bytes"] * (COMPILED if is_compiled else 1)
     compute += traffic / (gpu.bandwidth_gb_s * 1e9 * BANDWIDTH_SHARE)
     compute += measured.work.get("copied", 0) / HOST_LINK

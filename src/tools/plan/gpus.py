@@ -40,6 +40,10 @@ class Gpu(BaseModel, extra="forbid"):
         """Return the bytes of memory that torch can have."""
         return int((self.memory_gib - CONTEXT_GIB) * 2**30)
 
+    def peak(self, precision: str) -> float:
+        """Return the operations per second in this precision or, where none are given, in fp32."""
+        return self.tflops.get(precision, self.tflops["fp32"]) * 1e12
+
 
 def find_gpu(name: str) -> Gpu:
     """Return the GPU of this name in gpus.yaml, or the only one in the file NAME.yaml.

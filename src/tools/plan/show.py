@@ -39,7 +39,6 @@ def line(row: Row, config: Config) -> dict[str, Any]:
         return shown
     seconds = seconds_of(measured, gpu, gpus, config.compile)
     hours = seconds.step * measured.total_steps / 3600
-    peak = gpu.tflops.get("bf16", gpu.tflops["fp32"]) * 1e12
     phase, (needed, _) = max(measured.memory.items(), key=itemgetter(1))
     limit = seconds.limit
     if not row.is_fitting:
@@ -52,7 +51,7 @@ def line(row: Row, config: Config) -> dict[str, Any]:
         "most": measured.largest,
         "step": seconds.step,
         "tok/s/GPU": measured.tokens / seconds.step / gpus,
-        "MFU": measured.model_flops / seconds.step / gpus / peak,
+        "MFU": measured.model_flops / seconds.step / gpus / gpu.peak("bf16"),
         "hours": hours,
         "cost": hours * gpus * (gpu.price_usd_hour or 0),
         "limit": limit,
