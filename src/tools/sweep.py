@@ -108,14 +108,13 @@ class Sweep(BaseModel, extra="forbid"):
 def settings_of(sweep: Sweep, number: int) -> dict[str, str]:
     """Return the settings of trial `number`, counted from 0, of a sweep whose trials are the tasks of a job array.
     Raise a UserError if the grid has fewer trials."""
-    asked = 1
+    study = optuna.create_study(sampler=sweep.sampler(number))
     if sweep.method == "grid":
         if number >= sweep.size:
             raise UserError(f"{sweep.name} has {sweep.size} trials: --array=0-{sweep.size - 1}")
-        asked += number
-    study = optuna.create_study(sampler=sweep.sampler(number))
-    *_, trial = [study.ask() for _ in range(asked)]
-    return sweep.draw(trial)
+        for _ in range(number):
+            study.ask()  # for the combinations before it
+    return sweep.draw(study.ask())
 
 
 def read_sweep(file: str) -> Sweep:
