@@ -55,7 +55,7 @@ def by_hand(argv: list[str]) -> None:
     examples: Any = config.task.build_datasets()[0]
     model, _ = new_model(config, "cpu", "fp32")  # as train.py has it: the question is the loop
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
-    scheduler = OneCycleLR(optimizer, config.optim.lr, total_steps=config.steps(-(-len(examples) // BATCH))[1])
+    scheduler = OneCycleLR(optimizer, config.optim.lr, total_steps=config.schedule_steps(len(examples)))
     model.train()
     losses: list[float] = []
     while len(losses) < (config.max_steps or 0):

@@ -39,7 +39,7 @@ def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
         stream.write(last)
     state: Any = SimpleNamespace(metrics_bytes=2**40 + len(last), run_id=None)
     require_whole_record(config, tmp_path / "step_00000010", state)
-    start: Any = SimpleNamespace(state=state, checkpoint=tmp_path, is_own=lambda _: True)
+    start: Any = SimpleNamespace(checkpoint=tmp_path, is_own=lambda _: True, own_state=lambda _: state)
     of_the_run = {"progress": Progress(step=10), "launch": SimpleNamespace()}
     run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, **of_the_run)
     monkeypatch.setattr(tracking, "print_summary", lambda *_: None)

@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
     set_seed((config.seed + rank) % 2**32)  # dropout of its own on each
 
     steps_per_epoch = config.steps_per_epoch(len(train_set))
-    total_steps, schedule_steps = config.steps(steps_per_epoch)
+    total_steps, schedule_steps = config.total_steps(len(train_set)), config.schedule_steps(len(train_set))
     steps = own_indices(config, train_set, 0, rank, world_size)
     for step, indices in zip(range(total_steps), steps, strict=False):
         epoch, done = divmod(step, steps_per_epoch)

@@ -177,7 +177,7 @@ def _rate_errors(subject: Subject) -> Errors:
     their learning rates, as shares of the peak."""
     run, per_epoch, errors = subject.run, subject.run.steps_per_epoch, {}
     optim = run.config.optim.model_copy(update={"lr": TINY * run.config.optim.lr})
-    total, length = run.config.steps(per_epoch)
+    total, length = run.total_steps, run.config.schedule_steps(len(run.train_set))
     one_example = next(subject.micro_batches(0, micro_batch_size=1))[:1]
     run.model.eval()  # BatchNorm needs several
     for step in sorted({0, per_epoch - 1, per_epoch, 2 * per_epoch, total // 2, total - 1} & {*range(total)}):

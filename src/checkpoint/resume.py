@@ -35,11 +35,10 @@ def origin_of(
     fingerprints: list[str],
 ) -> Origin:
     """Return what a run is made from. Collective."""
-    _, schedule_steps = config.steps(config.steps_per_epoch(len(train_set)))
     return Origin(
         settings=config.model_dump(mode="json"),
         examples=len(train_set),
-        schedule_steps=schedule_steps,
+        schedule_steps=config.schedule_steps(len(train_set)),
         fingerprints=fingerprints,
         data_state=config.task.data_state(),
         frozen_norm=frozen_norm(model, accelerator),
@@ -116,8 +115,8 @@ def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumeP
 def _adopt(config: Config, store: Store, point: ResumePoint, damaged: Damaged) -> None:
     """Make sure that the record goes with the run's own checkpoint, that a mirror has a copy of it, and that damaged
     ones are not in the way."""
-    if point.checkpoint and point.state and point.is_own(config):
-        require_whole_record(config, point.checkpoint, point.state)
+    if point.checkpoint and (own := point.own_state(config)):
+        require_whole_record(config, point.checkpoint, own)
         store.catch_up(point.checkpoint, point.is_finished)
     if config.saves:
         # of the run's own: the one that it branches off from is the last candidate

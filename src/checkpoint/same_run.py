@@ -37,8 +37,7 @@ def note_changes(config: Config, checkpoint: Path, then: Origin) -> list[str]:
     """Return a line that names the changed settings, or none; raise a UserError if some make it a different run, unless
     that was accepted."""
     changed = changed_settings(config, then.settings)
-    before = then.schedule_steps
-    _, after = config.steps(config.steps_per_epoch(then.examples))
+    before, after = then.schedule_steps, config.schedule_steps(then.examples)
     is_shorter = after < before and not changed.keys().isdisjoint(LENGTH_SETTINGS)
     wrong = {name: pair for name, pair in changed.items() if is_shorter or name not in LENGTH_SETTINGS}
     shorter = f" (the learning rate's schedule then spans {after} steps, not {before})" if is_shorter else ""

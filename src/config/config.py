@@ -4,9 +4,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from huggingface_hub import constants, get_token
@@ -134,11 +135,13 @@ class Config(PartSettings, RunSettings):
         """Return the optimizer steps of an epoch of so many examples: its smaller last batch is a step as well."""
         return math.ceil(examples / self.global_batch_size)
 
-    def steps(self, steps_per_epoch: int) -> tuple[int, int]:
-        """Return the optimizer steps to take, and those that the learning-rate schedule spans."""
-        planned = (self.epochs or 0) * steps_per_epoch
-        total = self.max_steps or planned
-        return total, max(total, planned)
+    def total_steps(self, examples: int) -> int:
+        """Return the optimizer steps to take, where an epoch has so many examples."""
+        return self.max_steps or (self.epochs or 0) * self.steps_per_epoch(examples)
+
+    def schedule_steps(self, examples: int) -> int:
+        """Return the optimizer steps that the learning-rate schedule spans, where an epoch has so many examples."""
+        return max(self.max_steps or 0, (self.epochs or 0) * self.steps_per_epoch(examples))
 
     def micro_batch(self, data_size: int) -> int:
         """Return the examples per forward pass of a process, where the data are dealt to `data_size` of them."""
@@ -174,8 +177,8 @@ class Config(PartSettings, RunSettings):
 def load_config(
     argv: list[str],
     tasks: Mapping[str, str],
-    place_errors: Callable[[Config], Iterator[str]] | None = None,
-    downloads: Mapping[str, Callable[[str], Path]] | None = None,
+    place_errors: Callable[[Config], Iterable[str]] = lambda _: (),
+    downloads: Mapping[str, Callable[[str], Path]] = MappingProxyType({}),
 ) -> Config:
     """Read the settings; if `argv` asks for --help, print them and exit with code 0.
 
@@ -203,8 +206,8 @@ def load_config(
         sys.exit(0)
 
     values["task.name"] = name
-    remote = elsewhere(config_class, values, downloads or {})
-    if remote and downloads:
+    remote = elsewhere(config_class, values, downloads)
+    if remote:
         _checked(config_class, values, written, mistakes, place_errors, {*remote})
         for setting, (scheme, rest) in remote.items():
             with explained(f"{setting}={scheme}:{rest}: cannot be downloaded, "):
@@ -217,7 +220,7 @@ def _checked(
     values: Values,
     written: Written,
     mistakes: list[str],
-    place_errors: Callable[[Config], Iterator[str]] | None,
+    place_errors: Callable[[Config], Iterable[str]],
     unknown: Collection[str] = (),
 ) -> Config:
     """Return the settings, those that are `unknown` yet by their defaults.
@@ -227,7 +230,7 @@ def _checked(
     """
     config, bad = validate(config_class, values, written, mistakes, unknown)
     assert isinstance(config, Config)
-    if place_errors and not bad & PLACE:
+    if not bad & PLACE:
         mistakes.extend(place_errors(config))
     refuse(dict.fromkeys(mistakes))
     return config

@@ -55,9 +55,8 @@ class Parts:
 
     def __init__(self, run: Run, makers: list[Callable[[Run, str], Part]]) -> None:
         """Make them, and tell them that the run begins."""
-        self._run, resume = run, run.resume
-        own = resume.state.run_id if resume.state and resume.is_own(run.config) else None
-        self.run_id = own or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+        self._run, own = run, run.resume.own_state(run.config)
+        self.run_id = (own and own.run_id) or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
         """The id by which a later session continues the run. A sweep's agent sets the variable."""
         parts = [make(run, self.run_id) for make in makers if run.is_main]
         self._parts = [part for part in parts if part.is_on]

@@ -48,8 +48,8 @@ class Tracker:
 
     def _open_record(self) -> None:
         """Cut metrics.jsonl back to what it was at the checkpoint that the run goes on from."""
-        resume = self._run.resume
-        recorded = resume.state.metrics_bytes if resume.state and resume.is_own(self._run.config) else 0
+        own = self._run.resume.own_state(self._run.config)
+        recorded = own.metrics_bytes if own else 0
         self._metrics = (self.folder / "metrics.jsonl").open("ab+")
         size = self._metrics.seek(0, os.SEEK_END)
         self._recorded = self._metrics.seek(min(recorded, size))

@@ -108,13 +108,11 @@ class Run:
 
     @cached_property
     def total_steps(self) -> int:
-        total, _ = self.config.steps(self.steps_per_epoch)
-        return total
+        return self.config.total_steps(len(self.train_set))
 
     @cached_property
     def schedule(self) -> Schedule:
-        _, schedule_steps = self.config.steps(self.steps_per_epoch)
-        return Schedule(schedule_steps, self.steps_per_epoch)
+        return Schedule(self.config.schedule_steps(len(self.train_set)), self.steps_per_epoch)
 
     def is_evaluation_due(self) -> bool:
         """Return whether an evaluation is due after this step and has not been made yet."""
@@ -157,8 +155,7 @@ def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exam
         datasets = task.build_datasets()
         require_right(task, "build_datasets", datasets)
     train_set, eval_set = datasets
-    _, schedule_steps = config.steps(config.steps_per_epoch(len(train_set)))
-    refuse(config.optim.decay_errors(schedule_steps))
+    refuse(config.optim.decay_errors(config.schedule_steps(len(train_set))))
     each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
     if not any(each):  # usually known from the first one
         raise UserError("the data to evaluate on have nothing to predict: Task.count finds no targets in any of them")

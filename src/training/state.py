@@ -77,3 +77,7 @@ class ResumePoint:
         """Return whether the checkpoint is of the run in this output folder, not of one that it branches off from."""
         own = config.folder / "checkpoints"  # which may be a link to another disk
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == own.resolve()
+
+    def own_state(self, config: Config) -> RunState | None:
+        """Return the state of the run in this output folder; None if it begins, or branches off from another one."""
+        return self.state if self.is_own(config) else None

@@ -40,7 +40,7 @@ def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
         ({"epochs": 9, "max_steps": 1000}, {"epochs": 10, "max_steps": 1000}, False),
     ):
         before = config_from(origin.settings | then, TASKS)
-        _, steps = before.steps(before.steps_per_epoch(origin.examples))
+        steps = before.schedule_steps(origin.examples)
         saved = dataclasses.replace(origin, settings=origin.settings | then, schedule_steps=steps)
         refusal = pytest.raises(UserError, match="the learning rate's schedule then spans [89][0-9]+ steps, not ")
         with refusal if is_refused else contextlib.nullcontext():
