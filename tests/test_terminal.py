@@ -127,7 +127,8 @@ def test_a_process_that_is_killed_while_it_speaks_silences_no_other(tmp_path: Pa
 @needs_text
 def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tmp_path: Path) -> None:
     """Tried with the bars that datasets draws: they stay on the screen."""
-    (tmp_path / "text.txt").write_text("To be, or not to be.\n" * 200)
+    text = f"To be, or not to be: {os.urandom(8).hex()}.\n"  # what was read once comes from the cache
+    (tmp_path / "text.txt").write_text(text * 200)
     model = "{model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}"
     task = ("--task.name=causal_lm", f"--task.dataset={tmp_path}/text.txt", f"--task.architecture={model}")
     size = ("--task.sequence_length=32", "--max_steps=2", "--global_batch_size=4")
