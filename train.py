@@ -18,7 +18,7 @@ from src.tasks.returned import require_sum
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
-from src.training.cuda_graph import prepared_step
+from src.training.cuda_graph import RecordedStep
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_everywhere
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
@@ -92,7 +92,7 @@ def fit(run: Run) -> bool:
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.say)
         steps = CountedSteps(training_steps(run, progress.step), stop)
-        take_step = prepared_step(run, train_step)  # which, if the settings ask for it, is a CUDA graph
+        take_step = RecordedStep(run, train_step) if config.cuda_graphs else train_step
         is_stopping = False
         progress.start_clock()
         run.model.train()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from src.config.config import Config
 from src.config.errors import explained, refuse
 from src.config.settings import flatten
-from src.distributed.accelerator import differences
+from src.distributed.accelerator import differences, num_machines
 from src.distributed.process import SIGNALS
 
 SET_BY_THE_YAML = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -26,7 +26,7 @@ SET_BY_THE_YAML = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 def are_several() -> bool:
     """Return whether torch's launcher has started this run on several machines."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["GROUP_WORLD_SIZE"] != "1"
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and num_machines() > 1
 
 
 def join(config: Config) -> None:
@@ -44,7 +44,7 @@ def join(config: Config) -> None:
     code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
     facts["src"] = zlib.crc32(code)
 
-    rank, size = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
+    rank, size = int(os.environ["GROUP_RANK"]), num_machines()
     main, timeout = os.environ["MASTER_ADDR"], timedelta(minutes=config.timeout_minutes)
     store = dist.TCPStore(main, int(os.environ["MASTER_PORT"]), None, is_master=False, timeout=timeout)
     if os.environ["LOCAL_RANK"] == "0":

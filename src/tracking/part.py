@@ -35,13 +35,13 @@ class Part:
         return True
 
     def start(self) -> None:
-        """The run begins or, by its id, is continued."""
+        """Begin to record the run or, by its id, continue it."""
 
     def log(self, record: Record, tables: Tables) -> None:
-        """An interval has ended, or an evaluation was made: take numbers, `step` among them, and tables."""
+        """Take what an interval or an evaluation gave: numbers, `step` among them, and tables."""
 
     def end(self, summary: Record | None, crash: str | None) -> None:
-        """The run ends: return when all is written and, online, uploaded.
+        """End the record of the run. Return when all is written and, online, uploaded.
 
         Args:
             summary: what came out of the run; None: it has not come to its end.

@@ -25,11 +25,6 @@ WARM_UP_STEPS = 3
 """Steps before the one that is recorded, in which libraries choose algorithms and allocate their workspaces."""
 
 
-def prepared_step(run: Run, train_step: TrainStep) -> TrainStep:
-    """Return what takes a step: train_step or, with cuda_graphs, a recording of it."""
-    return RecordedStep(run, train_step) if run.config.cuda_graphs else train_step
-
-
 class RecordedStep:
     """Take steps as `train_step` does: the first three by calling it, the others by replaying a recording of the
     fourth. An epoch's last batch, if it is smaller, goes through `train_step` too."""
