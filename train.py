@@ -24,7 +24,7 @@ from src.training.gradients import float64_zeros, grad_norm, local_gradients, re
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.out_of_memory import explaining_memory
 from src.training.progress import StepResult
-from src.training.run import Run, build_data, build_model, described, fingerprints_of, on_device
+from src.training.run import Run, begin_task, build_data, build_model, described, fingerprints_of, on_device
 
 
 def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, float]) -> StepResult:
@@ -163,6 +163,7 @@ def build(config: Config) -> Run | None:
         return None
 
     # ------------------------------------------------------------------------------------------------------- data
+    config = begin_task(config, launch)
     train_set, eval_set = build_data(config, accelerator)
     fingerprints = fingerprints_of(config.task, (train_set, eval_set), accelerator)
 

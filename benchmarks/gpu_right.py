@@ -126,8 +126,8 @@ def attention_and_loss(bench: Bench) -> Iterator[Finding]:
 
 def compare_with_masks(run: Any, micro_batches: Any, take: Callable[[], Any], found: dict[str, Any]) -> Any:
     (batch,) = micro_batches
-    config = run.config.model_copy(update={"task": run.task.reference()})
-    plain: Any = new_model(config, "cuda", "bf16")[0].to(run.device)
+    masks = run.task.model_copy(update={"attention": "sdpa"})
+    plain: Any = new_model(run.config.model_copy(update={"task": masks}))[0].to(run.device)
     plain.load_state_dict(run.accelerator.unwrap_model(run.model).state_dict())
     inputs = dict(batch.data["inputs"])
     index, targets = inputs.pop("index"), inputs.pop("targets")

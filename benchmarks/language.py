@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CORES, Side, take_turns, train_py
-from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.tokenizing import byte_tokenizer
 
 SEED, WEIGHT_DECAY = 0, 0.01
 STRATEGY = r"strategy .*, (\w+), (\w+) \(.*\)$"

@@ -21,7 +21,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from benchmarks.language import SEED, WEIGHT_DECAY, Plan
-from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.tokenizing import byte_tokenizer
 
 
 def new_llama(shape: dict[str, Any], length: int) -> transformers.LlamaForCausalLM:

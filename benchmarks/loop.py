@@ -53,7 +53,7 @@ def by_hand(argv: list[str]) -> None:
     """Train, and print the mean loss of each 50 steps."""
     config = run_settings(argv)
     examples: Any = config.task.build_datasets()[0]
-    model, _ = new_model(config, "cpu", "fp32")  # as train.py has it: the question is the loop
+    model = new_model(config)[0]  # as train.py has it: the question is the loop
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
     scheduler = OneCycleLR(optimizer, config.optim.lr, total_steps=config.schedule_steps(len(examples)))
     model.train()

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.runs import PROJECT
 from src.config.config import load_config
 from src.tasks import TASKS
-from src.tasks.text.byte_tokenizer import byte_tokenizer
-from src.tasks.text.decoder import new_config
+from src.tasks.text.model import new_config
+from src.tasks.text.tokenizing import byte_tokenizer
 from src.tools.plan import show
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import Setup, environment_for

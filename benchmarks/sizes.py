@@ -16,7 +16,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from benchmarks.runs import PROJECT
-from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.tokenizing import byte_tokenizer
 
 PAGE = PROJECT / "docs/sizes.md"
 LENGTH = 4096

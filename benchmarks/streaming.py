@@ -49,10 +49,10 @@ from pyarrow import parquet
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import PROJECT
-from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.packing import Batch
 from src.tasks.text.streaming.order import Order
+from src.tasks.text.tokenizing import byte_tokenizer
 from src.training.workers import load_in_workers
 
 ROUNDS, FILES, GROUP, WINDOW, LENGTH, BATCH = 5, 64, 1000, 10_000, 512, 8

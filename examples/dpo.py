@@ -19,11 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError
-from src.tasks.base import Counts
-from src.tasks.text.decoder import Decoder
-from src.tasks.text.documents import Chunker
-from src.tasks.text.pretrained import fsdp_blocks, load_exported, save
-from src.tasks.text.values import as_text
+from src.tasks.base import Cards, Counts
+from src.tasks.text.model import Decoder, fsdp_blocks, load_exported, save
+from src.tasks.text.reading import as_text
+from src.tasks.text.tokenizing import Chunker
 
 
 class PolicyAndReference(nn.Module):
@@ -75,11 +74,13 @@ class Dpo(Decoder):
         """Leave it to `build_model`: the reference is a copy of the policy's weights."""
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
-        parts = self.usable_parts(*self.open_rows(), dict.fromkeys(("prompt", "chosen", "rejected"), as_text))
+        parts = self.usable_parts(self.open_rows(), dict.fromkeys(("prompt", "chosen", "rejected"), as_text))
         length = self.sequence_length
         formats = [{"prompt": "prompt", "completion": answer} for answer in ("chosen", "rejected")]
         chunkers = [Chunker(columns, self._tokenizer, length, train_on_prompts=False) for columns in formats]
-        train, evaluation = ([*zip(*(c.make_chunks(rows, "answers") for c in chunkers), strict=True)] for rows in parts)
+        train, evaluation = (
+            [*zip(*(c.make_chunks(rows, "answers") for c in chunkers), strict=True)] for (rows,) in parts
+        )
         if full := sum(not all(answer["targets"] for answer in pair) for pair in train + evaluation):
             raise UserError(f"task.sequence_length={length}: {full} prompts leave no room for an answer; raise it")
         return train, evaluation
@@ -108,9 +109,10 @@ class Dpo(Decoder):
         values = (chosen > rejected).double(), self.beta * (chosen - rejected), chosen, rejected
         return {name: float(value.mean()) for name, value in zip(self.metric_names, values, strict=True)}
 
-    def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> Cards:
         own = {name.removeprefix("policy."): weight for name, weight in weights.items() if name.startswith("policy.")}
         save(model.policy, self._tokenizer, own, folder)
+        return self.cards()
 
     def load_export(self, folder: Path) -> PolicyAndReference:
         model = self.build_model()  # of the same seed: its reference is that of the run

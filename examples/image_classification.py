@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from huggingface_hub import load_state_dict_from_file
 from PIL import Image, ImageOps
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import PositiveInt
 from torch import Tensor, default_generator, distributed, nn, random
 from torch.distributed import fsdp
 from torchvision import datasets, models, ops
@@ -73,7 +73,6 @@ class ImageClassification(Task):
     """Width and height of what the model sees, in pixels."""
     flip: bool = True
     """Mirror half of the training pictures."""
-    _classes: list[str] = PrivateAttr(default_factory=list)
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
@@ -82,8 +81,8 @@ class ImageClassification(Task):
                 Pictures(Path(self.data_dir, part), square, loader=picture, is_valid_file=self._is_visible)
                 for part in ("train", "val")
             )
-        self._classes = self._classes or [*map(shown, train.classes)]
-        if odd := {*self._classes}.symmetric_difference(map(shown, val.classes)):
+        classes = self.state.data.setdefault("classes", [*map(shown, train.classes)])
+        if odd := {*classes}.symmetric_difference(map(shown, val.classes)):
             raise UserError(f"task.data_dir={self.data_dir}: val and the data to train on do not both have {min(odd)}")
         return train, val
 
@@ -103,12 +102,6 @@ class ImageClassification(Task):
             digest.update(f"{Path(file).relative_to(dataset.root)} {sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
 
-    def data_state(self) -> dict[str, Any]:
-        return {"classes": self._classes}
-
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        self._classes, self.weights = state["classes"], ""  # those of the checkpoint or export come after
-
     def build_model(self) -> Any:
         with explained(f"task.model={self.model}, task.weights={self.weights}, task.norm={self.norm}: "):
             if self.weights and self.norm == "group":
@@ -126,7 +119,7 @@ class ImageClassification(Task):
                 new.load_state_dict(layer.state_dict(), strict=False)
                 model.set_submodule(name, new)
         name, head = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)][-1]
-        model.set_submodule(name, nn.Linear(head.in_features, len(self._classes)))
+        model.set_submodule(name, nn.Linear(head.in_features, len(self.state.data["classes"])))
         return model
 
     def count(self, batch: Any) -> Counts:
@@ -147,7 +140,12 @@ class ImageClassification(Task):
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
-        return label_tables(outputs, self._classes, lambda index: {"file": shown(dataset.samples[index][0])})
+        return label_tables(
+            outputs, self.state.data["classes"], lambda index: {"file": shown(dataset.samples[index][0])}
+        )
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
-        return {"file": [shown(file) for file, _ in dataset.samples], **label_columns(outputs, self._classes)}
+        return {
+            "file": [shown(file) for file, _ in dataset.samples],
+            **label_columns(outputs, self.state.data["classes"]),
+        }

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pandas as pd
 import torch
-from pydantic import NonNegativeInt, PositiveInt, PrivateAttr
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -40,8 +40,11 @@ class TabularRegression(Task):
     depth: PositiveInt = 3
     """Blocks."""
     metric_names: ClassVar[tuple[str, ...]] = ("rmse", "r2")
-    _known: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
-    """Of the rows trained on, by column: the mean and std of numbers, the values of categories."""
+
+    @property
+    def _known(self) -> dict[str, dict[str, Any]]:
+        """Return, of the rows trained on, by column: the mean and std of numbers, the values of categories."""
+        return self.state.data
 
     def validation_errors(self) -> Iterator[str]:
         if self.target in self.categories:
@@ -55,7 +58,7 @@ class TabularRegression(Task):
             # a column without any number has no mean: it is left out
             numbers = train.drop(columns=self.categories).dropna(axis="columns", how="all")
             scales = {"mean": numbers.mean().to_dict(), "std": numbers.std(ddof=0).replace(0, 1).to_dict()}
-            self._known = scales | {"values": {name: sorted({*train[name].dropna()}) for name in self.categories}}
+            self.state.data |= scales | {"values": {name: sorted({*train[name].dropna()}) for name in self.categories}}
         return self._tensors(train), self._tensors(self._read(self.eval_csv) if self.eval_csv else kept)
 
     def _read(self, path: str) -> pd.DataFrame:
@@ -90,12 +93,6 @@ class TabularRegression(Task):
 
     def fingerprint(self, dataset: Any) -> str:
         return sha256(b"".join(tensor.numpy().tobytes() for tensor in dataset.tensors)).hexdigest()
-
-    def data_state(self) -> dict[str, Any]:
-        return self._known
-
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        self._known = state
 
     def build_model(self) -> Any:
         width, numbers, values = self.width, self._known["mean"], self._known["values"].values()

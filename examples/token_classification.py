@@ -15,9 +15,8 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
 from src.config.errors import UserError
-from src.tasks.text.source import PART_NAMES
+from src.tasks.text.reading import PART_NAMES, as_json
 from src.tasks.text.text_classification import TextClassification
-from src.tasks.text.values import as_json
 
 MOST_MISTAKES = 24
 """Rows of the table of mistakes."""
@@ -40,9 +39,9 @@ class TokenClassification(TextClassification):
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         columns = dict.fromkeys((self.text_column, self.label_column), as_list)
-        train, evaluation = map(self._sentences, self.usable_parts(*self.open_rows(), columns))
+        train, evaluation = (self._sentences(rows) for (rows,) in self.usable_parts(self.open_rows(), columns))
         kinds = sorted({tag[2:] for _, tags in train for tag in tags if re.match("[BI]-", tag)})
-        self._labels = self._labels or ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")]
+        self.state.data.setdefault("labels", ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")])
         mistakes: list[str] = []
         for where, sentences in zip(PART_NAMES.values(), (train, evaluation), strict=True):
             fits = [0 < len(words) == len(tags) and {*tags} <= {*self._labels} for words, tags in sentences]

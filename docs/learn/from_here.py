@@ -45,7 +45,7 @@ settings = ["--task.source=digits", "--task.dropout=0", "--micro_batch_size=16",
 config = run_settings([*settings, "--dry_run=true"])  # writes nothing
 run = build(config)
 assert run is not None, "runs/from_here holds a finished run"
-by_hand = new_model(config, run.launch.device, "fp32")[0].to(run.device)  # from the same seed: the same weights
+by_hand = new_model(run.config)[0].to(run.device)  # from the same seed: the same weights
 optimizers = build_optimizers(config.optim, by_hand)
 losses = []
 stop = StopSignal(run.accelerator, config)

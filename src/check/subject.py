@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from src.distributed.stop import StopSignal
-from src.tasks.base import Tensors
+from src.tasks.base import ALONE, Tensors
 from src.training.batches import CountedSteps, MicroBatch, Steps, TrainStep, training_steps
 from src.training.evaluation import Evaluation
 from src.training.gradients import to_local
@@ -37,10 +37,10 @@ class Subject:
         self.rng_checksum = checksum(torch.get_rng_state())
         """Checksum of the generator as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
-        self.task = run.task.reference()
+        self.task = run.task.begin(replace(run.task.state, cp=ALONE, notes=[]))
         """The reference's task, which has whole examples where the run splits them."""
         config = self.at(0, task=self.task).config
-        self.reference = new_model(config, run.launch.device, run.launch.precision)[0].to(run.device).train()
+        self.reference = new_model(config)[0].to(run.device).train()
         self.reference_optimizers = build_optimizers(config.optim, self.reference)
 
     @property

@@ -21,7 +21,7 @@ from src.config.config import Config
 from src.config.errors import RunError, cause
 from src.config.settings import write_yaml
 from src.config.terminal import say
-from src.tasks.base import Metrics, Tables
+from src.tasks.base import Cards, Metrics, Tables, Task, Tensors
 from src.training.run import Run
 
 
@@ -50,12 +50,13 @@ def export_model(run: Run, say: Callable[[str], None]) -> Exported:
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
     with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished(folder.resolve())) as incomplete:
         accelerator.wait_for_everyone()
-        if not (accelerator.is_fsdp2 and run.task.export_sharded(model, incomplete, accelerator)):
+        cards = run.task.export_sharded(model, incomplete, accelerator) if accelerator.is_fsdp2 else None
+        if cards is None:
             weights = accelerator.get_state_dict(run.model)
             if run.is_main:
-                export_weights(run.config, model, weights, incomplete)
+                cards = export_weights(run.task, model, weights, incomplete)
         if run.is_main:
-            write_card(run.config, exported.metrics, incomplete)
+            write_cards(run.config, cards or {}, exported.metrics, incomplete)
     return exported
 
 
@@ -98,9 +99,9 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(incomplete, ignore_errors=True)
 
 
-def export_weights(config: Config, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write the task's export of these weights. `model` is as Task.export takes it."""
-    config.task.export(model, {name: _unwrapped(weight.cpu()) for name, weight in weights.items()}, folder)
+def export_weights(task: Task, model: nn.Module, weights: Tensors, folder: Path) -> Cards:
+    """Write the task's export of these weights, and return what its cards say. `model` is as Task.export takes it."""
+    return task.export(model, {name: _unwrapped(weight.cpu()) for name, weight in weights.items()}, folder)
 
 
 def _unwrapped(weight: Tensor) -> Tensor:
@@ -111,18 +112,17 @@ def _unwrapped(weight: Tensor) -> Tensor:
     return weight.clone() if weight.nbytes < weight.untyped_storage().nbytes() else weight
 
 
-def write_card(config: Config, metrics: dict[str, float], folder: Path) -> None:
+def write_cards(config: Config, cards: Cards, metrics: Metrics, folder: Path) -> None:
     """Write README.md, the card of each model in this folder, with the metrics of its weights."""
-    task = config.task
     settings = write_yaml(config.model_dump(mode="json", exclude={"wandb", "output_dir"}))
     rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in metrics.items() if isinstance(value, int | float))
     text = (
-        f"# {config.run_name}\n\nTrained by `train.py` as `{task.name}`.\n\n"
+        f"# {config.run_name}\n\nTrained by `train.py` as `{config.task.name}`.\n\n"
         f"## Results\n\nOn the evaluation data, at the end:\n\n| metric | value |\n|---|---|\n{rows}\n\n"
         f"## Settings\n\nThe data are named under `task`.\n\n```yaml\n{settings}```\n"
     )
-    for part, fields in task.cards().items():
-        metadata = ModelCardData(**{"tags": [task.name], **fields}).to_yaml()
+    for part, fields in (cards or {"": {}}).items():
+        metadata = ModelCardData(**{"tags": [config.task.name], **fields}).to_yaml()
         ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / part / "README.md")
 
 
@@ -131,7 +131,7 @@ def push_to_hub(config: Config) -> None:
     their own; exit with code 1 if that fails: all else is saved."""
     folder, repository = config.folder / "model", config.push_to_hub
     assert repository
-    further = [part for part in config.task.cards() if part]
+    further = [card.parent.name for card in folder.glob("*/README.md")]
     excluded = [f"{part}/*" for part in further]
     constants.HF_HUB_OFFLINE = False  # set if the Hub was away at the start, and it may be back
     try:

@@ -43,10 +43,11 @@ def config_of(path: Path) -> Config:
 def load_model(path: Path, config: Config) -> nn.Module:
     """Return the model, fp32, on the CPU. A checkpoint takes the memory of one: the tensors are read in place."""
     set_seed(config.seed)
+    config.task.state.is_trained = True
     if not is_checkpoint(path):
         return config.task.load_export(path)
     origin = read_state(path).origin
-    config.task.load_data_state(origin.data_state)
+    config.task.state.data = origin.data_state
     model = config.task.build_model()
     require_same_frozen(path, origin.frozen_norm, frozen_norm(model))
     load_tensors(path, model)

@@ -40,7 +40,7 @@ def origin_of(
         examples=len(train_set),
         schedule_steps=config.schedule_steps(len(train_set)),
         fingerprints=fingerprints,
-        data_state=config.task.data_state(),
+        data_state=config.task.state.data,
         frozen_norm=frozen_norm(model, accelerator),
         strategy=launch.strategy,
         precision=launch.precision,

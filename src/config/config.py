@@ -104,9 +104,6 @@ class RunSettings(Settings):
 class Config(PartSettings, RunSettings):
     """All settings of a run."""
 
-    def model_post_init(self, _: Any) -> None:
-        self.run_name = self.run_name or self.task.name
-
     @property
     def folder(self) -> Path:
         """Return output_dir, filled in."""
@@ -206,6 +203,7 @@ def load_config(
         sys.exit(0)
 
     values["task.name"] = name
+    values["run_name"] = values.get("run_name") or name
     remote = elsewhere(config_class, values, downloads)
     if remote:
         _checked(config_class, values, written, mistakes, place_errors, {*remote})

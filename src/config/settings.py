@@ -44,8 +44,8 @@ TEXT = (str, str | None)
 """The types of fields whose value is taken as it was written."""
 
 
-class Settings(BaseModel, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False):
-    """A group of settings. The docstring under each field is what `--help` prints."""
+class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False):
+    """A group of settings, which never change. The docstring under each field is what `--help` prints."""
 
     @field_validator("*", mode="before")
     @classmethod

@@ -2,16 +2,18 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from huggingface_hub import load_torch_model, save_torch_state_dict
+from pydantic import PrivateAttr
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import default_collate
@@ -21,13 +23,14 @@ from src.config.settings import Settings
 
 
 class Examples(Protocol):
-    """A map-style dataset: `[index]` gives an example or, where it has one, `__getitems__(indices)` a whole batch."""
+    """A map-style dataset: `[index]` gives an example or, where it has one, `__getitems__(indices)` a whole batch. A
+    small one may have `to(device)`, which returns it in the device's memory: no batch is then copied."""
 
     def __len__(self) -> int: ...
 
 
 DATA_STATE = "data_state.json"
-"""File in an export: what `Task.data_state` returned."""
+"""File in an export: `TaskState.data`."""
 PICTURE = "data:image/png;base64,"
 """Beginning of a table's cell that is a picture."""
 Indices = np.ndarray | range
@@ -44,6 +47,13 @@ Tensors = dict[str, Tensor]
 """Tensors by name."""
 
 
+Cards = dict[str, dict[str, Any]]
+"""What model cards say, fields of huggingface_hub.ModelCardData such as license or tags, by the folder of the model in
+the export: "" for that of the export itself."""
+FillWeights = Callable[[Any, torch.device], None]
+"""Fills a model's parameters on this device, in place."""
+
+
 class ContextParallel(NamedTuple):
     """This process's place in a group of processes that share each sequence; by default it is alone."""
 
@@ -53,10 +63,40 @@ class ContextParallel(NamedTuple):
     """The name of the group, by which torch.distributed knows it."""
 
 
+ALONE = ContextParallel()
+
+
+@dataclass
+class TaskState:
+    """What a run finds out and tells its task. Each run's task has its own: see `Task.begin`."""
+
+    device: str = "cpu"
+    """The kind of device that computes."""
+    dtype: torch.dtype = torch.float32
+    """What it computes in."""
+    cp: ContextParallel = ALONE
+    """The processes that share each sequence. With several, `collate` returns this process's part of each example, and
+    what `loss`, `evaluate` and `count` return adds up, over the group, to that of whole examples."""
+    has_weights: bool = True
+    """Whether `build_model` reads weights. In a plan it doesn't: parameters are on the meta device."""
+    is_trained: bool = False
+    """Whether the trained weights of a checkpoint or an export will replace those of `build_model`."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """What `build_datasets` finds in the training data and `build_model` needs, such as labels, as JSON. Checkpoints
+    and exports keep it, so that the model can be built without these data. If it is there before `build_datasets`, the
+    model has been trained: keep to it."""
+    notes: list[str] = field(default_factory=list)
+    """What `build_model` chose for this device and dtype, for the start-up summary."""
+
+
 class Task(Settings, ABC):
-    """Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
-    (`--task.<field>`). Methods are called on every process, but `fingerprint` on the first of each machine, and
-    `metrics`, `tables`, `preview`, `export`, `cards` and `predictions` on the main process alone."""
+    """What to train, on what, and how to score it: settings, and what is done with them.
+
+    Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
+    (`--task.<field>`), and frozen. What a run finds out goes into `self.state`. Methods are called on every process,
+    except that `fingerprint` is called on the first of each machine, and `metrics`, `tables`, `preview`, `export` and
+    `predictions` on the main process alone.
+    """
 
     name: str
     """The task to train."""
@@ -65,98 +105,39 @@ class Task(Settings, ABC):
     next_step: ClassVar[tuple[str, str]] = "evaluate", "src.tools.evaluate"
     """What to do with a trained model first: a word, and the program for it."""
     splits_sequences: ClassVar[bool] = False
-    """Whether several processes can share each example, which is a sequence: see the method `split_sequences`."""
+    """Whether several processes can share each example, which is a sequence: see `TaskState.cp`."""
+    _state: TaskState = PrivateAttr(default_factory=TaskState)
 
-    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
-        """Choose what depends on the kind of device and the dtype that it computes in, before `build_model`. Return
-        what was chosen, for the start-up summary. Raise a UserError if the settings ask for what can't be."""
-        return []
+    @property
+    def state(self) -> TaskState:
+        """Return what the run has found out."""
+        return self._state
 
-    def split_sequences(self, cp: ContextParallel) -> None:
-        """From now on, have `collate` return this process's part of each example. What `loss`, `evaluate` and
-        `count` return must then add up, over the group, to that of whole examples."""
-        assert cp.size == 1, f"task.name={self.name}: no sequences to split over processes"
+    def begin(self, state: TaskState) -> Self:
+        """Return the task of a run: these settings, those that depend on the device chosen, with a state of its own.
+        Raise a UserError if they ask for what the device or dtype cannot do."""
+        task = self.model_copy(deep=True)
+        task._state = state
+        return task
 
-    def reference(self) -> "Task":
-        """Return the task whose model --check compares with: it computes the same in the plainest way, in any dtype."""
-        return self
+    # ------------------------------------------------------------------------------------------------------ required
 
     @abstractmethod
     def build_model(self) -> nn.Module:
         """Return the model, fp32, on the CPU. Same seed, same weights. For FSDP, `_no_split_modules` on it lists the
         class names of its repeating blocks, as transformers does."""
 
-    def build_empty_model(self) -> nn.Module | None:
-        """Return the model with parameters on the meta device, which FSDP shards before `load_weights` fills them; None
-        if every process can hold all of it, as `build_model` returns it."""
-        return None
-
-    def build_skeleton(self) -> nn.Module:
-        """Return the model with parameters on the meta device, reading no weights: to plan a run. Raise a UserError if
-        it cannot be built so."""
-        on_meta = parameters_on(torch.device("meta"))
-        with on_meta, explained("its model reads values that a plan does not have, ", RuntimeError):
-            return self.build_model()
-
-    def load_weights(self, model: Any, device: torch.device) -> None:
-        """Fill what `build_empty_model` returned, sharded since, on this device: with the values of `build_model`."""
-
     @abstractmethod
     def build_datasets(self) -> tuple[Examples, Examples]:
-        """Return the training and the evaluation set. The first process of each machine goes first: the others find
+        """Return the training set and the evaluation set. The first process of each machine goes first: the others find
         what it downloaded or cached. Raise a UserError that says in one line what is wrong with the data."""
-
-    def data_state(self) -> dict[str, Any]:
-        """Return what `build_datasets` found out and `build_model` needs, as JSON. Checkpoints keep it: the model can
-        then be built without the data."""
-        return {}
-
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        """Restore what `data_state` returned, in place of `build_datasets`, or before it, to evaluate on other data."""
-
-    def fingerprint(self, dataset: Any) -> str:
-        """Return a string that changes when the examples or their order do; empty: unknown. A run refuses to resume on
-        different data."""
-        return ""
-
-    def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
-        """Return figures about a dataset by name, for summary.json and the terminal: counts, and shares as floats."""
-        return {}
-
-    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:
-        """Return the order of an epoch: indices into `train`, each once. Draw from `random` alone: it is the same on
-        any number of processes."""
-        return random.permutation(len(train))
-
-    def augmented(self, train: Any, seed: list[int]) -> Examples:
-        """Return `train` as one epoch sees it. Draw from `seed` (the run's and the epoch's) and the example's index
-        alone, best when the example is asked for: it is then the same on any number of processes."""
-        return train
-
-    def to_device(self, dataset: Any, device: torch.device) -> Examples:
-        """Return the dataset in the device's memory, if it fits there easily: no batch is then copied. Not called if
-        workers load the data."""
-        return dataset
-
-    def collate(self, samples: list[Any]) -> Any:
-        """Return a batch, nested tensors with the examples first, from what the dataset returned."""
-        return default_collate(samples)
-
-    def documents(self, sample: Any) -> list[Any]:
-        """Split an example that packs documents, which must not see each other, into one example for each."""
-        return [sample]
 
     @abstractmethod
     def count(self, batch: Any) -> Counts:
-        """Return what is counted of a batch of `collate`: as `targets`, how many (examples, tokens) `loss` sums over,
-        by whose number over all processes and micro-batches the loop divides before the backward pass; of text,
-        `tokens` and, with padding, `padded_tokens`; and what the record is to have summed over the run, by names such
-        as `train/tokens_wiki`. Each batch has the same names, with 0 where there is nothing to count."""
-
-    def flops(self, model: Any, batch: Any) -> float:
-        """Return the floating-point operations that the forward and backward pass of a batch need, for perf/mfu; 0.0:
-        unknown. `model` is as `build_model` returned it, or sharded; don't wait for the device."""
-        return 0.0
+        """Return what is counted in a batch of `collate`: as `targets`, how many (examples, tokens) `loss` sums over.
+        The loop divides by their number over all processes and micro-batches. Of text, also `tokens` and, with padding,
+        `padded_tokens`; and whatever the log should sum over the run, by names such as `train/tokens_wiki`. Each batch
+        has the same names, with 0 where there is nothing to count."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -168,6 +149,8 @@ class Task(Settings, ABC):
         dummy batch.
         """
 
+    # --------------------------------------------------------------------------------------------------------- usual
+
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensors]:
         """Return what `loss` returns, and what `metrics` needs by name: tensors of shape (examples, ...)."""
         return self.loss(model, batch), {}
@@ -178,38 +161,42 @@ class Task(Settings, ABC):
         return {}
 
     def tables(self, outputs: Tensors, dataset: Any) -> Tables:
-        """Return tables to record at each evaluation, by name, such as the worst mistakes. The arguments are those of
-        `metrics`, and the evaluation set. Called on the main process only."""
+        """Return tables to log at each evaluation, by name, such as the worst mistakes. The arguments are those of
+        `metrics`, and the evaluation set."""
         return {}
-
-    def report(self, model: Any, device: torch.device) -> tuple[Metrics, Tables]:
-        """Return metrics and tables by name that need the trained model, such as what it generates. Called once, after
-        the last evaluation. Every process must call the model, on `device`, equally often."""
-        return {}, {}
-
-    def export(self, model: nn.Module, weights: Tensors, folder: Path) -> None:
-        """Write what others load. Called on the main process only; `model` may be sharded, `weights` are whole: its
-        state dict, on the CPU."""
-        save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
-        if state := self.data_state():
-            (folder / DATA_STATE).write_bytes(json.dumps(state).encode())
-
-    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
-        """Write what `export` would from a sharded model, so that no process has to hold the whole of it. Return
-        False, before anything is written, if that is not possible. Collective."""
-        return False
-
-    def load_export(self, folder: Path) -> nn.Module:
-        """Return the model that `export` wrote, fp32, on the CPU; restore of `data_state` what an evaluation needs."""
-        if (folder / DATA_STATE).exists():
-            self.load_data_state(json.loads((folder / DATA_STATE).read_bytes()))
-        model = self.build_model()
-        load_torch_model(model, folder, strict=True)
-        return model
 
     def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         """Return the columns of predictions.parquet, a row for each example. The arguments are those of `tables`."""
         return {name: values.tolist() for name, values in outputs.items()}
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return a batch, nested tensors with the examples first, from what the dataset returned."""
+        return default_collate(samples)
+
+    def fingerprint(self, dataset: Any) -> str:
+        """Return a string that changes when the examples or their order do; empty: unknown. A run refuses to resume on
+        different data."""
+        return ""
+
+    def augmented(self, train: Any, seed: list[int]) -> Examples:
+        """Return `train` as one epoch sees it. Draw from `seed` (the run's and the epoch's) and the example's index
+        alone, best when the example is asked for: it is then the same on any number of processes."""
+        return train
+
+    # ---------------------------------------------------------------------------------------------------------- rest
+
+    def describe(self, part: Literal["train", "eval"], dataset: Any) -> dict[str, float]:
+        """Return figures about a dataset by name, for summary.json and the terminal: counts, and shares as floats."""
+        return {}
+
+    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:
+        """Return the order of an epoch: indices into `train`, each once. Draw from `random` alone: it is the same on
+        any number of processes."""
+        return random.permutation(len(train))
+
+    def documents(self, sample: Any) -> list[Any]:
+        """Split an example that packs documents, which must not see each other, into one example for each."""
+        return [sample]
 
     def preview(self, dataset: Any, index: int) -> str:
         """Return an example of `augmented` as the model sees it, in lines of text; if not all of it contributes to the
@@ -217,10 +204,41 @@ class Task(Settings, ABC):
         batch = self.collate(samples(dataset, [index]))
         return json.dumps(recursively_apply(_in_words, batch), indent=2, default=str)
 
-    def cards(self) -> dict[str, dict[str, Any]]:
-        """Return metadata for the model card, as "", and for that of each further model in the export, by its folder
-        there: fields of huggingface_hub.ModelCardData, such as license or tags."""
-        return {"": {}}
+    def flops(self, model: Any, batch: Any) -> float:
+        """Return the floating-point operations that the forward and backward pass of a batch need, for perf/mfu; 0.0:
+        unknown. `model` is as `build_model` returned it, or sharded; don't wait for the device."""
+        return 0.0
+
+    def report(self, model: Any, device: torch.device) -> tuple[Metrics, Tables]:
+        """Return metrics and tables by name that need the trained model, such as what it generates. Called once, after
+        the last evaluation. Every process must call the model, on `device`, equally often."""
+        return {}, {}
+
+    def build_empty_model(self) -> tuple[nn.Module, FillWeights] | None:
+        """Return the model with parameters on the meta device, for FSDP to shard, and what then fills them with the
+        values of `build_model`; None if every process can hold all of it, as `build_model` returns it."""
+        return None
+
+    def export(self, model: nn.Module, weights: Tensors, folder: Path) -> Cards:
+        """Write what others load, and return what its model card says. `model` may be sharded; `weights` are whole: its
+        state dict, on the CPU."""
+        save_torch_state_dict(weights, folder)  # model.safetensors, in several parts if it is large
+        if self.state.data:
+            (folder / DATA_STATE).write_bytes(json.dumps(self.state.data).encode())
+        return {}
+
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
+        """Write what `export` would, and return what it does, from a sharded model: no process has to hold all of it.
+        Return None, before anything is written, if that is not possible. Collective."""
+        return None
+
+    def load_export(self, folder: Path) -> nn.Module:
+        """Return the model that `export` wrote, fp32, on the CPU; restore the state that an evaluation needs."""
+        if (folder / DATA_STATE).exists():
+            self.state.data = json.loads((folder / DATA_STATE).read_bytes())
+        model = self.build_model()
+        load_torch_model(model, folder, strict=True)
+        return model
 
 
 @contextmanager
@@ -229,7 +247,7 @@ def parameters_on(device: torch.device) -> Iterator[None]:
     makes two on the meta device."""
 
     def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
-        if parameter.device == device:
+        if parameter.device == device or not parameter.is_floating_point():  # such as weights in 4 bits
             return parameter
         return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
 
@@ -238,6 +256,15 @@ def parameters_on(device: torch.device) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def build_skeleton(task: Task) -> nn.Module:
+    """Return the task's model with parameters on the meta device, reading no weights: to plan a run. Raise a UserError
+    if it cannot be built so."""
+    task.state.has_weights = False
+    on_meta = parameters_on(torch.device("meta"))
+    with on_meta, explained("its model reads values that a plan does not have, ", RuntimeError):
+        return task.build_model()
 
 
 def num_weights(parameter: nn.Parameter) -> int:

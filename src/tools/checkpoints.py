@@ -10,7 +10,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from src.checkpoint.export import export_weights, replacing, write_card
+from src.checkpoint.export import export_weights, replacing, write_cards
 from src.checkpoint.folder import list_checkpoints
 from src.checkpoint.format import MANIFEST, read_state
 from src.checkpoint.integrity import problems, require_whole
@@ -50,8 +50,8 @@ def export(path: Path, folder: Path) -> None:
     config = config_of(path)
     model = load_model(path, config)
     with replacing(folder) as unfinished:
-        export_weights(config, model, model.state_dict(), unfinished)
-        write_card(config, evaluation_of(path), unfinished)
+        cards = export_weights(config.task, model, model.state_dict(), unfinished)
+        write_cards(config, cards, evaluation_of(path), unfinished)
     print(folder)
 
 

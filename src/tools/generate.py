@@ -25,8 +25,8 @@ from src.checkpoint.export import export_weights
 from src.checkpoint.load import config_of, find_model, is_checkpoint, load_model
 from src.config.errors import UserError, explained
 from src.distributed.process import exit_codes
-from src.tasks.text.byte_tokenizer import CHAT_TEMPLATE
-from src.tasks.text.pretrained import load_exported, max_length, set_ends
+from src.tasks.text.model import load_exported, max_length, set_ends
+from src.tasks.text.tokenizing import CHAT_TEMPLATE
 
 
 def main(argv: list[str]) -> None:
@@ -68,7 +68,7 @@ def load(source: str) -> tuple[Any, Any]:
             config = config_of(folder)
             trained = load_model(folder, config)
             folder = Path(exported)
-            export_weights(config, trained, trained.state_dict(), folder)
+            export_weights(config.task, trained, trained.state_dict(), folder)
         model = load_exported(folder).to(PartialState().device).eval()
         with explained(f"{source}: no tokenizer, ", (OSError, ValueError)):
             tokenizer: Any = AutoTokenizer.from_pretrained(folder)

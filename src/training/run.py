@@ -1,7 +1,7 @@
 """One run, as `build` in train.py has prepared it; its data and its model."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from src.distributed.accelerator import (
     prepare,
 )
 from src.distributed.devices import TUNERS
-from src.tasks.base import Examples, Task, num_weights, samples
+from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
 from src.tasks.returned import require_right
 from src.training.optim import Schedule
 from src.training.progress import Progress
@@ -145,6 +145,12 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
+def begin_task(config: Config, launch: Launch) -> Config:
+    """Return the settings with the task of this run. Raise a UserError if it asks for what the device cannot do."""
+    state = TaskState(device=launch.device, dtype=HALF_PRECISION.get(launch.precision, torch.float32))
+    return config.model_copy(update={"task": config.task.begin(state)})
+
+
 def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples]:
     """Return the training set and the evaluation set. Raise a UserError if the latter has no target, or the former
     makes the schedule too short."""
@@ -159,7 +165,7 @@ def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exam
     each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
     if not any(each):  # usually known from the first one
         raise UserError("the data to evaluate on have nothing to predict: Task.count finds no targets in any of them")
-    task.split_sequences(context_parallel(accelerator))
+    task.state.cp = context_parallel(accelerator)  # from now on, a batch is this process's part of each example
     return train_set, eval_set
 
 
@@ -179,12 +185,13 @@ def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accel
 
 
 def on_device(config: Config, dataset: Examples, device: torch.device) -> Examples:
-    """Return the dataset in the device's memory, if the task puts it there."""
+    """Return the dataset in the device's memory, if it can be put there."""
     if config.num_workers > 0:
         # processes that load data can't read the device's memory
         return dataset
     # small data go to the device once and for all, so that no batch has to be copied
-    return config.task.to_device(dataset, device)
+    to: Callable[[torch.device], Examples] | None = getattr(dataset, "to", None)
+    return to(device) if to else dataset
 
 
 def described(task: Task, train_set: Examples, eval_set: Examples) -> dict[str, dict[str, float]]:
@@ -194,48 +201,39 @@ def described(task: Task, train_set: Examples, eval_set: Examples) -> dict[str, 
 
 def build_model(config: Config, accelerator: Accelerator, launch: Launch) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model that the run trains, and facts about it by name."""
-    model, facts = new_model(config, launch.device, launch.precision, accelerator.is_fsdp2)
+    model, facts, fill = new_model(config, accelerator.is_fsdp2)
     transform(model, config, accelerator)
     model = prepare(accelerator, model)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if fill:
         # built without weights and sharded since: each process fills its own shards
-        device = accelerator.device
-        if launch.strategy.endswith("offload"):
-            device = torch.device("cpu")
-        config.task.load_weights(model, device)
+        fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
     return model, facts
 
 
-def new_model(
-    config: Config, device_type: str, precision: str, is_sharded: bool = False
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the task's model, the same on all processes, and facts about it by name.
+def new_model(config: Config, is_sharded: bool = False) -> tuple[nn.Module, dict[str, Any], FillWeights | None]:
+    """Return the task's model, the same on all processes, facts about it by name and, if it has no weights yet, what
+    fills them in once it is sharded.
 
     `is_sharded` says whether FSDP will shard the model.
     """
-    tuned = config.task.prepare_for(device_type, HALF_PRECISION.get(precision, torch.float32))
-    tuned += [setting for setting in ("compile", "cuda_graphs") if getattr(config, setting)]
-    model = _build(config, is_sharded)
-    if device_type in TUNERS:
-        tuned += TUNERS[device_type](model, is_sharded)
+    task = config.task
+    fill = None
+    # All processes use the same seed, and so get the same weights: DDP would broadcast those of process 0 over all
+    # others; FSDP cuts each shard from its process's own.
+    set_seed(config.seed)
+    if is_sharded and (empty := task.build_empty_model()):
+        model, fill = empty
+    else:
+        set_seed(config.seed)  # build_empty_model may have consumed random numbers
+        model = task.build_model()
+    tuned = task.state.notes + [setting for setting in ("compile", "cuda_graphs") if getattr(config, setting)]
+    if task.state.device in TUNERS:
+        tuned += TUNERS[task.state.device](model, is_sharded)
     parameters = list(model.parameters())
     facts = {
         "parameters": sum(map(num_weights, parameters)),
         "trained_parameters": sum(num_weights(p) for p in parameters if p.requires_grad),
         "tuned": tuned,
-        "built_whole": is_sharded and not any(p.is_meta for p in parameters),
+        "built_whole": is_sharded and not fill,
     }
-    return model, facts
-
-
-def _build(config: Config, is_sharded: bool) -> nn.Module:
-    """Return the task's model. All processes use the same seed, and so get the same weights."""
-    if is_sharded:
-        set_seed(config.seed)
-        model = config.task.build_empty_model()
-        if model is not None:
-            return model
-        # None: every process builds all of it, though build_empty_model may have consumed random numbers
-    # DDP would broadcast the weights of process 0 over all others; FSDP cuts each shard from its process's own
-    set_seed(config.seed)
-    return config.task.build_model()
+    return model, facts, fill

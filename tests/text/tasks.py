@@ -19,7 +19,7 @@ EARLY = (
 STRATEGY: tuple[str, ...] = ("--micro_batch_size=2",)
 STRATEGY += ("--activation_checkpointing=true",)
 MIXTRAL = ("--task.architecture.model_type=mixtral", "--task.architecture.num_local_experts=2")
-FEW_LOGITS = "import src.tasks.text.language_model as m; m.CHUNK = 5000\n"
+FEW_LOGITS = "import src.tasks.text.loss as m; m.CHUNK = 5000\n"
 """Of 19 tokens at a time, as if the vocabulary were large."""
 SMOLLM2 = PROJECT / MODELS / Path(WEIGHTS["chat"].name).name
 

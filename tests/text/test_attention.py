@@ -16,8 +16,7 @@ from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from src.config.errors import UserError
 from src.tasks.text import attention, causal_lm
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.language_model import LanguageModel
-from src.tasks.text.trial import failure, require_decoder, small_model
+from src.tasks.text.loss import LanguageModel, failure, require_decoder, small_model
 from tests.text.test_language_model import SMALL, build, gradients
 from tests.text.tiny import LLAMA
 

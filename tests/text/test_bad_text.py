@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 
 from src.config.errors import UserError
-from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.tokenizing import byte_tokenizer
 from tests.launching import Launch
 from tests.text import tiny
 from train import run_settings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from src.tasks.text.source import TextSource
+from src.tasks.text.reading import TextSource
 from src.tools.checkpoints import main
 from tests.text.conftest import Trained
 

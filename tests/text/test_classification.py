@@ -7,10 +7,9 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PreTrainedConfig
 
-from src.tasks.text.byte_tokenizer import byte_tokenizer
-from src.tasks.text.labels import length_grouped, sorted_labels
+from src.tasks.text.reading import as_label
 from src.tasks.text.text_classification import TextClassification
-from src.tasks.text.values import as_label
+from src.tasks.text.tokenizing import byte_tokenizer, length_grouped, sorted_labels
 
 
 def classifier(folder: Path, train: str, dev: str, **settings: Any) -> TextClassification:

@@ -11,9 +11,8 @@ from transformers import CONFIG_MAPPING
 
 from src.config.errors import UserError
 from src.tasks.base import ContextParallel
-from src.tasks.text.attention import attention_by_document, document_lengths
 from src.tasks.text.context_parallel import across, require_known_positions
-from src.tasks.text.trial import require_splittable
+from src.tasks.text.loss import attention_by_document, document_lengths, require_splittable
 
 NARROW: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "head_dim": 8,
                           "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip

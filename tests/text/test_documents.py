@@ -15,13 +15,12 @@ from pyarrow import parquet
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.chats import ChatEncoder, as_tools, ends_of_turn
-from src.tasks.text.documents import Chunker, Columns
+from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
-from src.tasks.text.pretrained import save
-from src.tasks.text.values import as_text
+from src.tasks.text.reading import as_text
+from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
 from tests.text import tiny
 
 END = "<|endoftext|>"
@@ -146,7 +145,7 @@ def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted
     assert max(table["length"]) == 10
     assert not any(table["truncated"])
     assert chunks(PAIR, **LONG)["truncated"] == [True, False]
-    monkeypatch.setattr("src.tasks.text.documents.SLICE", 7)
+    monkeypatch.setattr("src.tasks.text.tokenizing.SLICE", 7)
     assert chunks(TEXT, length=10, t=texts)[:] == table[:]
 
 
@@ -345,7 +344,7 @@ def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.
     assert read() == (prints, more)
     _, others = read(train_on_prompts=True)
     assert others > more
-    monkeypatch.setattr("src.tasks.text.source.CODE", ["a change of it"])
+    monkeypatch.setattr("src.tasks.text.reading.CODE", ["a change of it"])
     assert read()[1] > others
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.tasks.text.language_model import LanguageModel
-from src.tasks.text.lora import Lora
+from src.tasks.text.loss import LanguageModel
+from src.tasks.text.model import Lora
 from tests.text.test_language_model import SMALL, build
 
 

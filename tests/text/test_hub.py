@@ -12,7 +12,7 @@ import pytest
 
 from src.checkpoint.export import push_to_hub
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.lean import weight_files
+from src.tasks.text.meta_loading import weight_files
 from tests.launching import PROJECT, clean_environment, mistakes
 from tests.text.hub import serving
 from train import run_settings
@@ -52,7 +52,7 @@ def test_a_dataset_is_read_as_its_files_on_the_hub_say_and_found_by_its_configur
     code = """
 import json, sys
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.values import as_text
+from src.tasks.text.reading import as_text
 for dataset in sys.argv[1:]:
     task = CausalLM(dataset=dataset, dataset_config="small")
     print(json.dumps([part["text"][:] for part in task.usable_parts(*task.open_rows(), {"text": as_text})]))

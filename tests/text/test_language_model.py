@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from src.config.errors import UserError
 from src.tasks.text import language_model as causal_lm
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.language_model import LanguageModel
-from src.tasks.text.lora import Lora
+from src.tasks.text.loss import LanguageModel
+from src.tasks.text.model import Lora
 from src.training.transforms import transform
 from tests.text.tiny import LLAMA, SIZES
 

@@ -9,8 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
-from src.tasks.text.chunked_loss import linear_cross_entropy
-from src.tasks.text.language_model import CHUNK_ON_GPU
+from src.tasks.text.loss import CHUNK_ON_GPU, linear_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 1216, 128, 2048
 

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from src.config.errors import UserError
 from src.config.groups import Optim
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.lora import Lora
-from src.tasks.text.pretrained import load_exported
+from src.tasks.text.model import Lora, load_exported
 from src.training.optim import build_optimizers
 from tests.text.conftest import Trained
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.text_classification import TextClassification
+from src.tasks.text.tokenizing import byte_tokenizer
 from tests.text.test_documents import CHAT
 
 END = "<|endoftext|>"

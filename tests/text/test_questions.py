@@ -9,9 +9,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.config.errors import UserError
-from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.questions import MOST_TOKENS, Question
+from src.tasks.text.chats import MOST_TOKENS, Question
+from src.tasks.text.tokenizing import byte_tokenizer
 from tests.launching import Run, Whole, slow
 from tests.text import tiny
 from tests.text.tasks import EARLY

@@ -21,13 +21,12 @@ from pyarrow import parquet
 
 from src.config.errors import UserError
 from src.tasks.text import readers
-from src.tasks.text.byte_tokenizer import byte_tokenizer
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.chats import ChatEncoder, as_tools
 from src.tasks.text.packing import Chunk
-from src.tasks.text.source import cache_folder
+from src.tasks.text.reading import Rows, as_label, as_text, cache_folder
 from src.tasks.text.streaming.blocks import Blocks
-from src.tasks.text.values import Rows, as_label, as_text
+from src.tasks.text.tokenizing import byte_tokenizer
 from tests.launching import Launch
 from tests.text import tiny
 

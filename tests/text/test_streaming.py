@@ -21,12 +21,9 @@ from pyarrow import parquet
 from src.config.errors import RunError
 from src.tasks.base import samples
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.files import find_files
-from src.tasks.text.formats import GROUP_ROWS
-from src.tasks.text.index import index_files
+from src.tasks.text.files import GROUP_ROWS, find_files, index_files
 from src.tasks.text.packing import best_fit
-from src.tasks.text.readers import ShardReader
-from src.tasks.text.source import cache_folder
+from src.tasks.text.reading import ShardReader, cache_folder
 from src.tasks.text.streaming import blocks, stream
 from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order

@@ -21,9 +21,8 @@ from pyarrow import parquet
 
 from src.config.errors import RunError, UserError
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.files import find_files
-from src.tasks.text.index import index_files
-from src.tasks.text.readers import ShardReader
+from src.tasks.text.files import find_files, index_files
+from src.tasks.text.reading import ShardReader
 from src.tasks.text.text_classification import TextClassification
 from src.training.workers import load_in_workers
 from tests.text import tiny

@@ -17,9 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from src.config.errors import RunError, UserError
 from src.tasks.text import files, readers
-from src.tasks.text.files import find_files
-from src.tasks.text.index import index_files
-from src.tasks.text.readers import ShardReader
+from src.tasks.text.files import find_files, index_files
+from src.tasks.text.reading import ShardReader
 from tests.s3 import S3FileSystem, s3_bucket
 from tests.text.test_streaming_input import built, content, decoded, lm, says, texts
 

@@ -19,7 +19,7 @@ from transformers import (
     pipeline,
 )
 
-from src.tasks.text.pretrained import end_tokens
+from src.tasks.text.model import end_tokens
 from tests.launching import slow
 from tests.text.conftest import Trained
 

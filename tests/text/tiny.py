@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from src.tasks.text.byte_tokenizer import byte_tokenizer
+from src.tasks.text.tokenizing import byte_tokenizer
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2}

@@ -10,28 +10,32 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from pydantic import PositiveInt
+from pydantic import PositiveInt, PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
-from src.tasks.base import ContextParallel, Counts, Table, Tensors
-from src.tasks.text.attention import document_lengths
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn
+from src.tasks.base import Cards, Counts, Table, Tensors
+from src.tasks.text.chats import CHATML, ChatEncoder, Question, as_tools, ask, ends_of_turn, read_questions
 from src.tasks.text.context_parallel import own_part, register, require_known_positions
-from src.tasks.text.decoder import Decoder
-from src.tasks.text.documents import Chunker, Columns, find_columns, split_text
-from src.tasks.text.four_bit import keep_layout, loading_options
-from src.tasks.text.language_model import LanguageModel
-from src.tasks.text.new_tokens import add_rows, add_tokens
+from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
+from src.tasks.text.model import (
+    Decoder,
+    add_rows,
+    add_tokens,
+    check_fit,
+    keep_layout,
+    load_exported,
+    loading_options,
+    save,
+    set_ends,
+)
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
-from src.tasks.text.pretrained import check_fit, load_exported, save, set_ends
-from src.tasks.text.questions import Question, ask, read_questions
-from src.tasks.text.streaming.blocks import Mixture
-from src.tasks.text.streaming.sources import by_source
-from src.tasks.text.trial import failure, require_decoder, require_splittable
-from src.tasks.text.values import Encoders, as_is, as_text
+from src.tasks.text.reading import Encoders, as_is, as_text
+from src.tasks.text.streaming.by_source import chunks_by_source, counts_by_source, losses_by_source, sums_by_source
+from src.tasks.text.streaming.stream import Stream, build_stream
+from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
 
 SUMS = ("nats", "targets", "correct")
 """Sums of an evaluation over a sequence: the loss, the number of targets, and of those that were the likeliest."""
@@ -71,31 +75,28 @@ class CausalLM(Decoder):
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
     next_step: ClassVar[tuple[str, str]] = "talk", "src.tools.generate"
     splits_sequences: ClassVar[bool] = True
-    _cp: ContextParallel = ContextParallel()
-    _columns: Columns = {}
-    _attention: str = "sdpa"
-    _questions: list[Question] = []
+    _columns: Columns = PrivateAttr(default_factory=dict)
+    _questions: list[Question] = PrivateAttr(default_factory=list)
 
-    def prepare_for(self, device: str, dtype: torch.dtype) -> list[str]:
-        chosen_before = super().prepare_for(device, dtype)  # the trial below computes attention too
-        self._attention, note = "sdpa", ""
+    def _choose_attention(self) -> str:
+        """Return the name of the attention that suits the device and the data, and note it. Raise a UserError if
+        sequences cannot be split over processes."""
+        state, attention, note = self.state, "sdpa", ""
         # a mask of a long sequence would take as much memory as nothing else does
-        has_use = self.packing or self._cp.size > 1
-        if self.attention == "auto" and has_use and device == "cuda" and dtype != torch.float32:
-            if refusal := failure(self._config, "varlen", self.packing, device, dtype):
+        has_use = self.packing or state.cp.size > 1
+        if self.attention == "auto" and has_use and state.device == "cuda" and state.dtype != torch.float32:
+            if refusal := failure(self._config, "varlen", self.packing, state.device, state.dtype):
                 note = f" (not varlen: {refusal})"
             else:
-                self._attention = "varlen"
-        chosen = f"{self._attention} attention{note}"
-        if self._cp.size > 1:
+                attention = "varlen"
+        note = f"{attention} attention{note}"
+        if state.cp.size > 1:
             require_known_positions(self._config)
             require_splittable(self._config, self.packing)
-            self._attention = register(self._attention, self._cp)
-            chosen += f", across {self._cp.size} processes"
-        return [*chosen_before, chosen]
-
-    def split_sequences(self, cp: ContextParallel) -> None:
-        self._cp = cp
+            attention = register(attention, state.cp)
+            note += f", across {state.cp.size} processes"
+        state.notes.append(note)
+        return attention
 
     def load_model(self) -> Any:
         model = super().load_model()
@@ -108,15 +109,12 @@ class CausalLM(Decoder):
             return None  # their rows start from those of all other tokens, which no process would have
         return super().build_empty_model()
 
-    def reference(self) -> "CausalLM":
-        whole = self.model_copy(update={"attention": "sdpa"})
-        whole.split_sequences(ContextParallel())
-        return whole
-
     def finish(self, model: Any) -> LanguageModel:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # the trials below compute attention too
         require_decoder(self._config, self.packing)
+        attention = self._choose_attention()
         set_ends(model, self._tokenizer)  # of what answers questions
-        return LanguageModel(self.with_adapters(model), self._attention)
+        return LanguageModel(self.with_adapters(model), attention)
 
     def num_new_tokens(self) -> int:
         return len(self.new_tokens)
@@ -140,50 +138,53 @@ class CausalLM(Decoder):
         return tokenizer
 
     def build_datasets(self) -> tuple[Sequences, Sequences]:
-        rows = self.open_rows()
+        opened = self.open_rows()
+        first, *others = (part.train.column_names for part in opened)
+        names = [name for name in first if all(name in other for other in others)]
         asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
-        self._columns = find_columns(asked, rows[0].column_names)
+        self._columns = find_columns(asked, names)
         encoders: Encoders = {"messages": ChatEncoder(str(self._tokenizer.chat_template)), "tools": as_tools}
         columns: Encoders = {column: encoders.get(role, as_text) for role, column in self._columns.items()}
-        train, evaluation = self.usable_parts(*rows, columns)
+        train, evaluation = self.usable_parts(opened, columns)
         if "messages" in self._columns and not self._tokenizer.chat_template:
             tokens = ", with --task.new_tokens='[<|im_start|>, <|im_end|>]' if the model has no such tokens"
             hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
             raise UserError(f"the tokenizer has no chat template: {hint}")
         self.check_config()
         self._questions = self._read_questions()
-        if isinstance(train, Mixture):  # room: streaming
-            return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
-        return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
+        evaluation_set = self._sequences(evaluation, "evaluation data")
+        if self.is_tokenized_late:  # room: streaming
+            return self._stream(train, columns), evaluation_set
+        return self._sequences(train, "training data"), evaluation_set
 
     @property
     def _chunker(self) -> Chunker:
         return Chunker(self._columns, self._tokenizer, self.sequence_length, self.train_on_prompts)
 
-    def split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
+    def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         column = self._columns.get("text")
         if column is None or len(rows) > 1 or self.eval_from == "all":
-            return super().split(rows)
+            return super().split(rows, dataset)
         return split_text(rows, column, 1 - self.eval_fraction)
 
-    def _sequences(self, rows: Any, part: str) -> Sequences:
+    def _sequences(self, parts: list[Dataset], part: str) -> Sequences:
         length = self.sequence_length
         make_chunks = partial(self._chunker.make_chunks, desc=part)
-        if isinstance(rows, list):  # room: streaming
-            make_chunks = partial(by_source, make_chunks=make_chunks)
-        chunks = make_chunks(rows)
+        chunks = make_chunks(parts[0])
+        if self.is_tokenized_late:  # room: streaming
+            chunks = chunks_by_source(parts, make_chunks)
         if not any(chunks["targets"][:]):
             says = f"no row has a completion, or a turn of the assistant, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
         return pack(chunks, length) if self.packing else unpacked(chunks)
 
-    def _stream(self, mixture: Mixture, columns: Encoders) -> Any:  # room: streaming
+    def _stream(self, rows: list[Any], columns: Encoders) -> Stream:  # room: streaming
         if not self.packing and "text" in self._columns:
             raise UserError("task.packing=false: streamed text makes any number of sequences, so pack it, packing=true")
         capacity = self.sequence_length if self.packing else None
-        if not self.streaming:  # what is loaded has been encoded
+        if not self.is_streaming:  # what is loaded has been encoded
             columns = dict.fromkeys(columns, as_is)
-        return self.stream(mixture, columns, self._chunker, capacity)
+        return build_stream(self, rows, columns, self._chunker, capacity)
 
     def _read_questions(self) -> list[Question]:
         if not self.questions:
@@ -207,15 +208,16 @@ class CausalLM(Decoder):
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         sizes = [*map(sum, lengths)]
         width = max(self.sequence_length if self.packing else 1, *sizes)
-        width += -width % self._cp.size
+        width += -width % self.state.cp.size
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
         batch = {
             "inputs": inputs | document_lengths(ends),
             "tokens": sum(sizes),
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
-            **self.counts_by_source([*chain.from_iterable(samples)], "labels"),  # room: streaming
         }
-        return own_part(batch, sizes, self._cp) if self._cp.size > 1 else batch
+        if self.is_tokenized_late:  # room: streaming
+            batch |= counts_by_source(self.source_names, [*chain.from_iterable(samples)], "labels")
+        return own_part(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]
@@ -259,7 +261,7 @@ class CausalLM(Decoder):
         sums = values.new_zeros(len(inputs["input_ids"]), 3).index_add(0, rows, values)
         return nats.sum(), {
             **dict(zip(SUMS, sums.unbind(1), strict=True)),
-            **self.sums_by_source(batch, nats, rows, len(sums)),  # room: streaming
+            **sums_by_source(self.source_names, batch, nats, rows, len(sums)),  # room: streaming
         }
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
@@ -267,33 +269,34 @@ class CausalLM(Decoder):
         return {
             "perplexity": math.exp(min(nats / targets, 700.0)),
             "accuracy": correct / targets,
-            **self.losses_by_source(outputs),  # room: streaming
+            **losses_by_source(self.source_names, outputs),  # room: streaming
         }
 
-    def export(self, model: Any, weights: Tensors, folder: Path) -> None:
+    def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
         weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
         save(model.lm, self._tokenizer, weights, folder)
         if self.lora.merge:
             self.export_merged(weights, folder / "merged")
+        return self.cards()
 
     def load_export(self, folder: Path) -> LanguageModel:
         lm = load_exported(folder, **loading_options(self.lora.base_dtype))
         keep_layout(lm)
         check_fit(self.sequence_length, lm.config, self._tokenizer)
-        return LanguageModel(lm, self._attention)
+        return LanguageModel(lm)
 
-    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> bool:
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
         if not self.lora.r:
             return super().export_sharded(model, folder, accelerator)
         merged = folder / "merged"
-        if self.lora.merge and (self.new_tokens or not super().export_sharded(model, merged, accelerator)):
-            return False
+        if self.lora.merge and (self.new_tokens or super().export_sharded(model, merged, accelerator) is None):
+            return None
         adapters = {n: p.full_tensor().cpu() for n, p in model.lm.named_parameters() if p.requires_grad}
         if accelerator.is_main_process:
             save(model.lm, self._tokenizer, adapters, folder)
-        return True
+        return self.cards()
 
-    def cards(self) -> dict[str, dict[str, Any]]:
+    def cards(self) -> Cards:
         whole = super().cards()[""]
         exported = whole | ({"library_name": "peft"} if self.lora.r else {})
         return {"": exported, "merged": whole} if self.lora.merge else {"": exported}

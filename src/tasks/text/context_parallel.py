@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from src.config.errors import UserError
 from src.tasks.base import ContextParallel
-from src.tasks.text.attention import attention_by_document, varlen_attention
+from src.tasks.text.loss import attention_by_document, varlen_attention
 from src.tasks.text.packing import Batch
 
 Attention = Callable[..., tuple[Tensor, None]]

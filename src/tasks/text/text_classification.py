@@ -10,24 +10,21 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
-from pydantic import PositiveInt
+from pydantic import PositiveInt, PrivateAttr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
 
 from src.config.errors import UserError, listed
 from src.tasks import load_metric
-from src.tasks.base import Counts, Indices, Table, Tensors
+from src.tasks.base import Cards, Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
-from src.tasks.text.fine_tuning import FineTuning
-from src.tasks.text.labels import Labelling, known_label, length_grouped, sorted_labels
-from src.tasks.text.lora import Lora
+from src.tasks.text.model import FineTuning, Lora, check_fit, save
 from src.tasks.text.packing import Batch
-from src.tasks.text.pretrained import check_fit, save
-from src.tasks.text.source import cached_map, table_checksum
-from src.tasks.text.streaming.blocks import Mixture
-from src.tasks.text.streaming.stream import Stream
-from src.tasks.text.values import Encoders, as_label, as_text
+from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
+from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source
+from src.tasks.text.streaming.stream import Stream, build_stream
+from src.tasks.text.tokenizing import Labelling, known_label, length_grouped, sorted_labels
 
 SHOWN = 20
 """Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
@@ -53,8 +50,7 @@ class TextClassification(FineTuning):
     adapters_for = "SEQ_CLS"
     has_new_head = True
     pipeline_tag = "text-classification"
-    _labels: list[str] = []
-    _texts: Dataset
+    _texts: Dataset = PrivateAttr()
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
@@ -64,11 +60,17 @@ class TextClassification(FineTuning):
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
         columns: Encoders = {**dict.fromkeys(texts, as_text), self.label_column: as_label}
-        train, evaluation = self.usable_parts(*self.open_rows(), columns)
-        if isinstance(train, Mixture):  # room: streaming
+        train, evaluation = self.usable_parts(self.open_rows(), columns)
+        if self.is_tokenized_late:  # room: streaming
             return self._stream(train, evaluation, columns)
-        self._labels = self._known_labels(train, evaluation)
-        return self._labelled(train, "training data"), self._evaluation_set(evaluation)
+        (train_rows,), (eval_rows,) = train, evaluation
+        self.state.data["labels"] = self._known_labels(train_rows, eval_rows)
+        return self._labelled(train_rows, "training data"), self._evaluation_set(eval_rows)
+
+    @property
+    def _labels(self) -> list[str]:
+        """Return the labels that the model knows; none before the data are read."""
+        return self.state.data.get("labels", [])
 
     @property
     def _labelling(self) -> Labelling:
@@ -85,14 +87,14 @@ class TextClassification(FineTuning):
         self._texts = rows.remove_columns(self.label_column).select(by_length)
         return evaluation.select(by_length)  # batches of similar lengths need less padding
 
-    def _stream(self, mixture: Mixture, parts: list[Dataset], columns: Encoders) -> Any:  # room: streaming
+    def _stream(self, train: list[Any], parts: list[Dataset], columns: Encoders) -> Any:  # room: streaming
         """Return the streamed training set, whose labels are those of the rows to evaluate on, and the set of those."""
         rows = concatenate_datasets(parts)
-        self._labels = self._known_labels(rows, rows)
+        self.state.data["labels"] = self._known_labels(rows, rows)
         evaluation = self._evaluation_set(rows)
         sources = np.repeat(range(len(parts)), [len(part) for part in parts])[evaluation["row"][:]]
         columns = {**columns, self.label_column: partial(known_label, labels=self._labels)}
-        return self.stream(mixture, columns, self._labelling, None), evaluation.add_column("source", sources)
+        return build_stream(self, train, columns, self._labelling, None), evaluation.add_column("source", sources)
 
     def _known_labels(self, train: Dataset, evaluation: Dataset) -> list[str]:
         """Return the labels that the model was trained on, or else those of the rows to train on, in the order of their
@@ -109,12 +111,6 @@ class TextClassification(FineTuning):
             says = f"is in the data to evaluate on, but not in the data to train on ({listed(names)})"
             raise UserError(f"{where}: {unseen} {says}")
         return names
-
-    def data_state(self) -> dict[str, Any]:
-        return {"labels": self._labels}
-
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        self._labels = state["labels"]
 
     def fingerprint(self, dataset: Dataset) -> str:
         if isinstance(dataset, Stream):  # room: streaming
@@ -144,12 +140,14 @@ class TextClassification(FineTuning):
         names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
         rows = [{name: sample[name] for name in names} for sample in samples]
         inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
-        return {
+        batch = {
             "inputs": dict(inputs),
             "labels": torch.tensor([sample["label"] for sample in samples]),
             "tokens": sum(sample["length"] for sample in samples),
-            **self.counts_by_source(samples, "label"),  # room: streaming
         }
+        if self.is_tokenized_late:  # room: streaming
+            batch |= counts_by_source(self.source_names, samples, "label")
+        return batch
 
     @property
     def _config(self) -> PreTrainedConfig:
@@ -190,9 +188,9 @@ class TextClassification(FineTuning):
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensors]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
-        if self._source_names:  # room: streaming
-            losses = cross_entropy(logits, labels, reduction="none")
-            outputs |= self.sums_by_source(batch, losses, torch.arange(len(labels), device=labels.device), len(labels))
+        if self.source_names:  # room: streaming
+            losses, rows = cross_entropy(logits, labels, reduction="none"), torch.arange(len(labels)).to(labels.device)
+            outputs |= sums_by_source(self.source_names, batch, losses, rows, len(labels))
         return cross_entropy(logits, labels, reduction="sum"), outputs
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
@@ -201,7 +199,7 @@ class TextClassification(FineTuning):
             **load_metric("Accuracy").compute(**labels),
             **load_metric("F1").compute(**labels, labels=len(self._labels)),
             **load_metric("Matthews").compute(**labels),
-            **self.losses_by_source(outputs),  # room: streaming
+            **losses_by_source(self.source_names, outputs),  # room: streaming
         }
 
     def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
@@ -215,16 +213,18 @@ class TextClassification(FineTuning):
         row = dataset[index]
         return f"{self._tokenizer.decode(row['input_ids'])}\nlabel: {self._labels[row['label']]}"
 
-    def export(self, model: Any, weights: Tensors, folder: Path) -> None:
+    def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
         if self.lora.r:  # adapters alone would not say which labels there are
             self.export_merged(weights, folder)
         else:
             save(model, self._tokenizer, weights, folder)
+        return self.cards()
 
     def load_export(self, folder: Path) -> Any:
-        self.model, self.revision, self.lora = str(folder), None, Lora()  # adapters were added to the weights
-        self._labels = list((self._own_config.id2label or {}).values())
-        return self.build_model()
+        # adapters were added to the weights
+        exported = self.model_copy(update={"model": str(folder), "revision": None, "lora": Lora()})
+        self.state.data["labels"] = list((exported.load_config().id2label or {}).values())
+        return exported.build_model()
 
     def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}

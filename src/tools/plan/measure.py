@@ -24,6 +24,7 @@ from src.config.errors import UserError
 from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
+from src.tasks.base import build_skeleton
 from src.tools.plan.gpus import Gpu
 from src.tools.plan.work import Work
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
@@ -32,7 +33,7 @@ from src.training.gradients import to_local
 from src.training.optim import build_optimizers
 from src.training.out_of_memory import tensors_of
 from src.training.progress import Progress
-from src.training.run import Run, build_data
+from src.training.run import Run, begin_task, build_data
 from src.training.state import ResumePoint
 from src.training.transforms import transform
 from train import train_step
@@ -131,11 +132,11 @@ def build(config: Config) -> Run:
     accelerator, launch = build_accelerator(config)
     if launch.strategy.endswith("offload"):  # pinning copies, and would fill the memory of the host
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    config = begin_task(config, launch)
     started = time.perf_counter()
     train_set, eval_set = build_data(config, accelerator)
     seconds = time.perf_counter() - started
-    tuned = config.task.prepare_for("cuda", torch.bfloat16 if launch.precision == "bf16" else torch.float32)
-    model = config.task.build_skeleton()
+    model = build_skeleton(config.task)
     transform(model, config, accelerator)
     if not accelerator.is_fsdp2:
         fill(model, accelerator.device)
@@ -143,7 +144,9 @@ def build(config: Config) -> Run:
     fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
     optimizers = build_optimizers(config.optim, model)
     if seconds > LONG:
-        tuned.append(f"reading the data takes {seconds:.0f} s, for each line below: plan from a sample of them")
+        config.task.state.notes.append(
+            f"reading the data takes {seconds:.0f} s, for each line below: plan from a sample of them"
+        )
     return Run(
         config=config,
         accelerator=accelerator,
@@ -156,7 +159,7 @@ def build(config: Config) -> Run:
         train_set=train_set,
         eval_set=eval_set,
         origin=None,  # type: ignore[arg-type]  # nothing is saved
-        facts={"tuned": tuned},
+        facts={"tuned": config.task.state.notes},
     )
 
 

@@ -13,12 +13,9 @@ from filelock import FileLock
 from pyarrow import feather
 
 from src.config.errors import RunError, UserError, naming
-from src.tasks.text.documents import Chunker
-from src.tasks.text.labels import Labelling
 from src.tasks.text.packing import Chunk, ChunkLists
-from src.tasks.text.readers import BLOCK, Source, read_text
-from src.tasks.text.source import SKIP
-from src.tasks.text.values import Encoders
+from src.tasks.text.reading import BLOCK, SKIP, Encoders, Source, read_text
+from src.tasks.text.tokenizing import Chunker, Labelling
 
 Maker = Chunker | Labelling
 """What makes the chunks of each row."""
@@ -28,14 +25,6 @@ LOCKS = 256
 """Files to lock: blocks that share one are not made at the same time."""
 POLL = 0.005
 """Seconds from one look at a lock to the next."""
-
-
-class Mixture(list[Source]):
-    """The rows to train on."""
-
-    @property
-    def column_names(self) -> list[str]:
-        return [name for name in self[0].column_names if all(name in source.column_names for source in self)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from threading import Thread
+from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 
 from src.config.errors import UserError
 from src.tasks.text.packing import ChunkLists, best_fit
-from src.tasks.text.readers import Source
-from src.tasks.text.streaming.blocks import Blocks
+from src.tasks.text.reading import CODE, Encoders, Source, TableReader, TextTask, cache_folder
+from src.tasks.text.streaming.blocks import Blocks, Maker
 from src.tasks.text.streaming.order import Order
 
 PLACES, SAMPLED = 8, 1024
@@ -86,6 +88,30 @@ class Stream:
             sequences = packed([len(chunk["input_ids"]) for chunk in chunks], self.capacity, count)
         shuffled = np.random.default_rng([self.seed, 2, self.epoch, number]).permutation(count)
         return [[chunks[i] for i in sequences[place]] for place in shuffled]
+
+
+def build_stream(task: TextTask, rows: list[Any], columns: Encoders, maker: Maker, capacity: int | None) -> Stream:
+    """Return a task's training set: sequences of up to `capacity` tokens, or of one chunk each if that is None. `rows`
+    are the tables or Sources of the task's parts, the other arguments those of Blocks."""
+    parts, skips = task.parts, task.bad_rows == "skip"
+    sources = [
+        TableReader(read, part.dataset) if isinstance(read, Dataset) else read
+        for read, part in zip(rows, parts, strict=True)
+    ]
+    key = Hasher.hash([columns, maker, skips, CODE])
+    blocks = Blocks(columns, maker, skips, key, cache_folder() / "blocks", int(task.cache_gb * 1e9))
+    weights, passes = [part.weight for part in parts], [part.max_epochs for part in parts]
+    groups = [source.sizes for source in sources]
+    # where each row is a sequence, windows are cut by rows
+    masses = [masses_of(source) for source in sources] if capacity else groups
+    order = Order(groups, masses, weights, passes, task.shuffle_window)
+    return Stream(order, sources, blocks, capacity, count_sequences(order, sources, blocks, capacity))
+
+
+def masses_of(source: Source) -> np.ndarray:
+    """Return what each group of a source counts for by its bytes, in rows of mean size; float64."""
+    sizes = source.sizes * source.row_bytes
+    return sizes * (source.sizes.sum() / sizes.sum())
 
 
 def count_sequences(order: Order, sources: list[Source], blocks: Blocks, capacity: int | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""From rows of text to chunks of tokens: what a causal language model reads, and which tokens it has to predict.
+"""From rows of text to tokens, and which of them the model has to predict; from labelled texts to a classifier's inputs.
 
 A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where that is
 masked out of the loss. Raw text that is longer makes several chunks; prompts and chats are cut off.
@@ -6,7 +6,7 @@ masked out of the loss. Raw text that is longer makes several chunks; prompts an
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, groupby
@@ -14,13 +14,38 @@ from typing import Any, ClassVar
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, listed
 from src.tasks.text.chats import Spans, render_chat
 from src.tasks.text.packing import Chunk, ChunkLists
-from src.tasks.text.source import cached_map
-from src.tasks.text.values import Rows
+from src.tasks.text.reading import Rows, as_label, cached_map
+
+END = "<|endoftext|>"
+PAD = "<|pad|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 256 bytes, `<|endoftext|>`, which begins and ends a document, and `<|pad|>`, with a plain
+    chat template. What `save_pretrained` writes of it, `AutoTokenizer.from_pretrained` loads.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # a printable character for each byte, as in GPT-2
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END, PAD])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", pair=f"{END} $A {END} $B", special_tokens=[(END, tokenizer.token_to_id(END))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
+    )
+
 
 SLICE, TOGETHER = 2**16, 16
 """Characters in a slice of text, and how many slices' worth is tokenized at once: a tokenizer's Python objects take 260
@@ -188,3 +213,69 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
                 tokens = np.vstack([tokens, positions])
             found[i].append(tokens)
     return [np.hstack(parts) for parts in found]
+
+
+MEGA_BATCH = 50
+"""Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
+
+
+def sorted_labels(labels: Iterable[str]) -> list[str]:
+    """Return each label once, sorted: numbers by value, names alphabetically."""
+    names = set(labels)
+    are_numbers = all(re.fullmatch("-?[0-9]+", name) for name in names)
+    return sorted(names, key=int if are_numbers else None)
+
+
+def known_label(value: Any, labels: list[str]) -> str:  # room: streaming
+    """Return a label as text. Raise a ValueError if it is none of these."""
+    label = as_label(value)
+    if label not in labels:
+        raise ValueError(f"{label} is not among the evaluation data's ({listed(labels)})")
+    return label
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """Makes the model's inputs from rows of a text, or a pair of them, and a label."""
+
+    label: str
+    """Column of labels."""
+    labels: list[str]
+    """All labels that the model knows."""
+    tokenizer: PreTrainedTokenizerFast
+    sequence_length: int
+
+    def __call__(self, rows: Rows) -> Rows:
+        """Return the model's inputs, with `label`, a number, `length` in tokens, and whether the text was
+        `truncated`."""
+        texts = [values for name, values in rows.items() if name != self.label]
+        encoded = self.tokenizer(*texts, truncation=True, max_length=self.sequence_length)
+        self.tokenizer.backend_tokenizer.no_truncation()  # a tokenizer that remembers it has another fingerprint
+        return {
+            **encoded,
+            "label": [self.labels.index(label) for label in rows[self.label]],
+            "length": [len(ids) for ids in encoded["input_ids"]],
+            "truncated": [bool(encoding.overflowing) for encoding in encoded.encodings or []],
+        }
+
+    @property
+    def filler(self) -> Chunk:  # room: streaming
+        """Return what stands for a row that was skipped: its label is ignored by the loss."""
+        return {name: [1] for name in self.tokenizer.model_input_names} | {"label": -100, "length": 0}
+
+    def chunks_by_row(self, rows: Rows) -> ChunkLists:  # room: streaming
+        """Return the chunk of each row."""
+        made = self(rows)
+        return [[dict(zip(made, values, strict=True))] for values in zip(*made.values(), strict=True)]
+
+
+def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
+    """Return indices, each once, in an order in which a batch has texts of similar lengths and the batches are
+    shuffled; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
+    order = random.permutation(len(lengths))
+    size = MEGA_BATCH * batch_size
+    parts = np.split(order, range(size, len(order), size))
+    order = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+    whole = len(order) // batch_size * batch_size
+    batches = random.permutation(order[:whole].reshape(-1, batch_size))
+    return np.concatenate([batches.reshape(-1), order[whole:]])

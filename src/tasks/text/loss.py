@@ -1,0 +1,457 @@
+"""The loss of a decoder of transformers in little memory, and attention that keeps packed documents apart.
+
+transformers' own way is a mask of shape (batch, 1, length, length), which each layer reads and keeps. torch's kernel
+for documents of any length needs none. Both are here as functions of where documents end.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import send_to_device
+from peft.utils import TrainableTokensWrapper
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from src.config.errors import UserError, cause
+from src.tasks.base import num_weights
+from src.tasks.text.model import fsdp_blocks, without_adapters
+
+WITHOUT_EFFECT = {"cu_seq_lens_k", "max_length_k", "position_ids", "is_causal"}
+"""Arguments of attention functions that do not change the attention of a decoder within a document."""
+
+HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch 2.11 has none: its kernel takes fewer heads of keys and values as they are."""
+
+
+def document_lengths(ends: list[int]) -> dict[str, Any]:
+    """Return `cu_seq_lens`, where in the flattened batch each document begins and the last ends, of shape
+    (documents + 1,), int32; and `max_length`, an int that none exceeds. `ends` is where each ends; padding is one too.
+
+    A compiler would specialize on the longest length and on the number of documents: both are rounded up to a power of
+    two, so that few of them occur. The documents that this adds have no tokens.
+    """
+    edges = torch.tensor([0, *ends], dtype=torch.int32)
+    cu_seq_lens = torch.full((_power_of_two(len(ends)) + 1,), ends[-1], dtype=torch.int32)
+    cu_seq_lens[: len(edges)] = edges
+    return {"cu_seq_lens": cu_seq_lens, "max_length": _power_of_two(int(edges.diff().max()))}
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return each token's attention to itself and to those before it in its document; for AttentionInterface.
+
+    Args:
+        query: shape (batch, heads, length, head size). `key` and `value` may have fewer heads.
+        sliding_window: the most tokens that a token attends to, itself included; None: all.
+        cu_seq_lens_q, max_length_q: those of `document_lengths`.
+
+    Returns:
+        Shape (batch, length, heads, head size), in the dtype of `value`: rotary embeddings may have made the others
+        fp32 under autocast.
+
+    Raises:
+        ValueError: the model asks for more than the kernel can do.
+    """
+    _require_known("varlen", {"dropout": dropout or None, "attention_mask": attention_mask, **options})
+    q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
+    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    # if they aren't grouped but say so, the backward pass may take another kernel
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if HAS_GQA_SWITCH else {}
+    output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, **grouped)
+    return output.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def attention_by_document(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return what `varlen_attention` does, by the usual kernel, a document at a time: in any dtype, and with dropout.
+    Only windows need a mask. On a GPU, the host waits for the lengths."""
+    _require_known("per-document", {"attention_mask": attention_mask, **options})
+    lengths = [length for length in cu_seq_lens_q.diff().tolist() if length]
+    packed = (t.to(value.dtype).transpose(1, 2).flatten(0, 1).split(lengths) for t in (query, key, value))
+    is_grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for document in zip(*packed, strict=True):
+        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
+        mask, length = None, q.shape[2]
+        if sliding_window is not None and sliding_window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+        output = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
+        )
+        outputs.append(output.squeeze(0).transpose(0, 1))
+    return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def attention_in_halves(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Return what `attention_by_document` does, where two rows of the batch, one after the other, are the halves of a
+    sequence. Rows don't see each other elsewhere in a model: what it computes is what two processes would, which have
+    a half each."""
+    whole = (tensor.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3) for tensor in (query, key, value))
+    output, _ = attention_by_document(module, *whole, *arguments, **options)
+    return output.unflatten(1, (2, -1)).flatten(0, 1), None
+
+
+def _require_known(name: str, options: dict[str, Any]) -> None:
+    """Raise a ValueError if attention of this name is asked for what it can't do."""
+    asked = {option for option, value in options.items() if value is not None and value is not False}
+    if unknown := sorted(asked - WITHOUT_EFFECT):
+        raise ValueError(f"{name} attention has no {' and no '.join(unknown)}")
+
+
+AttentionInterface.register("varlen", varlen_attention)  # without an AttentionMaskInterface no mask is made
+AttentionInterface.register("in_halves", attention_in_halves)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, finished: Callable[[Tensor], Tensor], rows: int
+    ) -> Tensor:
+        device = states.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+        def rounded(tensor: Tensor) -> Tensor:  # on a CPU products of half precision have sums of half precision
+            return tensor.to(dtype) if device == "cuda" else tensor.to(dtype).float()
+
+        states_grad = torch.empty_like(states)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        loss = states.new_zeros((), dtype=torch.float32)
+        with torch.autocast(device, enabled=False):
+            weight = rounded(weight)
+            exact: dict[str, Any] = {} if weight.dtype == torch.float32 else {"out_dtype": torch.float32}
+            for start in range(0, len(states), rows):
+                part = slice(start, start + rows)
+                inputs = rounded(states[part])
+                outputs = torch.mm(inputs, weight.t(), **exact).requires_grad_()
+                with torch.enable_grad():
+                    chunk_loss = F.cross_entropy(finished(outputs), targets[part], reduction="sum")
+                loss += chunk_loss.detach()
+                gradient = rounded(torch.autograd.grad(chunk_loss, outputs)[0])
+                states_grad[part] = torch.mm(gradient, weight, **exact)
+                if weight_grad is not None:
+                    torch.addmm(weight_grad, gradient.t(), inputs, out=weight_grad, **exact)
+                del outputs, chunk_loss, gradient  # before there are others
+        ctx.save_for_backward(states_grad, weight_grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
+        return states, weight, None, None, None  # autograd casts them to the dtypes of what was passed in
+
+
+linear_cross_entropy: Callable[..., Tensor] = _LinearCrossEntropy.apply
+"""Return the cross-entropy summed over the targets; shape (), fp32.
+
+Factors of products are rounded to the dtype of autocast, else of the states; sums are kept in fp32, that of the
+weight's gradient over all chunks too.
+
+Args:
+    states: what the layer sees, shape (targets, width).
+    weight: shape (vocabulary, width).
+    targets: shape (targets,), int64.
+    finished: makes the logits of the layer's outputs, fp32.
+    rows: for how many targets there are logits at once.
+"""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of the matrix products in a forward and a backward pass; what is computed twice counts once. For the
+    model FLOPs utilization of Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, appendix B), but with only those
+    pairs of tokens that attention needs."""
+
+    per_token: int
+    per_target: int
+    """In the output layer: only tokens with a target pass it."""
+    per_pair: int
+    """For each pair of a token and one that it sees, itself included, in all layers."""
+
+    def total(self, tokens: int, targets: int, pairs: int) -> int:
+        """Return the operations for so many of each."""
+        return self.per_token * tokens + self.per_target * targets + self.per_pair * pairs
+
+
+def count_flops(model: PreTrainedModel) -> Flops | None:
+    """Return the operations of a decoder; None if they are not known: it has layers other than full attention and
+    matrices that every token passes, such as windows, state spaces or experts.
+
+    A matrix takes two operations per weight in the forward pass, two for the gradient of its input, and two for its own
+    unless it is frozen. Nothing counts that text does not pass through.
+    """
+    config, decoder = model.config.get_text_config(), model.get_decoder()
+    heads, kinds = getattr(config, "num_attention_heads", None), getattr(config, "layer_types", None) or ()
+    special = "sliding_window", "num_experts_per_tok"
+    is_plain = not any(getattr(config, name, None) for name in special) and {*kinds} <= {"full_attention"}
+    if not heads or not is_plain or any(weight.ndim > 2 for weight in decoder.parameters()):
+        return None
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    per_pair = 12 * config.num_hidden_layers * heads * width
+    return Flops(_of_matrices(decoder.modules()), _of_matrices(model.get_output_embeddings().modules()), per_pair)
+
+
+def _of_matrices(modules: Iterable[nn.Module]) -> int:
+    layers = [module for module in modules if not isinstance(module, nn.Embedding)]
+    matrices = [weight for layer in layers for weight in layer.parameters(recurse=False) if weight.ndim == 2]
+    return sum((6 if weight.requires_grad else 4) * num_weights(weight) for weight in matrices)
+
+
+CHUNK, CHUNK_ON_GPU = 2**24, 3 * 2**24
+"""Logits that are computed at once: 64 MiB in fp32; 192 MiB on a GPU, which small products leave idle."""
+TILE = 128
+"""Rows that a GPU's matrix products compute together: the last of 1,046 rows would leave most of a tile idle."""
+
+
+class LanguageModel(nn.Module):
+    """Computes losses from the logits of a few tokens at a time: with a vocabulary of 100,000, nothing takes as much
+    memory as all of them.
+
+    `lm` comes from AutoModelForCausalLM, fp32, of a kind that `trial.failure` has nothing against; or is a PeftModel of
+    such a model. `attention` is "sdpa", the model's own with masks, or the name of one that takes documents' lengths.
+    """
+
+    def __init__(self, lm: Any, attention: str = "sdpa") -> None:
+        super().__init__()
+        self.lm = lm
+        self._no_split_modules = fsdp_blocks(self.hf)
+        config, head = self.hf.config.get_text_config(), self.hf.get_output_embeddings()
+        self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+        scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+        self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
+        self.hf.get_input_embeddings().register_forward_hook(_in_bf16_under_autocast)
+        with_new_rows = isinstance(head, TrainableTokensWrapper)  # its weight has them
+        # with adapters it is not plain
+        self._is_plain_head = with_new_rows or (type(head) is nn.Linear and head.bias is None)
+        # Accelerate finds out whether layers are tied by their weights, which peft makes anew each time
+        self._has_tied_rows = with_new_rows and head.token_adapter.tied_adapter is not None
+        if self._is_plain_head:
+            # around it, FSDP gathers the weight
+            head.forward = partial(self._head_forward, head)
+        used = {*self.hf.get_decoder().parameters(), *head.parameters()}
+        for parameter in {*self.hf.parameters()} - used:  # such as a vision tower: DDP would wait for its gradients
+            parameter.requires_grad_(False)
+        self._attention = attention
+        self._takes_lengths = attention != "sdpa"
+        if self._takes_lengths:
+            self.hf.set_attn_implementation(attention)
+
+    @property
+    def hf(self) -> Any:
+        """Return the PreTrainedModel."""
+        return without_adapters(self.lm)
+
+    @cached_property
+    def flops(self) -> Flops | None:
+        """Return the operations of a step; None if they are unknown."""
+        return count_flops(self.hf)
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Return the first layer, which Accelerate has FSDP gather by itself; None: with the model's other parts."""
+        return None if self._has_tied_rows else self.hf.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the last layer, to be gathered with the norm before it."""
+        return None if self._has_tied_rows else self.hf.get_output_embeddings()
+
+    def forward(self, method: Literal["loss", "score", "generate"], **inputs: Any) -> Any:
+        """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone."""
+        return getattr(self, f"_{method}")(**inputs)
+
+    def _loss(self, index: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
+        """Return the loss summed over the targets, shape (), fp32.
+
+        Args:
+            index: positions with a target, in the flattened batch; shape (targets,), int64.
+            targets: the tokens to predict there; of the same shape.
+            inputs: those of `logits`.
+        """
+        states = self._states(**inputs).flatten(0, 1).index_select(0, index)
+        if self._is_plain_head:
+            return self.hf.get_output_embeddings()(states, targets)
+        return F.cross_entropy(self._logits(states).float(), targets, reduction="sum")
+
+    def _score(self, index: Tensor, targets: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """Return what each target contributes to the loss, and 1 if it was the likeliest token, else 0; both of shape
+        (targets,), fp32. Without gradients. The arguments are those of `_loss`."""
+        states = self._states(**inputs).flatten(0, 1).index_select(0, index)
+        losses, correct = [], []
+        rows = self._rows_at_once(states)
+        for chunk, expected in zip(states.split(rows), targets.split(rows), strict=True):
+            logits = self._logits(chunk).float()
+            losses.append(F.cross_entropy(logits, expected, reduction="none"))
+            correct.append((logits.argmax(-1) == expected).float())
+        return torch.cat(losses), torch.cat(correct)
+
+    def _generate(self, with_adapters: bool, **options: Any) -> Tensor:
+        """Return what `generate` of transformers does with these options, of the model with its adapters or without."""
+        if self._takes_lengths:  # of documents, of which there are none here
+            self.hf.set_attn_implementation("sdpa")
+        adapters = nullcontext() if with_adapters else self.lm.disable_adapter()
+        with adapters, torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+            tokens = self.lm.generate(**options)
+        if self._takes_lengths:
+            self.hf.set_attn_implementation(self._attention)
+        return tokens
+
+    def logits(self, **inputs: Any) -> Tensor:
+        """Return the logits of all tokens.
+
+        Args:
+            inputs: `input_ids`, shape (batch, length), int64; padding at the end, where nothing that counts sees it.
+                `position_ids`, of the same shape; where they start anew, another document begins. What
+                `document_lengths` returns, for an attention that takes it.
+        """
+        return self._logits(self._states(**inputs))
+
+    def _states(self, input_ids: Tensor, position_ids: Tensor, **lengths: Any) -> Tensor:
+        """Return what the output layer sees."""
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        if self._takes_lengths:  # of queries and of keys, which are the same
+            inputs |= {f"{name}_{of}": length for name, length in lengths.items() for of in "qk"}
+        return self.hf.base_model(**inputs).last_hidden_state
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self._finished(self.hf.get_output_embeddings()(states))
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """Return the logits as the model changes them after its last layer."""
+        if self._scale != 1:
+            logits = logits * self._scale
+        return logits if self._softcap is None else (logits / self._softcap).tanh() * self._softcap
+
+    def _head_forward(self, head: nn.Linear, states: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the last layer's outputs; with targets, the loss."""
+        if targets is None:
+            return type(head).forward(head, states)
+        return linear_cross_entropy(states, head.weight, targets, self._finished, self._rows_at_once(states))
+
+    def _rows_at_once(self, states: Tensor) -> int:
+        vocabulary = self.hf.config.get_text_config().vocab_size
+        rows = (CHUNK_ON_GPU if states.device.type == "cuda" else CHUNK) // vocabulary
+        return rows // TILE * TILE if rows > TILE else max(1, rows)
+
+
+def _in_bf16_under_autocast(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:
+    """Return the embedding's output in bf16 where the blocks compute in it: what they add to it is then kept and moved
+    in half the bytes, as under FSDP. Under fp16 it could overflow."""
+    device = states.device.type
+    is_bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return states.bfloat16() if is_bf16 else states
+
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
+"""Two rows of documents; packed ones have lengths of 3, 5, 6 and 2."""
+ROUNDING = 0.05
+"""Relative difference of logits in half precision: it is below 0.005; if documents see each other, 0.2 to 0.9."""
+
+
+def require_decoder(config: PreTrainedConfig, packing: bool) -> None:
+    """Raise a UserError if models of this kind cannot be trained: they fail, see the tokens that they have to predict
+    or other documents of their row, or their logits are not those that a LanguageModel makes."""
+    if says := failure(config, "sdpa", packing, "cpu", torch.float32):
+        hint = " (packed documents may see each other: try --task.packing=false)" if packing else ""
+        raise UserError(f"{config.model_type} cannot be trained here: {says}{hint}")
+
+
+def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
+    """Raise a UserError if processes can't share the sequences of such models, which mix tokens elsewhere than in their
+    attention, or attend in a way that `attention_by_document` can't."""
+    if says := failure(config, "in_halves", packing, "cpu", torch.float32):
+        raise UserError(f"{config.model_type}: processes cannot share its sequences (cp_size): {says}")
+
+
+def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str, dtype: torch.dtype) -> str | None:
+    """Return why models of this kind can't be trained with this attention on the device in `dtype`; None if they can.
+
+    Each token's logits in a row of several documents must be those that transformers computes with masks, of its own
+    document alone, up to that token. And there must be gradients. Leaves the CPU's random numbers as they were.
+    """
+    name = type(config).__name__.removesuffix("Config")
+    lengths = [3, 5, 6, 2] if packing else [8, 8]
+    tokens = TOKENS.view(4, 4) if attention == "in_halves" else TOKENS
+    positions = torch.cat([torch.arange(length) for length in lengths]).view_as(tokens)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    is_half = dtype != torch.float32
+    try:
+        with torch.random.fork_rng(devices=[]), torch.autocast(device, dtype, enabled=is_half):
+            lm = small_model(config).to(device).eval()
+            inputs: Any = {"input_ids": tokens, "position_ids": positions, **document_lengths(ends)}
+            inputs = send_to_device(inputs, device)
+            documents = inputs["input_ids"].flatten().split(lengths)
+            alone = torch.cat([lm(document[None, :-1], use_cache=False).logits[0] for document in documents])
+            model = LanguageModel(lm, attention)
+            together = model.logits(**inputs).flatten(0, 1).split(lengths)
+            model.train().logits(**inputs).sum().backward()  # with what training adds, such as dropout
+    except Exception as error:  # of any library on the way
+        return f"{name} fails on a few tokens, {cause(error).split('. ')[0]}"
+    found, expected = torch.cat([logits[:-1] for logits in together]).float(), alone.float()
+    difference = ((found - expected).norm() / expected.norm()).item()
+    says = f"{name} gives logits that differ by {difference:.0%} from a document's alone"
+    return says if not difference < (ROUNDING if is_half else 1e-5) else None  # rounding makes it 1e-6
+
+
+def small_model(config: PreTrainedConfig) -> Any:
+    """Return a model of the same class with few and narrow layers, one of each kind; where the class refuses that, with
+    wider ones."""
+    own = config.get_text_config()
+    kinds = vars(own).get("layer_types")  # a mere property follows from other fields
+    few: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2, "attention_chunk_size": 2}
+    few |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if kinds:
+        few |= {"num_hidden_layers": len(set(kinds)), "layer_types": list(dict.fromkeys(kinds))}
+    heads = getattr(own, "num_attention_heads", None)
+    is_grouped = getattr(own, "num_key_value_heads", heads) != heads
+    head = getattr(own, "head_dim", None) or own.hidden_size // (heads or 4)  # of its own size: kernels refuse some
+    narrow = {"hidden_size": 4 * head, "intermediate_size": 64}
+    narrow |= {"num_attention_heads": 4, "num_key_value_heads": 2 if is_grouped else 4}
+    with suppress(Exception):  # narrower than the class allows
+        small = _of_sizes(config, few | narrow)
+        small(TOKENS, use_cache=False)
+        return small
+    return _of_sizes(config, few)
+
+
+def _of_sizes(config: PreTrainedConfig, sizes: dict[str, Any]) -> Any:
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.update({name: size for name, size in sizes.items() if getattr(text, name, None) is not None})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,0 +1,646 @@
+"""Models of transformers: loaded or made from scratch, with adapters or without, in 4 bits or fp32, and exported."""
+
+import contextlib
+import copy
+import json
+import os
+import re
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
+import psutil
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, get_int_from_env
+from huggingface_hub import split_torch_state_dict_into_shards
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.import_utils import is_bnb_4bit_available
+from peft.tuners.lora import LoraLayer
+from pydantic import BeforeValidator, PositiveInt
+from ruamel.yaml.error import YAMLError
+from safetensors.torch import save_file
+from tokenizers import AddedToken
+from torch.distributed.tensor import DTensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    logging,
+)
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.trainer_utils import align_special_tokens
+
+from src.config.errors import UserError, explained, refuse
+from src.config.groups import Share
+from src.config.settings import ResumeSafe, SafeReopens, Settings, nearest, read_yaml
+from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors
+from src.tasks.text.chats import ends_of_turn
+from src.tasks.text.files import loading
+from src.tasks.text.meta_loading import (
+    ORIGINAL_HEAD,
+    bytes_in_fp32,
+    empty_pretrained,
+    load,
+    saved_weights,
+    start_heads,
+    weight_files,
+)
+from src.tasks.text.reading import TextTask
+from src.tasks.text.streaming.stream import Stream
+from src.tasks.text.tokenizing import byte_tokenizer
+
+
+class Lora(Settings):
+    """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small matrices are trained in place of the weights."""
+
+    r: PositiveInt | None = None
+    """Rank of the adapters; null: no adapters, all weights are trained."""
+    alpha: PositiveInt = 16
+    """Scale of what the adapters add to a layer's output: alpha / r."""
+    dropout: Share = 0.0
+    """Dropout rate of the adapters' input."""
+    target_modules: list[str] = []
+    """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
+    exclude_modules: str | None = None
+    r"""A regular expression: layers with such a name get no adapters; .*\.\d\..* leaves out blocks 0 to 9. Below the
+    first adapters there is no backward pass, and nothing is kept for one."""
+    base_dtype: ResumeSafe[Literal["nf4", "bf16", "fp32"] | None] = None
+    """Type in which the frozen weights are kept; null: bf16 if a GPU computes in it, else fp32. nf4: 4 bits, on one
+    device or under DDP; embedding and output are bf16. Adapters, and a classifier's head, are fp32."""
+    merge: SafeReopens[bool] = False
+    """Also export the model with the adapters added to its weights, into model/merged. A classifier's always are."""
+
+    def add_adapters(self, model: PreTrainedModel, revision: str | None, is_half: bool, **options: Any) -> PeftModel:
+        """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, and bf16 if
+        `is_half`, except for a classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a
+        UserError if `target_modules` names layers that it does not have, that cannot be adapted, or that are tied and
+        to be merged."""
+        assert self.r
+        layers = [name for name, _ in model.named_modules()]
+        absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
+        if absent:
+            raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
+        config = LoraConfig(
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.target_modules or "all-linear",
+            exclude_modules=self.exclude_modules,
+            **options,
+        )
+        if os.path.isdir(source := str(model.name_or_path)):  # which the adapters note, to be loaded in any folder
+            model.name_or_path = os.path.abspath(source)
+        says = "task.lora.target_modules, exclude_modules: "
+        with explained(says, (ValueError, TypeError, re.error)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
+            adapted = get_peft_model(model, config, revision=revision)
+        adapters = {name for name, layer in adapted.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
+        tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
+        if (self.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters)):
+            says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
+            raise UserError(f"task.lora.target_modules: {says} when they are merged; leave it out, or set merge=false")
+        for layer in adapted.modules():
+            if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
+                layer.to_empty(device="cpu", recurse=False)
+        for layer in adapted.modules():  # again, as peft loses the values where the model is on the meta device
+            if isinstance(layer, LoraLayer):
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+        for name, parameter in adapted.named_parameters():
+            is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
+            if is_half and not is_kept:
+                parameter.data = parameter.data.bfloat16()
+        return adapted
+
+
+def require_four_bits(is_sharded: bool) -> None:
+    """Raise a UserError if a model's weights can't be in 4 bits, because of what is installed, or of FSDP."""
+    setting = "task.lora.base_dtype=nf4"
+    if not is_bnb_4bit_available():
+        raise UserError(f"{setting}: needs bitsandbytes; `pip install -e '.[nf4]'`")
+    if is_sharded:
+        # what FSDP gathers are bytes without the scales that they are read with
+        hint = "take accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
+        raise UserError(f"{setting}: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); {hint}")
+
+
+def loading_options(base_dtype: str | None) -> dict[str, Any]:
+    """Return what `from_pretrained` needs to load linear layers in 4 bits, except for the output, which compute in
+    bf16; nothing for another type than nf4. A tensor at a time is quantized, on the device that will hold it: on a CPU,
+    8 billion weights take minutes."""
+    if base_dtype != "nf4":
+        return {}
+    require_four_bits(is_sharded=False)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": quantization, "device_map": {"": PartialState().device}}
+
+
+def give_four_bits(model: Any) -> None:  # room: plan
+    """Put layers of 4 bits in the place of a model's linear layers, except for the output, on the GPU, with no values.
+    Raise a UserError where `load_model` would."""
+    require_four_bits(AcceleratorState().distributed_type == DistributedType.FSDP)
+    options: Any = loading_options("nf4")["quantization_config"]
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), options)
+    for layer in model.modules():
+        weight: Any = getattr(layer, "weight", None)
+        if getattr(weight, "quant_type", None):
+            dense = torch.empty(layer.out_features, layer.in_features, dtype=torch.bfloat16)
+            packed = type(weight)(dense, requires_grad=False, quant_type="nf4", compress_statistics=True)
+            layer.weight = packed.to(AcceleratorState().device)
+
+
+def keep_layout(model: Any) -> None:
+    """Have an evaluation leave the weights as they are: on a CPU with AVX512-BF16, bitsandbytes 0.50 would reorder them
+    for kernels without a backward pass, and gradients would stop there from then on."""
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
+    """Add special tokens to the tokenizer. Raise a UserError if it has one of them already, or one is listed twice."""
+    known = tokenizer.get_vocab()
+    repeated = {token for token in tokens if token in known or tokens.count(token) > 1}
+    if repeated:
+        says = "the tokenizer has it already, or it is listed twice: leave it out"
+        raise UserError(f"task.new_tokens: {', '.join(sorted(repeated))}: {says}")
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+
+
+def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> dict[str, list[int]]:
+    """Give the tokens, which the tokenizer has, rows in the model's first and last layer; return the rows by layer, as
+    peft takes them: of tied layers, the first.
+
+    A row starts as the mean of those of the tokens before, so that it is neither likely nor unlikely (Hewitt 2021,
+    https://www.cs.columbia.edu/~johnhew/vocab-expansion.html).
+    """
+    grow(model, len(tokenizer))
+    vocabulary = tokenizer.get_vocab()
+    rows = [vocabulary[token] for token in tokens]
+    ends: dict[Any, str] = {}
+    names = {module: name for name, module in model.named_modules()}
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for layer in layers:
+        with torch.no_grad():
+            layer.weight[rows] = layer.weight[: min(rows)].mean(0)
+        ends.setdefault(layer.weight, names[layer])
+    return dict.fromkeys(ends.values(), rows)
+
+
+def grow(model: PreTrainedModel, num_tokens: int) -> None:
+    """Add rows to the model's first and last layer if they are fewer than the tokens; many have some to spare."""
+    embedding: Any = model.get_input_embeddings()
+    if embedding.num_embeddings < num_tokens:
+        model.resize_token_embeddings(num_tokens, mean_resizing=False)
+
+
+def load_exported(folder: Path, **options: Any) -> Any:
+    """Return the language model that a run exported, fp32, with adapters if it has any. Raise a UserError if there is
+    none. `options` are for `from_pretrained`."""
+    logging.set_verbosity_error()  # what is missing is judged below
+    logging.disable_progress_bar()
+    auto: Any = AutoModelForCausalLM
+    source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
+    with explained("not a language model, ", (OSError, ValueError)):
+        if has_adapters:
+            adapted = PeftConfig.from_pretrained(source)
+            source, revision = adapted.base_model_name_or_path, adapted.revision
+        model, found = auto.from_pretrained(
+            source, revision=revision, dtype=torch.float32, output_loading_info=True, **options
+        )
+        if found["missing_keys"]:
+            raise UserError(f"not a language model, it lacks {min(found['missing_keys'])}")
+        if has_adapters:
+            grow(model, len(AutoTokenizer.from_pretrained(folder)))
+            with suppress(OSError):  # adapters of others have none
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # as in lora.py
+                model = PeftModel.from_pretrained(model, folder)
+    return model
+
+
+def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return how many tokens the model sees at most; 10^30 if nothing limits them."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return min(positions, tokenizer.model_max_length) if positions > 0 else tokenizer.model_max_length
+
+
+def check_fit(
+    sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, num_new: int = 0
+) -> None:
+    """Raise a UserError if a sequence is longer than the model can be, or the tokenizer has tokens that the model does
+    not know, besides so many new ones."""
+    limit, known = max_length(config, tokenizer), config.get_text_config().vocab_size + num_new
+    if sequence_length > limit:
+        raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
+    if len(tokenizer) > known:
+        where = "task.tokenizer, task.architecture.vocab_size"
+        raise UserError(f"the tokenizer has {len(tokenizer)} tokens, but the model knows {known} ({where})")
+
+
+def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give a language model the tokenizer's special tokens, and have what it generates end where the chat template ends
+    a turn too: a base model, which ends where a text does, would go on with the user's next one."""
+    logging.set_verbosity_error()  # it would warn of what it changes
+    align_special_tokens(model, tokenizer)
+    generation, marks = model.generation_config, ends_of_turn(tokenizer)
+    ends = end_tokens(generation)
+    if marks and (end := tokenizer.get_vocab()[marks[0]]) not in ends:
+        generation.eos_token_id = [*ends, end]
+
+
+def end_tokens(generation: GenerationConfig) -> list[int]:
+    """Return the tokens at each of which generation ends."""
+    ends = generation.eos_token_id
+    if ends is None:
+        return []
+    return ends if isinstance(ends, list) else [ends]
+
+
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
+    """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer."""
+    logging.disable_progress_bar()
+    if model.can_generate():
+        set_ends(model, tokenizer)
+        model.generation_config.save_pretrained(folder)  # adapters come with none of their own
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+
+
+def without_adapters(model: PreTrainedModel | PeftModel) -> Any:
+    """Return the model itself, where it has adapters with them inside its layers."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def fsdp_blocks(model: PreTrainedModel) -> list[str]:
+    """Return the class names in `_no_split_modules` that FSDP can wrap: those the model has, except for one around the
+    input embeddings, which Accelerate wraps by themselves afterwards."""
+    embeddings = model.get_input_embeddings()
+    around = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
+    usable = {type(module).__name__ for module in model.modules()} - around
+    return [name for name in model._no_split_modules or [] if name in usable]
+
+
+SMALLEST_FILE, LARGEST_FILE = 10**8, 5 * 10**9
+"""In bytes: a smaller model is one file, and no file is larger, unless one tensor is."""
+
+
+def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> None:
+    """Write `model.safetensors`, or several files with an index, as `from_pretrained` reads them; on the first process,
+    which gathers a file's tensors. Collective; `tensors` have the same names on all processes."""
+    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    # about a file for each process: beside its own share, the first one gathers no more than another
+    share = sum(shape.nbytes for shape in shapes.values()) // accelerator.num_processes
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=min(max(share, SMALLEST_FILE), LARGEST_FILE))
+    for file, names in split.filename_to_tensors.items():
+        _write_file(folder / file, {name: tensors[name] for name in names}, accelerator)
+    if accelerator.is_main_process and split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_bytes(json.dumps(index, indent=2).encode())
+
+
+def _write_file(file: Path, tensors: Tensors, accelerator: Accelerator) -> None:
+    """Gather these tensors on the first process, and write them there. Collective."""
+    # in a function of its own: `whole` would otherwise keep the last tensor of the file before in memory
+    gathered = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to(accelerator.device)
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if accelerator.is_main_process:
+            gathered[name] = whole.cpu()
+    if accelerator.is_main_process:
+        save_file(gathered, file, {"format": "pt"})
+
+
+class FineTuning(TextTask):
+    """Trains a model of transformers on text."""
+
+    auto_class: ClassVar[Any] = AutoModelForCausalLM
+    """transformers' class that builds the model from its config."""
+    adapters_for: ClassVar[str] = "CAUSAL_LM"
+    """peft's name for the kind of model."""
+    pipeline_tag: ClassVar[str] = "text-generation"
+    """The Hub's name for what the model does."""
+    has_new_head: ClassVar[bool] = False
+    """Whether the layers after the base model, and a pooler, are new where the checkpoint has none that fit."""
+    model: str | None = None
+    """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
+    fp32; code in it is never run."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hub."""
+    dropout: Share | None = None
+    """Sets all of the model's dropout rates; null: as its config has them."""
+    lora: Lora = Lora()
+    """Low-rank adapters."""
+    _trained_rows: dict[str, list[int]] | None = None
+    """Rows of new tokens to train beside adapters, by layer."""
+
+    @property
+    @abstractmethod
+    def _config(self) -> PreTrainedConfig:
+        """Return the config of the model that is trained."""
+
+    @property
+    @abstractmethod
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer that it is trained with."""
+
+    def augmented(self, train: Any, seed: list[int]) -> Any:  # room: streaming
+        if isinstance(train, Stream):
+            run_seed, epoch, *_ = seed
+            return replace(train, seed=run_seed, epoch=epoch)
+        return super().augmented(train, seed)
+
+    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:  # room: streaming
+        if isinstance(train, Stream):
+            return range(len(train))  # each window is shuffled already
+        return super().order(train, random, global_batch_size)
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if not self.lora.r and self.lora != Lora():
+            yield "task.lora.r is not set: without it the other settings of task.lora do nothing"
+        if self.model and not Path(self.model).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
+            yield f"task.model={self.model}: no such folder"
+        if Path(str(self.model), "adapter_config.json").exists():
+            hint = "name the model that they belong to, or one that they were merged into (task.lora.merge=true)"
+            yield f"task.model={self.model}: holds adapters, not a model; {hint}"
+
+    def begin(self, state: TaskState) -> Self:
+        if not self.lora.r:
+            return super().begin(state)
+        is_bf16 = state.dtype == torch.bfloat16
+        base_dtype = self.lora.base_dtype or ("bf16" if state.device == "cuda" and is_bf16 else "fp32")
+        if base_dtype != "fp32" and not is_bf16:
+            raise UserError(f"task.lora.base_dtype={base_dtype}: needs --mixed_precision bf16 before train.py")
+        state.notes.append(f"frozen weights in {base_dtype}")
+        lora = self.lora.model_copy(update={"base_dtype": base_dtype})
+        return super(FineTuning, self.model_copy(update={"lora": lora})).begin(state)
+
+    def load_config(self) -> PreTrainedConfig:
+        """Return the model's config. Raise a UserError if there is none, it is damaged, or it asks to run code."""
+        with loading("model", self.model):
+            config = AutoConfig.from_pretrained(str(self.model), revision=self.revision, trust_remote_code=False)
+        return self.with_dropout(config)
+
+    def with_dropout(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return `config` with all its dropout rates set, if the settings ask for it. Leave layerdrop alone: processes
+        would skip different layers."""
+        for name, value in vars(config).items() if self.dropout is not None else ():
+            if isinstance(value, PreTrainedConfig):
+                self.with_dropout(value)
+            elif re.search("(?<!layer)drop(out|$)", name) and not isinstance(value, bool | str):
+                setattr(config, name, self.dropout)
+        return config
+
+    def build_model(self) -> Any:
+        if not self.state.has_weights:  # room: plan
+            model = self.new_model()
+            if self.lora.base_dtype == "nf4":
+                give_four_bits(model)
+            return self.finish(model)
+        if self.model and self.lora.base_dtype != "nf4":  # of which a tensor at a time is loaded
+            self._require_memory()
+        return self.finish(self.load_model())
+
+    def build_empty_model(self) -> tuple[Any, FillWeights] | None:
+        if self.lora.base_dtype == "nf4":
+            require_four_bits(is_sharded=True)
+        logging.disable_progress_bar()
+        with loading("model", self.model):
+            source = str(self.model)
+            files = weight_files(source, self.revision) if self.model else []
+            if not files:
+                return None
+            model, absent = empty_pretrained(self.new_model, files)
+            with suppress(OSError):  # where there is none, it follows from the config
+                if model.can_generate():
+                    model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
+        self._require_all(model, absent)
+        return self.finish(model), self._load_weights
+
+    def finish(self, model: Any) -> Any:
+        """Return what is trained, made of transformers' model. Have no attention computed by cuDNN: under a mask its
+        gradients may be NaN, if length % 128 is 64 (pytorch issue 196678)."""
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        model._no_split_modules = fsdp_blocks(model)
+        return self.with_adapters(model)
+
+    def core(self, model: Any) -> Any:
+        """Return transformers' model, with its adapters, inside of what is trained."""
+        return model
+
+    def with_adapters(self, model: Any) -> Any:
+        """Return the model with new adapters, if the settings ask for them."""
+        if not self.lora.r:
+            return model
+        options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
+        return self.lora.add_adapters(model, self.revision, self.lora.base_dtype in ("bf16", "nf4"), **options)
+
+    def new_model(self) -> Any:
+        """Return transformers' model of this config, fp32, with weights that it draws."""
+        config = copy.deepcopy(self._config)  # the model's attention is noted there
+        return self.auto_class.from_config(config, dtype=torch.float32)
+
+    def load_model(self) -> Any:
+        """Return transformers' model with its weights, fp32. Raise a UserError if it cannot be found, is damaged, or is
+        another kind of model."""
+        logging.set_verbosity_error()  # what is missing is judged below
+        logging.disable_progress_bar()
+        with loading("model", self.model):
+            model, loaded = self.auto_class.from_pretrained(
+                self.model,
+                revision=self.revision,
+                config=self._config,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **loading_options(self.lora.base_dtype),
+            )
+        keep_layout(model)
+        self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+        return model
+
+    def _require_memory(self) -> None:
+        """Raise a UserError if the weights take more memory than this process, or all of this machine's, can have: the
+        kernel would kill them without a word."""
+        with loading("model", self.model):
+            needed = bytes_in_fp32(weight_files(str(self.model), self.revision))
+        memory, processes = psutil.virtual_memory(), get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+        if needed > memory.available or needed * processes > memory.total:
+            says = f"its weights take {needed / 1e9:.1f} GB per process, {processes} on this machine"
+            free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free"
+            raise UserError(f"task.model={self.model}: {says}, and {free}; take a smaller model, or fsdp.yaml")
+
+    def _require_all(self, model: PreTrainedModel, absent: set[str]) -> None:
+        if self.has_new_head:
+            base = f"{model.base_model_prefix}."
+            absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
+        if absent:
+            says = f"{len(absent)} of its weights are missing or of another shape"
+            names = ", ".join(sorted(absent)[:3]) + (", …" if len(absent) > 3 else "")
+            raise UserError(f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {says} ({names})")
+
+    def _load_weights(self, model: Any, device: torch.device) -> None:
+        """Read this process's part of the weights into a sharded model of `build_empty_model`, with adapters or
+        without. Raise a UserError if a file is damaged or missing."""
+        own = without_adapters(self.core(model))
+        with loading("model", self.model):
+            load(own, weight_files(str(self.model), self.revision), device)
+        start_heads(own)
+        own.tie_weights()
+
+    def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:
+        """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
+        say where in the text its tokens are."""
+        setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
+        with loading(setting, source):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        if not tokenizer.is_fast:
+            hint = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
+            raise UserError(f"{source}: {type(tokenizer).__name__} does not say where its tokens are in a text; {hint}")
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes if there are no files at all
+            raise UserError(f"task.{setting}={source}: it has no tokenizer")
+        return tokenizer  # type: ignore[return-value]  # is_fast says so
+
+    def export_merged(self, weights: Tensors, folder: Path) -> None:
+        """Write the model with the adapters in `weights` added to its own weights, those in 4 bits as the bf16 numbers
+        that they stand for."""
+        model = self.load_model()
+        if self.lora.base_dtype == "nf4":
+            model = model.dequantize(torch.bfloat16)
+        adapted = self.with_adapters(model)
+        trained = {name: weights[name] for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        adapted.load_state_dict(trained, strict=False)
+        merged = adapted.merge_and_unload()
+        save(merged, self._tokenizer, merged.state_dict(), folder)
+
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
+        core = self.core(model)
+        weights = saved_weights(own := without_adapters(core))
+        if weights is None:
+            return None
+        if self.lora.r:
+            core.merge_adapter()
+        if accelerator.is_main_process:
+            save(own, self._tokenizer, {}, folder)
+        write_gathered(weights, folder, accelerator)
+        return self.cards()
+
+    def cards(self) -> Cards:
+        """Return what the card of an exported model says."""
+        card: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": self.pipeline_tag}
+        if self.model and not Path(self.model).exists():
+            card["base_model"] = self.model
+        if not Path(self.dataset).exists() and "://" not in self.dataset:
+            card["datasets"] = [self.dataset]
+        return {"": card}
+
+
+def typed(value: Any) -> Any:
+    """Return values from the command line, which are text, as YAML reads them."""
+    if isinstance(value, str):
+        with contextlib.suppress(YAMLError):
+            value = read_yaml(value)
+    if isinstance(value, dict):
+        return {name: typed(inner) for name, inner in value.items()}
+    return value
+
+
+class Decoder(FineTuning):
+    """Trains a decoder of transformers, from scratch or fine-tuned."""
+
+    architecture: Annotated[dict[str, Any], BeforeValidator(typed)] = {}
+    """What to train from scratch, in place of task.model: model_type as transformers names it (llama, gpt2, qwen3, …),
+    and any field of its config."""
+    tokenizer: str | None = None
+    """A model whose tokenizer is used, or `bytes`; null: task.model's own, or bytes if trained from scratch."""
+    sequence_length: PositiveInt
+    """Tokens that the model sees at once."""
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if bool(self.model) == bool(self.architecture):
+            yield "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
+        if self.lora.r and not self.model:
+            yield "task.lora adapts an existing model: set task.model, not task.architecture"
+
+    def load_model(self) -> Any:
+        if self.model:
+            return super().load_model()
+        with explained(f"task.architecture: {self._config.model_type} refuses it, "):
+            return self.new_model()
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        if self.model:
+            config = self.load_config()
+        else:
+            config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            says = "the auxiliary loss of a mixture of experts would differ with the number of processes"
+            raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
+        check_fit(self.sequence_length, config, self._tokenizer, self.num_new_tokens())
+        return config
+
+    def check_config(self) -> None:
+        """Raise a UserError, before the work begins, if the model has no config, or it does not fit the tokenizer and
+        the sequences."""
+        _ = self._config
+
+    def num_new_tokens(self) -> int:
+        """Return how many of the tokenizer's tokens the pretrained model gets rows for."""
+        return 0
+
+    def new_tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer that the settings name."""
+        name = self.tokenizer or (None if self.model else "bytes")
+        return byte_tokenizer() if name == "bytes" else self.load_tokenizer(name)
+
+
+def new_config(
+    architecture: dict[str, Any], tokenizer: PreTrainedTokenizerFast, sequence_length: int
+) -> PreTrainedConfig:
+    """Return a config of `architecture`: model_type and any of its config's fields. Vocabulary, special tokens and
+    positions fit the tokenizer and the sequences unless it names them. Raise a UserError if there is no such
+    architecture, it has no such fields, or it refuses their values."""
+    fields = dict(architecture)
+    kind = str(fields.pop("model_type", None))
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
+        close = nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+        raise UserError(f"task.architecture.model_type={kind}: transformers has no such causal language model{close}")
+    default = AutoConfig.for_model(kind)
+    known = [name for name in {**default.to_dict(), **default.attribute_map} if not name.startswith("_")]
+    unknown = [name for name in fields if name not in known]
+    refuse(f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}" for name in unknown)
+    fields.setdefault("vocab_size", len(tokenizer))
+    positions = default.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # n_positions in GPT-2
+    if positions in known and "max_position_embeddings" not in fields:
+        fields.setdefault(positions, sequence_length)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields.setdefault(token, getattr(tokenizer, token))
+    with explained(f"task.architecture: {kind} refuses it, "):
+        return AutoConfig.for_model(kind, **fields)

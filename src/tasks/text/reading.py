@@ -1,0 +1,610 @@
+"""Where a task's rows of text come from: a dataset on the Hub or local files, split to train and to evaluate on.
+
+Rows are read as they are written, in groups, from files or tables, for loaded, streamed and mixed data alike.
+"""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal, NamedTuple
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+from datasets import ClassLabel, Dataset, DownloadManager, Features, Json, List, Value, load_dataset
+from datasets.arrow_writer import ArrowWriter
+from datasets.fingerprint import Hasher
+from pyarrow import parquet
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr
+
+from src.config.errors import UserError, cause, explained, listed, refuse
+from src.config.settings import ResumeSafe, Settings
+from src.config.terminal import bar, is_first, say
+from src.tasks.base import Task
+from src.tasks.text.files import (
+    EVALUATION,
+    HAVE_LINES,
+    KINDS,
+    TEXT_FORMATS,
+    Group,
+    Parsed,
+    Shard,
+    by_split,
+    declared_splits,
+    find_files,
+    index_files,
+    lasting,
+    list_files,
+    loading,
+    merge,
+    path_error,
+    patiently,
+    splits_of,
+)
+
+Rows = dict[str, list[Any]]
+"""Values of rows, by column."""
+Found = tuple[Rows, dict[int, str]]
+"""Rows as they were read, and why some of them cannot be used, by place."""
+Encoder = Callable[[Any], str | None]
+"""Returns a value as the text that is kept of it; raises a ValueError that says why it cannot be used."""
+Encoders = Mapping[str, Encoder]
+"""Those of the columns in use, by column. One that takes None is of a column that may be missing."""
+
+
+def as_is(value: Any) -> Any:
+    """Return a value that has been encoded already."""
+    return value
+
+
+def as_text(value: Any) -> str:
+    """Return a text as it is. Raise a ValueError if it is something else."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ValueError("is empty")
+    if not isinstance(value, str):
+        raise ValueError(f"is {type(value).__name__}, not text")
+    return encodable(value)
+
+
+def as_label(value: Any) -> str:
+    """Return a label, a number or a text, as text without white space around it. Raise a ValueError if it is
+    neither."""
+    is_number = isinstance(value, int | float) and value == value  # a bool is one, what is not a number is none
+    return str(value) if is_number else as_text(value).strip()
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON. Raise a ValueError if it cannot be."""
+    with explained("is no JSON, ", (TypeError, RecursionError), ValueError):
+        return encodable(json.dumps(value, ensure_ascii=False))
+
+
+def encodable(text: str) -> str:
+    """Return the text. Raise a ValueError if it has half an emoji, or bytes that are not UTF-8, which no tokenizer
+    takes."""
+    try:  # `explained` would take eight times as long
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"is no Unicode text, {cause(error)}") from error
+    return text
+
+
+def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str, Any]) -> Found:
+    """Return the values of a table, and why some rows are unreadable, by place. The features are those of datasets."""
+    rows: Rows = {}
+    unreadable: dict[int, str] = {}
+    for name in columns:
+        if name not in table.column_names:
+            rows[name] = [None] * len(table)
+            continue
+        values = rows[name] = []
+        for place, value in enumerate(table[name]):
+            try:
+                values.append(_as_meant(value.as_py(), features.get(name)))
+            except UnicodeDecodeError as error:
+                values.append(None)
+                unreadable[place] = f"{name} is not UTF-8, {error}"
+    return rows, unreadable
+
+
+def _as_meant(value: Any, feature: Any) -> Any:
+    """Return a table's value with names for the numbers of labels, where the table declares them, and without the nulls
+    that a table has for each key which only other rows have."""
+    if isinstance(feature, Json) and isinstance(value, str):
+        return json.loads(value)
+    if isinstance(feature, ClassLabel) and isinstance(value, int) and 0 <= value < feature.num_classes:
+        return feature.names[value]  # a number without a name, such as -1 for unknown, stays a number
+    if isinstance(value, dict):
+        inner = feature if isinstance(feature, dict) else {}
+        return {key: _as_meant(part, inner.get(key)) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_as_meant(part, getattr(feature, "feature", None)) for part in value]
+    return value
+
+
+def declared_features(schema: pa.Schema) -> Features:
+    """Return the features that `datasets` has written into a parquet file; none if it is another's."""
+    written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    return Features.from_dict(written.get("info", {}).get("features") or {})
+
+
+Part = tuple[int, int, int]
+"""Rows of a source: the group, the first one in it, and that after the last one."""
+BLOCK = 1024
+"""Rows that are read from a table, or made into tokens, and kept together."""
+MERGED = 16
+"""Groups that are read at once where all are: a call of Arrow's reader costs half a millisecond."""
+
+
+class ShardReader:
+    """The rows of files, group by group."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self.shards = shards
+        self.groups = [(shard, group) for shard in shards for group in shard.groups]
+        self.sizes = np.array([group.rows for _, group in self.groups])
+        """Rows of each group; shape (groups,), int64."""
+        self.row_bytes = np.array([group.size / group.rows for _, group in self.groups])
+        """Mean bytes of its rows, in all columns; shape (groups,), float64."""
+        self.column_names = [*dict.fromkeys(name for shard in shards for name in shard.columns)]
+        names = [[Path(shard.url).name, shard.digest] for shard in shards]
+        self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+        """Changes with the content of any file and with their order, not with the folder that they are in."""
+
+    def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> Found:
+        """Return rows of a group, and why some of these are unreadable, by place. What is not there is None.
+
+        Raises:
+            UserError: the file is another one than that which was indexed.
+            RunError: it could not be read, in several tries.
+        """
+        shard, group = self.groups[number]
+        if shard.kind == ".parquet":
+            own = tuple(name for name in columns if name in shard.columns)
+            table = patiently(shard.url, lambda: _row_group(shard, group.start, own))
+            return arrow_values(table[first:last], columns, declared_features(table.schema))
+        parsed = _parse(shard, group)
+        bad = {place - first: reason for place, reason in parsed.unreadable.items() if first <= place < last}
+        return {name: [row.get(name) for row in parsed.rows[first:last]] for name in columns}, bad
+
+    def merged(self) -> "ShardReader":
+        """Return a reader whose groups are MERGED of these, to read all of them in fewer calls."""
+        return ShardReader([replace(shard, groups=merge(shard.groups, MERGED)) for shard in self.shards])
+
+    @property
+    def content(self) -> list[str]:
+        """Return what changes with the content of the files: of text its digest, whatever tar, rsync and the layers of
+        an image make of its time; of parquet, whose footer alone the index has seen, its version too."""
+        return [shard.digest + shard.version * (shard.kind == ".parquet") for shard in self.shards]
+
+    def version(self, number: int) -> str:
+        """Return what changes with a group's content, also where the footer of its file stays as it was."""
+        shard, group = self.groups[number]
+        return f"{shard.url} {shard.version} {group.start}"
+
+    def name(self, number: int, row: int) -> str:
+        """Return the name of a group's row for messages: the file, and the line or the row, counted from 1."""
+        shard, group = self.groups[number]
+        if shard.kind in HAVE_LINES:
+            return f"{shard.url}, line {group.line + _parse(shard, group).lines[row]}"
+        return f"{shard.url}, row {group.line + row}"
+
+
+class TableReader:
+    """The rows of a table, in groups of BLOCK."""
+
+    shards: tuple[Shard, ...] = ()
+
+    def __init__(self, table: Dataset, dataset: str) -> None:
+        self._table, self._dataset, self.fingerprint = table.with_format("arrow"), dataset, table._fingerprint
+        self.column_names = table.column_names
+        self.sizes = np.array([min(BLOCK, len(table) - first) for first in range(0, len(table), BLOCK)])
+
+    @cached_property
+    def row_bytes(self) -> np.ndarray:
+        """Return the mean bytes of a row of each group, in all columns; shape (groups,), float64."""
+        return np.array([rows.nbytes / len(rows) for rows in self._table.iter(BLOCK)])
+
+    def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> Found:
+        """Return rows of a group, and why some of these are unreadable, by place."""
+        before = number * BLOCK
+        return arrow_values(self._table[before + first : before + last], columns, self._table.features)
+
+    def merged(self) -> "TableReader":
+        """Return itself: its groups are cut from a table in memory."""
+        return self
+
+    @property
+    def content(self) -> list[str]:
+        """Return what changes with the content of the table."""
+        return [self.fingerprint]
+
+    def version(self, number: int) -> str:
+        """Return what changes with a group's content."""
+        return f"{self.fingerprint} {number}"
+
+    def name(self, number: int, row: int) -> str:
+        """Return the name of a group's row for messages."""
+        return f"{self._dataset}, row {number * BLOCK + row + 1}"
+
+
+Source = ShardReader | TableReader
+"""Where rows are."""
+
+
+class Opened(NamedTuple):
+    """A dataset whose files are known, and not read yet."""
+
+    dataset: str
+    train: Any
+    """The Source of the rows to train on."""
+    evaluation: Source | None
+    """That of the rows to evaluate on, if the dataset has a split for them."""
+
+
+def parts_of(source: Source) -> list[Part]:
+    """Return all rows of a source, in parts of a group each or, of large ones, of MERGED * BLOCK rows."""
+    most = MERGED * BLOCK
+    return [
+        (number, first, min(first + most, size))
+        for number, size in enumerate(source.sizes.tolist())
+        for first in range(0, size, most)
+    ]
+
+
+def read_text(source: Source, part: Part, columns: Encoders) -> Found:
+    """Return the rows of a part as the text that is kept of them, and why some of them cannot be used, by place."""
+    number, first, last = part
+    rows, bad = source.read(number, first, last, [*columns])
+    for name, encode in columns.items():
+        values = rows[name]
+        for place, value in enumerate(values):
+            try:
+                values[place] = encode(value)
+            except ValueError as error:
+                values[place] = None
+                bad.setdefault(place, f"{name} {error}")
+    return rows, bad
+
+
+@lru_cache(maxsize=2)  # a large row group is tokenized block by block
+def _row_group(shard: Shard, number: int, columns: tuple[str, ...]) -> pa.Table:
+    _require_unchanged(shard)
+    with fsspec.open(shard.url, "rb") as file:
+        return parquet.ParquetFile(file, pre_buffer=True).read_row_group(number, [*columns])
+
+
+@lru_cache(maxsize=2)  # a .json file is one group
+def _parse(shard: Shard, group: Group) -> Parsed:
+    """Return the rows of a text file's group."""
+
+    def read() -> bytes:
+        _require_unchanged(shard)
+        system, path = fsspec.core.url_to_fs(shard.url)
+        return system.cat_file(path, start=group.start, end=group.end)  # s3fs has another order
+
+    _, parse = TEXT_FORMATS[shard.kind]
+    return parse(patiently(shard.url, read), shard.columns)
+
+
+def _require_unchanged(shard: Shard) -> None:
+    found = list_files(shard.url).get(shard.url, "")
+    if lasting(found) != lasting(shard.version):
+        says = "has changed or is gone since it was indexed: put it back as it was, or begin a new run"
+        raise UserError(f"{shard.url} {says}")
+
+
+CODE = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
+"""The source of what makes the cached tables: when it changes, they are made again."""
+PART_NAMES = {"train": "the data to train on", "eval": "the data to evaluate on"}
+REASON = "why this row cannot be used"
+"""A column beside those of the data."""
+HELD_OUT = 1000  # room: streaming
+"""Rows at the end of streamed data that are evaluated on at most, if no file is named for that."""
+SKIP = "or leave out such rows with --task.bad_rows=skip"
+
+
+class MixtureSource(Settings):
+    """One of the datasets that are mixed."""
+
+    dataset: str = ""
+    dataset_config: str | None = None
+    weight: NonNegativeFloat = 1.0
+    max_epochs: PositiveInt = 1
+
+
+class TextTask(Task):
+    """Settings of the data of tasks on text, and the reading of their rows."""
+
+    dataset: str = ""
+    """A dataset on the Hub, a file (.txt, .jsonl, .json, .csv, .tsv, .parquet), or a folder of such files whose names
+    say their split: train, and validation, dev or test. A .txt file is one document; in a .tsv, quotes are text."""
+    dataset_config: str | None = None
+    """Configuration (subset) of a dataset on the Hub."""
+    column_names: list[str] = []
+    """Names of the columns of a .csv or .tsv file without a header."""
+    train_split: str = "train"
+    """Split to train on."""
+    eval_split: str | None = None
+    """Split to evaluate on; null: validation, dev or test where there is one, else a part of train_split."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of train_split that is kept for evaluation if there is no split for it."""
+    eval_from: Literal["random", "last", "all"] = "random"
+    """Which share: rows drawn at random, the same in each run, or the last ones. A single document is always cut near
+    its end. all: not a share, but all that is trained on, as src.tools.evaluate has it for other data."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What to do with rows that cannot be read, or whose text or label is missing or of another type: name them and
+    stop, or leave them out and count them."""
+    streaming: bool = False  # room: streaming
+    """Read files while training, in place of loading them before: task.dataset is a file, a folder,
+    a dataset on the Hub or a URL such as s3://bucket/folder. Evaluation data are loaded."""
+    sources: list[MixtureSource] = []  # room: streaming
+    """Datasets to mix, in place of task.dataset: [{dataset: A, weight: 3}, {dataset: B, weight: 1, max_epochs: 2}].
+    Weights share out the rows. An epoch has each row max_epochs times, 1 by default: a source that is used up leaves
+    its share to the others."""
+    shuffle_window: PositiveInt = 10_000  # room: streaming
+    """Streamed or mixed rows that are shuffled and packed together, on average: windows are alike in bytes. Groups of
+    rows are shuffled before."""
+    cache_gb: ResumeSafe[PositiveFloat] = 20.0  # room: streaming
+    """Gigabytes that tokenized rows may take on the disk, for the next epoch and other processes."""
+    _skipped_rows: dict[str, int] = PrivateAttr(default_factory=lambda: {"train": 0, "eval": 0})
+
+    @property
+    def parts(self) -> list[MixtureSource]:
+        """Return the datasets to read: those of a mixture, or the only one."""
+        if self.sources and self.eval_from != "all":  # room: streaming
+            return self.sources
+        return [MixtureSource(dataset=self.dataset, dataset_config=self.dataset_config)]
+
+    @property
+    def is_streaming(self) -> bool:  # room: streaming
+        """Return whether files are read while training."""
+        return self.streaming and self.eval_from != "all"
+
+    @cached_property
+    def source_names(self) -> list[str]:  # room: streaming
+        """Return the names of a mixture's sources: the last part of each dataset's path, and a number where that is not
+        the only one. None if there is no mixture."""
+        stems = [Path(part.dataset).stem for part in self.parts if self.parts is self.sources]
+        return [stem if stems.count(stem) == 1 else f"{stem}_{number}" for number, stem in enumerate(stems, start=1)]
+
+    @property
+    def is_tokenized_late(self) -> bool:  # room: streaming
+        """Return whether rows are tokenized while training: those of a mixture are too."""
+        return self.is_streaming or self.parts is self.sources
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if self.parts is self.sources:  # room: streaming
+            if self.dataset:
+                yield "task.dataset and task.sources: set one, a dataset or those to mix"
+            for source in self.sources:
+                if not source.weight:
+                    yield f"task.sources: {source.dataset} has a weight of 0: leave it out, or give it a share"
+        for part in self.parts:
+            path = Path(part.dataset)
+            is_local = path.exists()
+            is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.dataset)
+            if not part.dataset:
+                yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
+            elif self.is_streaming and (is_local or "://" in part.dataset):  # room: streaming
+                pass  # it is judged once it is listed
+            elif is_local and (error := path_error(path)):
+                yield f"task.dataset={path}: {error}"
+            elif not is_local and not is_hub_name:
+                yield f"task.dataset={path}: no such file or folder"
+        if self.eval_split == self.train_split and self.eval_from != "all":
+            says = "is what is trained on; without it, a part of that is kept to evaluate on"
+            yield f"task.eval_split={self.eval_split}: {says}"
+
+    def open_rows(self) -> list[Opened]:
+        """Return what reads the rows of each of `parts`. Raise a UserError that says in one line what cannot be loaded
+        and what to do."""
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
+        datasets.disable_progress_bars()  # they would stay when they are done
+        return [self._open_part(part) for part in self.parts]
+
+    def _open_part(self, part: MixtureSource) -> Opened:
+        with loading("dataset", part.dataset):
+            splits = self._find_splits(part)
+        others = (name for name in EVALUATION if name in splits and name != self.train_split)
+        used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
+        for setting, split in used.items():
+            if split and split not in splits:
+                raise UserError(f"task.{setting}={split}: {part.dataset} has {listed(splits)}")
+        opened = [self._open(splits[split], part.dataset) if split else None for split in used.values()]
+        return Opened(part.dataset, *opened)
+
+    def _find_splits(self, part: MixtureSource) -> dict[str, Any]:
+        """Return the files of each split, each with its version; or a table, where `datasets` has to read them."""
+        if "://" in part.dataset or Path(part.dataset).exists():
+            versions = find_files(part.dataset)
+            if part.dataset.lower().endswith(KINDS):
+                return {"train": versions}
+            files = declared_splits(part.dataset, part.dataset_config) or by_split(versions)
+        else:
+            files = splits_of(part.dataset, part.dataset_config)
+            # a .txt there has a document a line, and what is compressed would have to be unpacked
+            others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
+            if self.is_streaming:  # room: streaming
+                refuse(f"{name}: cannot be streamed, only {', '.join(KINDS[1:])} files" for name in others)
+            if others or not files:
+                tables: Any = load_dataset(part.dataset, part.dataset_config)
+                return tables
+            if not self.is_streaming:  # room: streaming
+                files = DownloadManager().download(files)
+            folders = {name.rpartition("/")[0] for names in files.values() for name in names}
+            versions = {name: version for folder in folders for name, version in find_files(folder).items()}
+        return {split: {name: versions[name] for name in names} for split, names in files.items()}
+
+    def _open(self, found: Any, dataset: str) -> Source:
+        """Return what reads a table, or those files that have a row. Raise a UserError if none has."""
+        if isinstance(found, Dataset):
+            return TableReader(found, dataset)
+        shards = [shard for shard in index_files(found, self.column_names, cache_folder()) if shard.groups]
+        if not shards:
+            raise UserError(f"task.dataset={dataset}: no row in its {len(found)} files")
+        if is_first():
+            say(*(f"{shard.url}: {shard.note}" for shard in shards if shard.note), file=sys.stderr)
+        return ShardReader(shards)
+
+    def usable_parts(self, opened: list[Opened], columns: Encoders) -> tuple[list[Any], list[Dataset]]:
+        """Return the usable rows to train on and to evaluate on, of each part: tables with these columns, all text. A
+        part without an evaluation split is split. What is streamed stays a Source. Raise a UserError if there are
+        unusable rows and they may not be skipped, or too few rows are left."""
+        trained, evaluated = [], []
+        for part in opened:
+            if self.is_streaming:  # room: streaming
+                require_columns(columns, part.train, part.dataset)
+                kept = None if part.evaluation else self._hold_out(part)
+                evaluated.append(self._usable_rows(part, part.evaluation or part.train, columns, "eval", kept))
+                trained.append(part.train)
+                continue
+            rows = self._usable_rows(part, part.train, columns, "train")
+            if part.evaluation:
+                evaluation = self._usable_rows(part, part.evaluation, columns, "eval")
+            else:
+                rows, evaluation = self.split(rows, part.dataset)
+            trained.append(rows)
+            evaluated.append(evaluation)
+        return trained, evaluated
+
+    def _usable_rows(
+        self,
+        of: Opened,
+        source: Source,
+        columns: Encoders,
+        part: Literal["train", "eval"],
+        blocks: list[Part] | None = None,
+    ) -> Dataset:
+        """Return the usable rows of a source, or of some parts of it, as a table."""
+        if blocks is None:
+            source = source.merged()
+            blocks = parts_of(source)
+        where = PART_NAMES[part]
+        require_columns(columns, source, of.dataset, where)
+        table = _read(source, blocks, columns, f"reading {where}")
+        reasons = table.data.column(REASON)
+        bad = np.flatnonzero(reasons.is_valid().to_numpy())
+        table = table.remove_columns(REASON)
+        if not len(bad):
+            return table
+        if self.bad_rows == "refuse" or len(bad) == len(table):
+            places = ((group, row) for group, first, last in blocks for row in range(first, last))
+            name = source.name(*next(islice(places, bad[0], None)))
+            count = f"{len(bad):,} of {len(table):,} rows in {where} cannot be used"
+            raise UserError(f"{name}: {reasons[bad[0]]}; {count}: fix them, {SKIP}")
+        self._skipped_rows[part] += len(bad)  # of all parts
+        return table.select(np.setdiff1d(np.arange(len(table)), bad))
+
+    def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
+        """Return `rows` split in two: one part to train on, one to evaluate on. Raise a UserError if there are too few
+        rows."""
+        if self.eval_from == "all":
+            return rows, rows
+        size = self._num_held_out(len(rows), dataset)
+        parts = rows.train_test_split(size, shuffle=self.eval_from == "random", seed=0)
+        return parts["train"], parts["test"]
+
+    def _num_held_out(self, num_rows: int, dataset: str) -> int:
+        """Return how many rows are kept for evaluation. Raise a UserError if there are too few."""
+        size = round(num_rows * self.eval_fraction)
+        if not 0 < size < num_rows:
+            says = f"{num_rows} rows are too few to keep {self.eval_fraction:g} of them for evaluation"
+            raise UserError(f"task.dataset={dataset}: {says} (task.eval_fraction)")
+        return size
+
+    def _hold_out(self, part: Opened) -> list[Part]:  # room: streaming
+        """Take the end of the last group from the rows to train on; return it."""
+        sizes = part.train.sizes
+        size = min(HELD_OUT, self._num_held_out(int(sizes.sum()), part.dataset), int(sizes[-1]))
+        sizes[-1] -= size
+        first = int(sizes[-1])
+        return [(len(sizes) - 1, first, first + size)]
+
+
+def require_columns(columns: Encoders, source: Source, dataset: str, where: str = "") -> None:
+    """Raise a UserError if a column is missing, in all files or in some."""
+    needed = [name for name, encode in columns.items() if not _takes_nothing(encode)]
+    if missing := " nor ".join(name for name in needed if name not in source.column_names):
+        says = f"task.dataset={dataset}: no column {missing}{where and f' in {where}'}"
+        says += f"; its columns are {listed(source.column_names)}"
+        if where == PART_NAMES["eval"]:
+            says += ". Are they kept back, as at Kaggle? Without that file, a part of the rows to train on is kept"
+        raise UserError(says)
+    lacking = [(shard.url, [name for name in needed if name not in shard.columns]) for shard in source.shards]
+    refuse(f"{url}: no column {' nor '.join(names)}, as other files have" for url, names in lacking if names)
+
+
+def _read(source: Source, parts: list[Part], columns: Encoders, desc: str) -> Dataset:
+    """Return all rows of the parts as a table of text, with the column REASON: null where there is none. The second
+    time, even in another process, from the cache, as long as the content of the files is the same."""
+    key = Hasher.hash([source.content, parts, columns, CODE])
+    folder = cache_folder()
+    file = folder / f"{key}.arrow"
+    if file.exists():
+        return Dataset.from_file(str(file))
+    folder.mkdir(parents=True, exist_ok=True)
+    features = Features({name: Value("string") for name in [*columns, REASON]})
+    num_rows = sum(last - first for _, first, last in parts)
+    with TemporaryDirectory(dir=folder) as place, bar(desc, total=num_rows) as progress:
+        unfinished = Path(place, file.name)
+        with ArrowWriter(features=features, path=str(unfinished), fingerprint=key) as writer:
+            for part in parts:
+                rows, bad = read_text(source, part, columns)
+                _, first, last = part
+                reasons = [bad.get(row) for row in range(last - first)]
+                writer.write_table(pa.table({**rows, REASON: reasons}, features.arrow_schema))
+                progress.update(last - first)
+            writer.finalize()
+        unfinished.replace(file)
+    return Dataset.from_file(str(file))
+
+
+def cached_map(rows: Dataset, function: Callable[..., Rows], desc: str, **options: Any) -> Dataset:
+    """Return what `function` makes of batches of all columns; the second time, even in another process, from the cache,
+    as long as the rows, the function with its arguments (a partial's, or its object's fields) and CODE are the same."""
+    key = Hasher.hash([rows._fingerprint, function, CODE])
+    names = rows.column_names
+    with bar(desc, total=len(rows)) as progress:
+
+        def counted(batch: Rows) -> Rows:
+            progress.update(len(batch[names[0]]))
+            return function(batch)
+
+        return rows.map(counted, batched=True, remove_columns=names, new_fingerprint=key, **options)
+
+
+def cache_folder() -> Path:
+    """Return the folder that keeps indexes, rows and blocks of tokens."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "rows"
+
+
+def _takes_nothing(encode: Any) -> bool:
+    """Return whether a column with this encoder may be missing."""
+    try:
+        encode(None)
+    except ValueError:
+        return False
+    return True
+
+
+def table_checksum(table: Dataset, columns: list[str]) -> str:
+    """Return a SHA-256 of the numbers in these columns, row by row: a number each, or a list."""
+    digest = hashlib.sha256()
+    for rows in table.select_columns(columns).with_format("arrow").iter(10_000):
+        for name in columns:
+            values = rows[name].combine_chunks()
+            if isinstance(table.features[name], List):
+                digest.update(values.value_lengths().to_numpy().tobytes())
+                values = values.flatten()
+            digest.update(values.to_numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,54 @@
+"""What is told apart by the sources of a mixture: the tokens of batches, and the losses of evaluations."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from datasets import Dataset, concatenate_datasets
+from torch import Tensor
+
+from src.tasks.base import Metrics, Tensors
+from src.tasks.text.packing import Batch, Chunk
+
+
+def counts_by_source(names: list[str], chunks: list[Chunk], labels: str) -> Batch:
+    """Return what a batch of these chunks, each with `labels`, has more than others: how many tokens are from each
+    source of a mixture and how many rows cannot be used, and the source of each target."""
+    counts = {"train/skipped_rows": sum(not chunk["length"] for chunk in chunks)}
+    if not names:
+        return {"counts": counts}
+    for number, name in enumerate(names):
+        own = (len(chunk["input_ids"]) for chunk in chunks if chunk["source"] == number)
+        counts[f"train/tokens_{name}"] = sum(own)
+    targets = [np.sum(chunk[labels] != -100) for chunk in chunks]
+    sources = np.repeat([chunk["source"] for chunk in chunks], targets)
+    return {"counts": counts, "sources": torch.from_numpy(sources)}
+
+
+def sums_by_source(names: list[str], batch: Batch, losses: Tensor, rows: Tensor, num_rows: int) -> Tensors:
+    """Return for each source of a mixture the loss and the number of targets in each example; shape (examples, 2).
+
+    Args:
+        names: those of the sources; none if there is no mixture.
+        batch: what `collate` returned.
+        losses: the loss of each target; shape (targets,).
+        rows: the example that each target is in; shape (targets,).
+        num_rows: the number of examples.
+    """
+    values, sums = torch.stack([losses, torch.ones_like(losses)], 1), {}
+    for number, name in enumerate(names):
+        own = (batch["sources"] == number).unsqueeze(1) * values
+        sums[f"loss_{name}"] = values.new_zeros(num_rows, 2).index_add(0, rows, own)
+    return sums
+
+
+def losses_by_source(names: list[str], outputs: Tensors) -> Metrics:
+    """Return the mean loss over the targets of each source, from what `sums_by_source` returned."""
+    sums = {f"loss_{name}": outputs[f"loss_{name}"].double().sum(0).tolist() for name in names}
+    return {name: loss / max(targets, 1) for name, (loss, targets) in sums.items()}
+
+
+def chunks_by_source(parts: list[Dataset], make_chunks: Callable[[Dataset], Dataset]) -> Dataset:
+    """Return the chunks that are made of the rows of each source, with a column `source`."""
+    made = enumerate(map(make_chunks, parts))
+    return concatenate_datasets([chunks.add_column("source", np.full(len(chunks), source)) for source, chunks in made])
