@@ -103,11 +103,12 @@ class ImageClassification(Task):
         return digest.hexdigest()
 
     def build_model(self) -> Any:
-        with explained(f"task.model={self.model}, task.weights={self.weights}, task.norm={self.norm}: "):
-            if self.weights and self.norm == "group":
+        weights = "" if self.state.is_trained else self.weights
+        with explained(f"task.model={self.model}, task.weights={weights}, task.norm={self.norm}: "):
+            if weights and self.norm == "group":
                 raise ValueError("weights that were trained with BatchNorm need frozen, or batch")
-            state = load_state_dict_from_file(self.weights, safe=False) if Path(self.weights).is_file() else None
-            model = models.get_model(self.model, weights=None if state else self.weights or None)
+            state = load_state_dict_from_file(weights, safe=False) if Path(weights).is_file() else None
+            model = models.get_model(self.model, weights=None if state else weights or None)
             if state:
                 model.load_state_dict(state)
         own = [type(layer).__name__ for layer in model.modules() if type(layer).__module__.startswith(models.__name__)]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from src.config.config import Config, load_config
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
-from src.tasks.base import Examples, Task
+from src.tasks.base import Examples, Task, TaskState
 from src.tasks.returned import require_sum
 from src.training.batches import fetch
 from src.training.gradients import float64_zeros
@@ -91,18 +91,19 @@ def all_reduce(tensor: Tensor) -> Tensor:
 def main(argv: list[str]) -> None:
     """Train, and print each step's loss."""
     config = load_config(argv, TASKS)
-    task = config.task
     dist.init_process_group()  # NCCL for tensors on GPUs, gloo for others
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
+    task = config.task.begin(TaskState(device.type))
+    config = config.model_copy(update={"task": task})
     if rank > 0:
         dist.barrier()
     train_set, _ = task.build_datasets()
     if rank == 0:
         dist.barrier()
-    model = new_model(config, device.type, "fp32")[0].to(device)  # seeded alike on all processes
+    model = new_model(config)[0].to(device)  # seeded alike on all processes
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
     optimizers = build_optimizers(config.optim, model)

@@ -137,7 +137,7 @@ class CausalLM(Decoder):
             tokenizer.eos_token = marks[0]
         return tokenizer
 
-    def build_datasets(self) -> tuple[Sequences, Sequences]:
+    def build_datasets(self) -> tuple[Any, Sequences]:
         opened = self.open_rows()
         first, *others = (part.train.column_names for part in opened)
         names = [name for name in first if all(name in other for other in others)]

@@ -1,4 +1,4 @@
-"""From rows of text to tokens, and which of them the model has to predict; from labelled texts to a classifier's inputs.
+"""Rows of text as tokens: those that a model has to predict, and what a classifier sees of labelled texts.
 
 A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where that is
 masked out of the loss. Raw text that is longer makes several chunks; prompts and chats are cut off.
