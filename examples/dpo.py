@@ -7,7 +7,6 @@ chosen one by more than the reference does, the frozen model that it started as.
 import copy
 import hashlib
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,11 +15,10 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError
-from src.tasks.base import Cards, Counts
-from src.tasks.text.model import Decoder, fsdp_blocks, load_exported, save
+from src.tasks.base import Counts
+from src.tasks.text.model import Decoder, fsdp_blocks, load_exported
 from src.tasks.text.reading import as_text
 from src.tasks.text.tokenizing import Chunker
 
@@ -53,6 +51,7 @@ class Dpo(Decoder):
     """What it costs the policy to depart from the reference."""
     sequence_length: PositiveInt = 256
     """Tokens that the model sees at most. Longer answers are cut off."""
+    core_name: ClassVar[str] = "policy"
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "chosen_log_ratio", "rejected_log_ratio")
 
     def validation_errors(self) -> Iterator[str]:
@@ -60,15 +59,8 @@ class Dpo(Decoder):
         if self.lora.r:
             yield "task.lora.r: all weights are trained here, without adapters"
 
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        return self.new_tokenizer()
-
     def finish(self, model: Any) -> PolicyAndReference:
         return PolicyAndReference(model)
-
-    def core(self, model: PolicyAndReference) -> Any:
-        return model.policy
 
     def build_empty_model(self) -> None:
         """Leave it to `build_model`: the reference is a copy of the policy's weights."""
@@ -108,11 +100,6 @@ class Dpo(Decoder):
         chosen, rejected = (outputs[name].double() for name in self.metric_names[2:])
         values = (chosen > rejected).double(), self.beta * (chosen - rejected), chosen, rejected
         return {name: float(value.mean()) for name, value in zip(self.metric_names, values, strict=True)}
-
-    def export(self, model: Any, weights: dict[str, Tensor], folder: Path) -> Cards:
-        own = {name.removeprefix("policy."): weight for name, weight in weights.items() if name.startswith("policy.")}
-        save(model.policy, self._tokenizer, own, folder)
-        return self.cards()
 
     def load_export(self, folder: Path) -> PolicyAndReference:
         model = self.build_model()  # of the same seed: its reference is that of the run

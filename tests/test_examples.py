@@ -110,7 +110,7 @@ def test_weights_come_from_a_file_and_their_statistics_stay(tmp_path: Path) -> N
     theirs.bn1.running_var.fill_(7.0)
     torch.save(theirs.state_dict(), tmp_path / "resnet.pth")
     task = ImageClassification(weights=str(tmp_path / "resnet.pth"), norm="frozen")
-    task._classes = ["cat", "dog"]
+    task.state.data["classes"] = ["cat", "dog"]
     model = task.build_model().train()
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 2)
     assert model.bn1.running_var.eq(7).all()

@@ -21,6 +21,7 @@ from src.config.config import load_config
 from src.config.errors import UserError, refuse
 from src.config.settings import read_yaml
 from src.tasks import TASKS
+from src.tasks.base import build_skeleton
 from src.tasks.mnist import Mnist
 from src.tools.plan import search
 from src.tools.plan.__main__ import main
@@ -491,7 +492,7 @@ def test_a_model_that_reads_its_weights_while_it_is_built() -> None:
             return model
 
     with pytest.raises(UserError) as error:
-        Reading().build_skeleton()
+        build_skeleton(Reading())
     assert str(error.value).startswith(
         "its model reads values that a plan does not have, Tensor.item() cannot be called"
     )

@@ -14,7 +14,7 @@ CP = "src.tasks.text.causal_lm."
 
 def with_all_targets(count: Hook, task: Any, batch: Batch) -> Counts:
     counts = count(task, batch)
-    return {**counts, "targets": counts["targets"] * task._cp.size}
+    return {**counts, "targets": counts["targets"] * task.state.cp.size}
 
 
 def with_positions_from_zero(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:

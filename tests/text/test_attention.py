@@ -14,7 +14,9 @@ from transformers import AutoConfig
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 
 from src.config.errors import UserError
-from src.tasks.text import attention, causal_lm
+from src.tasks.base import TaskState
+from src.tasks.text import causal_lm
+from src.tasks.text import loss as attention
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.loss import LanguageModel, failure, require_decoder, small_model
 from tests.text.test_language_model import SMALL, build, gradients
@@ -185,13 +187,10 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
     torch.backends.cuda.enable_cudnn_sdp(True)
     seen: list[bool] = []
     monkeypatch.setattr(causal_lm, "failure", lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    prepared = task(**settings)
-    assert prepared.prepare_for(device, dtype) == [f"{chosen} attention"]
-    assert not any(seen)
+    prepared = task(**settings).begin(TaskState(device, dtype))
     assert prepared.build_model().hf.config._attn_implementation == chosen
-    compared = prepared.reference()  # by --check, in fp32 too
-    compared.prepare_for(device, dtype)
-    assert compared.build_model().hf.config._attn_implementation == "sdpa"
+    assert prepared.state.notes == [f"{chosen} attention"]
+    assert not any(seen)
 
 
 def test_the_small_model_that_is_tried_has_heads_of_the_models_own_size() -> None:
@@ -204,7 +203,9 @@ def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     """The kernel itself, on a device that it doesn't know: this one."""
     monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     monkeypatch.setattr(causal_lm, "failure", lambda config, *_: failure(config, "varlen", True, "cpu", HALF))
-    (summary,) = task().prepare_for("cuda", HALF)
+    state = TaskState("cuda", HALF)
+    task().begin(state).build_model()
+    (summary,) = state.notes
     assert summary.startswith("sdpa attention (not varlen: Llama fails on a few tokens, Could not run 'aten::_flash")
 
 

@@ -322,7 +322,7 @@ def test_labels_are_what_a_table_says(content: str) -> None:
     """Tried with pandas' guesses: 1.1, 1.1, 2.0, 1, 100, 100."""
     kind = "tsv" if "\t" in content else "csv"
     task, *_ = built(*BERT, write({f"a.{kind}": content}), "eval_from=all")
-    assert task.data_state()["labels"] == sorted(["1.10", "1.1", "2.0", "001", "1e2", "100", "NA", "True"])
+    assert task.state.data["labels"] == sorted(["1.10", "1.1", "2.0", "001", "1e2", "100", "NA", "True"])
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_labels_as_files_have_them(labels: list[Any], names: list[str]) -> None:
     table = labelled(pd.Series(labels, dtype=object))
     for content in ({"a.jsonl": table.to_dict("records")}, {"a.csv": table.to_csv(index=False)}):
         task, *_, model = built(*BERT, write(content), SKIP)
-        assert task.data_state()["labels"] == [*model.config.label2id] == names
+        assert task.state.data["labels"] == [*model.config.label2id] == names
 
 
 # ------------------------------------------------------------------------------------------------------ tokenizers

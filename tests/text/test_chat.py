@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples import weights
 from examples.weights import WEIGHTS, find
 from src.config.errors import UserError
-from src.tasks.text import hub
+from src.tasks.text import files as hub
 from src.tasks.text.causal_lm import CausalLM
 from src.tools.generate import main  # room: tools
 from tests.launching import BIN, PROJECT, Launch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from src.tasks.text.reading import TextSource
+from src.tasks.text.reading import TextTask
 from src.tools.checkpoints import main
 from tests.text.conftest import Trained
 
@@ -18,7 +18,7 @@ def test_export_of_a_transformer(
 ) -> None:
     """The same files as the run's, the same weights to the last bit; a classifier's labels are known without data."""
     run = trained(kind, yaml)
-    monkeypatch.delattr(TextSource, "open_rows")
+    monkeypatch.delattr(TextTask, "open_rows")
     copy = shutil.copytree(run.folder / "checkpoints" / "step_00000012", tmp_path / "elsewhere")
     assert not main(["export", str(copy), f"--output={tmp_path}/model"])
     there = {path.name for path in (run.folder / "model").iterdir()}

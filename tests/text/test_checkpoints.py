@@ -56,7 +56,7 @@ def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edi
         task = TextClassification(model=f"{models}/bert", dataset=str(reviews))
         data = task.build_datasets()
         fingerprints = [task.fingerprint(part) for part in data]
-        return dataclasses.replace(ORIGIN, data_state=task.data_state(), fingerprints=fingerprints)
+        return dataclasses.replace(ORIGIN, data_state=task.state.data, fingerprints=fingerprints)
 
     then = origin(tiny.reviews(tmp_path / "reviews"))
     reviews = (tmp_path / "reviews").rename(tmp_path / "moved")

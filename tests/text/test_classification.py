@@ -26,7 +26,7 @@ def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_datas
     table = Dataset.from_dict({"label": [1, 0, -1, 2], "text": ["a", "b", "c", "d"]}, features=features)
     table.to_parquet(tmp_path / "a.parquet")
     task = TextClassification(dataset=f"{tmp_path}/a.parquet", eval_from="all")
-    rows, _ = task.usable_parts(*task.open_rows(), {"label": as_label})
+    (rows,), _ = task.usable_parts(task.open_rows(), {"label": as_label})
     assert rows["label"][:] == ["pos", "neg", "-1", "9"]
 
 

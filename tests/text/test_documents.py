@@ -313,7 +313,7 @@ FILES = {
 
 def loaded(task: CausalLM, *columns: str) -> tuple[Dataset, Dataset]:
     """The rows to train and to evaluate on, with these columns of text."""
-    return task.usable_parts(*task.open_rows(), dict.fromkeys(columns, as_text))
+    return task.usable_parts(task.open_rows(), dict.fromkeys(columns, as_text))
 
 
 @pytest.fixture
@@ -355,7 +355,7 @@ def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
     assert parts == again
     assert [len(part) for part in parts] == [15, 5]
     assert sorted(parts[0] + parts[1]) == sorted(f"row {i}" for i in range(20))
-    task.eval_from = "last"
+    task = task.model_copy(update={"eval_from": "last"})
     assert loaded(task, "text")[1]["text"][:] == [f"row {i}" for i in range(15, 20)]
 
 

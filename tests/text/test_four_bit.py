@@ -9,7 +9,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from src.config.errors import UserError
-from src.tasks.text import four_bit
+from src.tasks.base import TaskState
+from src.tasks.text import model as four_bit
 from src.tasks.text.causal_lm import CausalLM
 from tests.faults.runs import whole_tensors
 from tests.launching import Launch
@@ -87,7 +88,7 @@ def test_what_cannot_be_in_4_bits_is_one_line(
             "accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
         )
     with pytest.raises(UserError, match="^task.lora.base_dtype=nf4: needs --mixed_precision bf16 before train.py$"):
-        task(models / "spread").prepare_for("cpu", torch.float32)
+        task(models / "spread").begin(TaskState())
     monkeypatch.setattr(four_bit, "is_bnb_4bit_available", lambda: False)
     with pytest.raises(
         UserError, match="^task.lora.base_dtype=nf4: needs bitsandbytes; `pip install -e '.\\[nf4\\]'`$"

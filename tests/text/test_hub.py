@@ -33,7 +33,7 @@ def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(
     named, local = (model.state_dict() for model in (task.build_model(), here.build_model()))
     assert all(weight.equal(local[name]) for name, weight in named.items())
     assert weight_files("team/model", "v2") == [str(fetched / "snapshots/0123abcd/model.safetensors")]
-    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task.cards()[""].items()
+    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task._cards()[""].items()
     assert "datasets" not in task.model_copy(update={"dataset": "s3://team/data"}).cards()[""]  # the Hub refuses it
 
 
@@ -55,7 +55,7 @@ from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.reading import as_text
 for dataset in sys.argv[1:]:
     task = CausalLM(dataset=dataset, dataset_config="small")
-    print(json.dumps([part["text"][:] for part in task.usable_parts(*task.open_rows(), {"text": as_text})]))
+    print(json.dumps([part["text"][:] for part in task.usable_parts(task.open_rows(), {"text": as_text})]))
 """
     with serving({"team/data": tmp_path / "data"}, tmp_path / "home") as environment:
         run = [sys.executable, "-c", code, "team/data", str(tmp_path / "data")]  # as `hf download` leaves it, too

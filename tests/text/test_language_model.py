@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from src.config.errors import UserError
-from src.tasks.text import language_model as causal_lm
+from src.tasks.text import loss as causal_lm
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.loss import LanguageModel
 from src.tasks.text.model import Lora

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import src.checkpoint.export
 import src.checkpoint.resume
 import src.checkpoint.write
-import src.tasks.text.sharded_files
+import src.tasks.text.model
 import src.training.run
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import config_from
@@ -29,8 +29,8 @@ from src.config.errors import UserError
 from src.config.groups import Optim
 from src.distributed.accelerator import build_accelerator, prepare, sharded_units
 from src.tasks import TASKS
-from src.tasks.base import Tensors
-from src.tasks.text import language_model
+from src.tasks.base import TaskState, Tensors
+from src.tasks.text import loss as language_model
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.text_classification import TextClassification
 from src.training.gradients import to_local
@@ -56,7 +56,7 @@ def task_of(model: Path | str, lora: dict[str, Any]) -> Any:
     kind: type[Any] = TextClassification if str(model).endswith("bert") else CausalLM
     task = kind(dataset="none", model=str(model), sequence_length=16, dropout=0.0, lora=lora)
     if kind is TextClassification:
-        task.load_data_state({"labels": ["a", "b"]})
+        task.state.data["labels"] = ["a", "b"]
     return task
 
 
@@ -116,11 +116,10 @@ def test_frozen_weights_are_bf16_where_a_gpu_computes_in_it(models: Path) -> Non
     for where, chosen in (
         (("cuda", torch.bfloat16), "bf16"), (("cuda", torch.float16), "fp32"), (("cpu", torch.bfloat16), "fp32"),
     ):  # fmt: skip
-        task = task_of(models / "llama", {"r": 2})
-        task.prepare_for(*where)
+        task = task_of(models / "llama", {"r": 2}).begin(TaskState(*where))
         assert task.lora.base_dtype == chosen
     with pytest.raises(UserError, match="base_dtype=bf16: needs --mixed_precision bf16 before train.py"):
-        task_of(models / "llama", {"r": 2, "base_dtype": "bf16"}).prepare_for("cpu", torch.float32)
+        task_of(models / "llama", {"r": 2, "base_dtype": "bf16"}).begin(TaskState())
 
 
 def test_adapters_on_frozen_weights_of_bf16(trained: Trained, models: Path) -> None:
@@ -182,12 +181,14 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
     set_seed(0)
     whole, random = task.build_model(), torch.get_rng_state()
     set_seed(0)
-    model = task.build_empty_model()
+    empty = task.build_empty_model()
+    assert empty
+    model, fill = empty
     assert torch.equal(torch.get_rng_state(), random), "something else would be drawn next"
     drawn = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
     assert drawn < 0.1 * sum(parameter.numel() for parameter in model.parameters())
     model = prepare(accelerator, model)
-    task.load_weights(model, accelerator.device)
+    fill(model, accelerator.device)
     expected = dict(whole.named_parameters(remove_duplicate=False))
     found: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     assert found.keys() == expected.keys()
@@ -285,10 +286,10 @@ def measure() -> None:
         module.save_file = watched
 
     build, src.training.run.new_model = src.training.run.new_model, new_model  # type: ignore[assignment]
-    watch("load", CausalLM, "load_weights")
+    watch("load", CausalLM, "_load_weights")
     watch("save", CheckpointWriter, "save")
     watch_files("checkpoint", src.checkpoint.write)
-    watch_files("file", src.tasks.text.sharded_files)
+    watch_files("file", src.tasks.text.model)
     watch("export", src.checkpoint.export, "export_model")
     watch("resume", src.checkpoint.resume, "load_checkpoint")
 

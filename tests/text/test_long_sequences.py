@@ -142,7 +142,7 @@ def test_the_parts_of_a_batch_add_up_to_it(made: Path, size: int, packing: bool)
     parts = []
     for rank in range(size):
         task = whole.model_copy()
-        task.split_sequences(ContextParallel(rank, size))
+        task.state.cp = ContextParallel(rank, size)
         parts.append(task.collate(samples))
     expected = whole.collate(samples)
     width = expected["inputs"]["input_ids"].shape[1]

@@ -20,11 +20,11 @@ from datasets import ClassLabel, Features, Value
 from pyarrow import parquet
 
 from src.config.errors import UserError
-from src.tasks.text import readers
+from src.tasks.text import reading as readers
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.chats import ChatEncoder, as_tools
 from src.tasks.text.packing import Chunk
-from src.tasks.text.reading import Rows, as_label, as_text, cache_folder
+from src.tasks.text.reading import Rows, as_label, as_text, cache_folder, require_columns
 from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.tokenizing import byte_tokenizer
 from tests.launching import Launch
@@ -288,11 +288,12 @@ def read(folder: Path, has_chats: bool, streaming: bool) -> tuple[list[Row], int
     columns: Any = (
         {"messages": ChatEncoder(""), "tools": as_tools} if has_chats else {"text": as_text, "label": as_label}
     )
-    source, _ = task.open_rows()
+    (opened,) = task.open_rows()
+    source = opened.train
     if not streaming:
-        table, _ = task.usable_parts(source, None, columns)
+        (table,), _ = task.usable_parts([opened], columns)
         return [*zip(*(table[name][:] for name in columns), strict=True)], task._skipped_rows["train"]
-    task.require_columns(columns, source)
+    require_columns(columns, source, task.dataset)
     tokenizer: Any = Recording()
     blocks = Blocks(columns, tokenizer, True, "", cache_folder() / "blocks", 10**9)
     lengths = [

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from src.distributed.stop import StopSignal
-from src.tasks.text import attention
+from src.tasks.text import loss as attention
 from tests.launching import Launch
 from tests.text.tiny import NEW_LLAMA
 from train import run_settings

@@ -27,7 +27,6 @@ from src.tasks.text.reading import ShardReader, cache_folder
 from src.tasks.text.streaming import blocks, stream
 from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order
-from src.tasks.text.streaming.settings import masses_of
 from src.tasks.text.streaming.stream import Stream, count_sequences, packed
 from src.tasks.text.text_classification import TextClassification
 from tests.launching import Launch, Run, Started, slow, wait
@@ -269,7 +268,7 @@ def test_a_streamed_classifier_sees_each_row_with_its_label(models: Path, tmp_pa
         train, evaluation = of.build_datasets()
         batch = of.collate(samples(train, [*range(len(train))]))
         pairs = zip(batch["inputs"]["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
-        found.append((sorted(pairs), len(train), len(evaluation), of.data_state()))
+        found.append((sorted(pairs), len(train), len(evaluation), of.state.data))
         assert of.count(batch)["targets"] == len(train)
     assert found[0] == found[1]
 

@@ -16,7 +16,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from src.config.errors import RunError, UserError
-from src.tasks.text import files, readers
+from src.tasks.text import files
+from src.tasks.text import reading as readers
 from src.tasks.text.files import find_files, index_files
 from src.tasks.text.reading import ShardReader
 from tests.s3 import S3FileSystem, s3_bucket

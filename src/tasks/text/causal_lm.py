@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from pydantic import PositiveInt, PrivateAttr
 from torch import Tensor
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
 from src.config.settings import ResumeSafe
-from src.tasks.base import Cards, Counts, Table, Tensors
+from src.tasks.base import Counts, Table, Tensors
 from src.tasks.text.chats import CHATML, ChatEncoder, Question, as_tools, ask, ends_of_turn, read_questions
 from src.tasks.text.context_parallel import own_part, register, require_known_positions
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
@@ -28,7 +27,6 @@ from src.tasks.text.model import (
     keep_layout,
     load_exported,
     loading_options,
-    save,
     set_ends,
 )
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
@@ -75,6 +73,7 @@ class CausalLM(Decoder):
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
     next_step: ClassVar[tuple[str, str]] = "talk", "src.tools.generate"
     splits_sequences: ClassVar[bool] = True
+    core_name: ClassVar[str] = "lm"
     _columns: Columns = PrivateAttr(default_factory=dict)
     _questions: list[Question] = PrivateAttr(default_factory=list)
 
@@ -119,12 +118,9 @@ class CausalLM(Decoder):
     def num_new_tokens(self) -> int:
         return len(self.new_tokens)
 
-    def core(self, model: LanguageModel) -> Any:
-        return model.lm
-
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        tokenizer = self.new_tokenizer()
+        tokenizer = super()._tokenizer
         if self.new_tokens:
             add_tokens(tokenizer, self.new_tokens)
         if self.chat_template == "chatml":
@@ -272,31 +268,8 @@ class CausalLM(Decoder):
             **losses_by_source(self.source_names, outputs),  # room: streaming
         }
 
-    def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
-        weights = {name.removeprefix("lm."): weight for name, weight in weights.items()}
-        save(model.lm, self._tokenizer, weights, folder)
-        if self.lora.merge:
-            self.export_merged(weights, folder / "merged")
-        return self.cards()
-
     def load_export(self, folder: Path) -> LanguageModel:
         lm = load_exported(folder, **loading_options(self.lora.base_dtype))
         keep_layout(lm)
         check_fit(self.sequence_length, lm.config, self._tokenizer)
         return LanguageModel(lm)
-
-    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
-        if not self.lora.r:
-            return super().export_sharded(model, folder, accelerator)
-        merged = folder / "merged"
-        if self.lora.merge and (self.new_tokens or super().export_sharded(model, merged, accelerator) is None):
-            return None
-        adapters = {n: p.full_tensor().cpu() for n, p in model.lm.named_parameters() if p.requires_grad}
-        if accelerator.is_main_process:
-            save(model.lm, self._tokenizer, adapters, folder)
-        return self.cards()
-
-    def cards(self) -> Cards:
-        whole = super().cards()[""]
-        exported = whole | ({"library_name": "peft"} if self.lora.r else {})
-        return {"": exported, "merged": whole} if self.lora.merge else {"": exported}

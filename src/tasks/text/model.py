@@ -86,11 +86,11 @@ class Lora(Settings):
     merge: SafeReopens[bool] = False
     """Also export the model with the adapters added to its weights, into model/merged. A classifier's always are."""
 
-    def add_adapters(self, model: PreTrainedModel, revision: str | None, is_half: bool, **options: Any) -> PeftModel:
-        """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, and bf16 if
-        `is_half`, except for a classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a
-        UserError if `target_modules` names layers that it does not have, that cannot be adapted, or that are tied and
-        to be merged."""
+    def add_adapters(self, model: PreTrainedModel, revision: str | None, **options: Any) -> PeftModel:
+        """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, except for a
+        classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
+        `target_modules` names layers that it does not have, that cannot be adapted, or that are tied and to be
+        merged."""
         assert self.r
         layers = [name for name, _ in model.named_modules()]
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
@@ -124,7 +124,7 @@ class Lora(Settings):
                 layer.reset_lora_parameters("default", init_lora_weights=True)
         for name, parameter in adapted.named_parameters():
             is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
-            if is_half and not is_kept:
+            if self.base_dtype in ("bf16", "nf4") and not is_kept:
                 parameter.data = parameter.data.bfloat16()
         return adapted
 
@@ -343,6 +343,10 @@ class FineTuning(TextTask):
     """peft's name for the kind of model."""
     pipeline_tag: ClassVar[str] = "text-generation"
     """The Hub's name for what the model does."""
+    core_name: ClassVar[str] = ""
+    """Name of transformers' model inside of what is trained."""
+    exports_adapters: ClassVar[bool] = True
+    """Whether adapters are exported by themselves."""
     has_new_head: ClassVar[bool] = False
     """Whether the layers after the base model, and a pooler, are new where the checkpoint has none that fit."""
     model: str | None = None
@@ -448,16 +452,16 @@ class FineTuning(TextTask):
         model._no_split_modules = fsdp_blocks(model)
         return self.with_adapters(model)
 
-    def core(self, model: Any) -> Any:
+    def _core(self, model: Any) -> Any:
         """Return transformers' model, with its adapters, inside of what is trained."""
-        return model
+        return model.get_submodule(self.core_name)
 
     def with_adapters(self, model: Any) -> Any:
         """Return the model with new adapters, if the settings ask for them."""
         if not self.lora.r:
             return model
         options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
-        return self.lora.add_adapters(model, self.revision, self.lora.base_dtype in ("bf16", "nf4"), **options)
+        return self.lora.add_adapters(model, self.revision, **options)
 
     def new_model(self) -> Any:
         """Return transformers' model of this config, fp32, with weights that it draws."""
@@ -507,7 +511,7 @@ class FineTuning(TextTask):
     def _load_weights(self, model: Any, device: torch.device) -> None:
         """Read this process's part of the weights into a sharded model of `build_empty_model`, with adapters or
         without. Raise a UserError if a file is damaged or missing."""
-        own = without_adapters(self.core(model))
+        own = without_adapters(self._core(model))
         with loading("model", self.model):
             load(own, weight_files(str(self.model), self.revision), device)
         start_heads(own)
@@ -526,7 +530,24 @@ class FineTuning(TextTask):
             raise UserError(f"task.{setting}={source}: it has no tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
-    def export_merged(self, weights: Tensors, folder: Path) -> None:
+    def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
+        prefix = f"{self.core_name}." if self.core_name else ""
+        own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+        if not self.lora.r or self.exports_adapters:
+            save(self._core(model), self._tokenizer, own, folder)
+        whole = self._place_of_whole(folder)
+        if whole and self.lora.r:
+            self._export_merged(own, whole)
+        return self._cards()
+
+    def _place_of_whole(self, folder: Path) -> Path | None:
+        """Return where in an export the whole model is, adapters added to its weights; None: adapters are by
+        themselves."""
+        if not self.lora.r or not self.exports_adapters:
+            return folder
+        return folder / "merged" if self.lora.merge else None
+
+    def _export_merged(self, weights: Tensors, folder: Path) -> None:
         """Write the model with the adapters in `weights` added to its own weights, those in 4 bits as the bf16 numbers
         that they stand for."""
         model = self.load_model()
@@ -539,25 +560,33 @@ class FineTuning(TextTask):
         save(merged, self._tokenizer, merged.state_dict(), folder)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
-        core = self.core(model)
-        weights = saved_weights(own := without_adapters(core))
-        if weights is None:
-            return None
-        if self.lora.r:
-            core.merge_adapter()
-        if accelerator.is_main_process:
-            save(own, self._tokenizer, {}, folder)
-        write_gathered(weights, folder, accelerator)
-        return self.cards()
+        core = self._core(model)
+        own = without_adapters(core)
+        if whole := self._place_of_whole(folder):
+            weights = saved_weights(own)
+            if weights is None or self._trained_rows:
+                return None
+            if self.lora.r:
+                core.merge_adapter()
+            if accelerator.is_main_process:
+                save(own, self._tokenizer, {}, whole)
+            write_gathered(weights, whole, accelerator)
+        if self.lora.r and self.exports_adapters:
+            adapters = {n: p.full_tensor().cpu() for n, p in core.named_parameters() if p.requires_grad}
+            if accelerator.is_main_process:
+                save(core, self._tokenizer, adapters, folder)
+        return self._cards()
 
-    def cards(self) -> Cards:
-        """Return what the card of an exported model says."""
+    def _cards(self) -> Cards:
         card: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": self.pipeline_tag}
         if self.model and not Path(self.model).exists():
             card["base_model"] = self.model
-        if not Path(self.dataset).exists() and "://" not in self.dataset:
-            card["datasets"] = [self.dataset]
-        return {"": card}
+        names = [part.dataset for part in self.parts]
+        if on_the_hub := [name for name in names if "://" not in name and not Path(name).exists()]:
+            card["datasets"] = on_the_hub
+        if not (self.lora.r and self.exports_adapters):
+            return {"": card}
+        return {"": card | {"library_name": "peft"}} | ({"merged": card} if self.lora.merge else {})
 
 
 def typed(value: Any) -> Any:
@@ -615,8 +644,8 @@ class Decoder(FineTuning):
         """Return how many of the tokenizer's tokens the pretrained model gets rows for."""
         return 0
 
-    def new_tokenizer(self) -> PreTrainedTokenizerFast:
-        """Return the tokenizer that the settings name."""
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
         name = self.tokenizer or (None if self.model else "bytes")
         return byte_tokenizer() if name == "bytes" else self.load_tokenizer(name)
 

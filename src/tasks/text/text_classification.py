@@ -17,9 +17,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from src.config.errors import UserError, listed
 from src.tasks import load_metric
-from src.tasks.base import Cards, Counts, Indices, Table, Tensors
+from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
-from src.tasks.text.model import FineTuning, Lora, check_fit, save
+from src.tasks.text.model import FineTuning, Lora, check_fit
 from src.tasks.text.packing import Batch
 from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
 from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source
@@ -49,6 +49,7 @@ class TextClassification(FineTuning):
     auto_class = AutoModelForSequenceClassification
     adapters_for = "SEQ_CLS"
     has_new_head = True
+    exports_adapters = False  # by themselves they would not say which labels there are
     pipeline_tag = "text-classification"
     _texts: Dataset = PrivateAttr()
 
@@ -212,13 +213,6 @@ class TextClassification(FineTuning):
     def preview(self, dataset: Dataset, index: int) -> str:
         row = dataset[index]
         return f"{self._tokenizer.decode(row['input_ids'])}\nlabel: {self._labels[row['label']]}"
-
-    def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
-        if self.lora.r:  # adapters alone would not say which labels there are
-            self.export_merged(weights, folder)
-        else:
-            save(model, self._tokenizer, weights, folder)
-        return self.cards()
 
     def load_export(self, folder: Path) -> Any:
         # adapters were added to the weights
