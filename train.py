@@ -14,7 +14,7 @@ from src.distributed.accelerator import build_accelerator, entry_point, leave, n
 from src.distributed.process import collecting_new_objects
 from src.distributed.stop import StopSignal
 from src.parts import MODES, join_machines, open_store, run_settings, start_parts
-from src.tasks.returned import require_sum
+from src.tasks.task_checks import require_sum
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from src.config.errors import UserError
 from src.tasks.mnist import Mnist
-from src.tasks.returned import require_right, require_sum
+from src.tasks.task_checks import require_right, require_sum
 
 
 class Stream(IterableDataset[int]):

@@ -29,7 +29,7 @@ from src.config.config import Config, load_config
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tasks.base import Examples, Task, TaskState
-from src.tasks.returned import require_sum
+from src.tasks.task_checks import require_sum
 from src.training.batches import fetch
 from src.training.gradients import float64_zeros
 from src.training.optim import build_optimizers, lr_at, set_lr

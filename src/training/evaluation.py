@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler
 
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Metrics, Task, Tensors
-from src.tasks.returned import require_right
+from src.tasks.task_checks import require_right
 from src.training.batches import MicroBatch, fetch, micro_batch
 from src.training.gradients import float64_zeros
 from src.training.run import Run

@@ -24,7 +24,7 @@ from src.distributed.accelerator import (
 )
 from src.distributed.devices import TUNERS
 from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
-from src.tasks.returned import require_right
+from src.tasks.task_checks import require_right
 from src.training.optim import Schedule
 from src.training.progress import Progress
 from src.training.state import Origin, ResumePoint
