@@ -27,7 +27,7 @@ from src.tasks.text.reading import ShardReader, cache_folder
 from src.tasks.text.streaming import blocks, stream
 from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order
-from src.tasks.text.streaming.stream import Stream, count_sequences, packed
+from src.tasks.text.streaming.stream import Stream, count_sequences, masses_of, packed
 from src.tasks.text.text_classification import TextClassification
 from tests.launching import Launch, Run, Started, slow, wait
 from tests.text import tiny

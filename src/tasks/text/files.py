@@ -152,7 +152,7 @@ PIECE = 2**20
 """Bytes that are read of a file at once, while it is indexed."""
 TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 """Options of Python's csv module for a .tsv: in it, quotes are text too."""
-END = "end"
+SENTINEL = "end"
 """A line that is put after those of a table: a quote that is still open swallows it."""
 UTF8 = ("utf-8", "surrogateescape")
 """Bytes that are no UTF-8 are kept, so that the row with them can be named."""
@@ -173,11 +173,11 @@ class Group(NamedTuple):
     """First line; of kinds that are not made of lines, first row."""
 
 
-Record = tuple[int, int, int]
+RecordSize = tuple[int, int, int]
 """Bytes, lines and rows of what belongs together."""
 
 
-def grouped(records: Iterable[Record], position: int) -> list[Group]:
+def grouped(records: Iterable[RecordSize], position: int) -> list[Group]:
     """Return groups of GROUP_ROWS rows. The first record begins at this byte."""
     groups, start, first, line, rows = [], position, 1, 1, 0
     for size, lines, number in records:
@@ -234,7 +234,7 @@ def _first_rows_and_groups(file: BufferedReader, start: int) -> tuple[list[Any],
     """Return the rows in the first lines, and the groups."""
     head: list[bytes] = []
 
-    def records() -> Iterator[Record]:
+    def records() -> Iterator[RecordSize]:
         for line in file:
             if len(head) < GROUP_ROWS:
                 head.append(line)
@@ -308,7 +308,7 @@ def index_table(file: BufferedReader, start: int, names: list[str], **dialect: A
                 record.append(part)
                 yield part.decode(*UTF8)
 
-    def records() -> Iterator[Record]:
+    def records() -> Iterator[RecordSize]:
         nonlocal columns, longest, number
         for cells in csv.reader(text(), **dialect):  # it asks for no line beyond the record
             longest = max(longest, (len(record), number + 1))
@@ -328,11 +328,11 @@ def index_table(file: BufferedReader, start: int, names: list[str], **dialect: A
 
 def parse_table(data: bytes, columns: Sequence[str], **dialect: Any) -> Parsed:
     """Return the rows of a .csv or .tsv file's group. A row may have fewer cells than there are columns."""
-    lines = [*StringIO(data.decode(*UTF8), newline=""), END]
+    lines = [*StringIO(data.decode(*UTF8), newline=""), SENTINEL]
     reader, begin = csv.reader(lines, **dialect), 0
     parsed = Parsed([], [], {})
     for cells in reader:
-        if begin == len(lines) - 1:  # this is END
+        if begin == len(lines) - 1:  # this is SENTINEL
             break
         if len(cells) > len(columns):
             parsed.unreadable[len(parsed.rows)] = f"has {len(cells)} cells for {len(columns)} columns"

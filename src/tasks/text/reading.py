@@ -136,7 +136,7 @@ def declared_features(schema: pa.Schema) -> Features:
     return Features.from_dict(written.get("info", {}).get("features") or {})
 
 
-Part = tuple[int, int, int]
+RowRange = tuple[int, int, int]
 """Rows of a source: the group, the first one in it, and that after the last one."""
 BLOCK = 1024
 """Rows that are read from a table, or made into tokens, and kept together."""
@@ -171,7 +171,7 @@ class ShardReader:
             own = tuple(name for name in columns if name in shard.columns)
             table = patiently(shard.url, lambda: _row_group(shard, group.start, own))
             return arrow_values(table[first:last], columns, declared_features(table.schema))
-        parsed = _parse(shard, group)
+        parsed = _parse_group(shard, group)
         bad = {place - first: reason for place, reason in parsed.unreadable.items() if first <= place < last}
         return {name: [row.get(name) for row in parsed.rows[first:last]] for name in columns}, bad
 
@@ -194,7 +194,7 @@ class ShardReader:
         """Return the name of a group's row for messages: the file, and the line or the row, counted from 1."""
         shard, group = self.groups[number]
         if shard.kind in HAVE_LINES:
-            return f"{shard.url}, line {group.line + _parse(shard, group).lines[row]}"
+            return f"{shard.url}, line {group.line + _parse_group(shard, group).lines[row]}"
         return f"{shard.url}, row {group.line + row}"
 
 
@@ -250,7 +250,7 @@ class Opened(NamedTuple):
     """That of the rows to evaluate on, if the dataset has a split for them."""
 
 
-def parts_of(source: Source) -> list[Part]:
+def row_ranges(source: Source) -> list[RowRange]:
     """Return all rows of a source, in parts of a group each or, of large ones, of MERGED * BLOCK rows."""
     most = MERGED * BLOCK
     return [
@@ -260,7 +260,7 @@ def parts_of(source: Source) -> list[Part]:
     ]
 
 
-def read_text(source: Source, part: Part, columns: Encoders) -> Found:
+def read_text(source: Source, part: RowRange, columns: Encoders) -> Found:
     """Return the rows of a part as the text that is kept of them, and why some of them cannot be used, by place."""
     number, first, last = part
     rows, bad = source.read(number, first, last, [*columns])
@@ -283,7 +283,7 @@ def _row_group(shard: Shard, number: int, columns: tuple[str, ...]) -> pa.Table:
 
 
 @lru_cache(maxsize=2)  # a .json file is one group
-def _parse(shard: Shard, group: Group) -> Parsed:
+def _parse_group(shard: Shard, group: Group) -> Parsed:
     """Return the rows of a text file's group."""
 
     def read() -> bytes:
@@ -483,22 +483,22 @@ class TextTask(Task):
         source: Source,
         columns: Encoders,
         part: Literal["train", "eval"],
-        blocks: list[Part] | None = None,
+        ranges: list[RowRange] | None = None,
     ) -> Dataset:
         """Return the usable rows of a source, or of some parts of it, as a table."""
-        if blocks is None:
+        if ranges is None:
             source = source.merged()
-            blocks = parts_of(source)
+            ranges = row_ranges(source)
         where = PART_NAMES[part]
         require_columns(columns, source, of.dataset, where)
-        table = _read(source, blocks, columns, f"reading {where}")
+        table = _read(source, ranges, columns, f"reading {where}")
         reasons = table.data.column(REASON)
         bad = np.flatnonzero(reasons.is_valid().to_numpy())
         table = table.remove_columns(REASON)
         if not len(bad):
             return table
         if self.bad_rows == "refuse" or len(bad) == len(table):
-            places = ((group, row) for group, first, last in blocks for row in range(first, last))
+            places = ((group, row) for group, first, last in ranges for row in range(first, last))
             name = source.name(*next(islice(places, bad[0], None)))
             count = f"{len(bad):,} of {len(table):,} rows in {where} cannot be used"
             raise UserError(f"{name}: {reasons[bad[0]]}; {count}: fix them, {SKIP}")
@@ -522,7 +522,7 @@ class TextTask(Task):
             raise UserError(f"task.dataset={dataset}: {says} (task.eval_fraction)")
         return size
 
-    def _hold_out(self, part: Opened) -> list[Part]:  # room: streaming
+    def _hold_out(self, part: Opened) -> list[RowRange]:  # room: streaming
         """Take the end of the last group from the rows to train on; return it."""
         sizes = part.train.sizes
         size = min(HELD_OUT, self._num_held_out(int(sizes.sum()), part.dataset), int(sizes[-1]))
@@ -544,7 +544,7 @@ def require_columns(columns: Encoders, source: Source, dataset: str, where: str 
     refuse(f"{url}: no column {' nor '.join(names)}, as other files have" for url, names in lacking if names)
 
 
-def _read(source: Source, parts: list[Part], columns: Encoders, desc: str) -> Dataset:
+def _read(source: Source, parts: list[RowRange], columns: Encoders, desc: str) -> Dataset:
     """Return all rows of the parts as a table of text, with the column REASON: null where there is none. The second
     time, even in another process, from the cache, as long as the content of the files is the same."""
     key = Hasher.hash([source.content, parts, columns, CODE])

@@ -28,7 +28,7 @@ from src.tasks.text.tokenizing import Labelling, known_label, length_grouped, so
 
 SHOWN = 20
 """Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
-MOST_CHARACTERS = 200
+LONGEST_CELL = 200
 """Characters of a text that a table shows at most."""
 
 
@@ -206,7 +206,7 @@ class TextClassification(FineTuning):
     def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
         def show(index: int) -> dict[str, str]:
             texts = zip(("text", "text_pair"), self._texts[index].values(), strict=False)
-            return {name: text[:MOST_CHARACTERS] for name, text in texts}
+            return {name: text[:LONGEST_CELL] for name, text in texts}
 
         return label_tables(outputs, self._labels, show)
 

@@ -22,7 +22,7 @@ from src.tasks.text.chats import Spans, render_chat
 from src.tasks.text.packing import Chunk, ChunkLists
 from src.tasks.text.reading import Rows, as_label, cached_map
 
-END = "<|endoftext|>"
+END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
@@ -38,12 +38,18 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END, PAD])
+    tokenizer.add_special_tokens([END_OF_TEXT, PAD])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{END} $A", pair=f"{END} $A {END} $B", special_tokens=[(END, tokenizer.token_to_id(END))]
+        single=f"{END_OF_TEXT} $A",
+        pair=f"{END_OF_TEXT} $A {END_OF_TEXT} $B",
+        special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
     )
 
 
