@@ -1,7 +1,7 @@
 """What a task is: settings that know how to build a model and data, and how to score them."""
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,7 +89,7 @@ class TaskState:
     """What `build_model` chose for this device and dtype, for the start-up summary."""
 
 
-class Task(Settings, ABC):
+class Task(Settings):
     """What to train, on what, and how to score it: settings, and what is done with them.
 
     Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings

@@ -34,7 +34,7 @@ def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(
     assert all(weight.equal(local[name]) for name, weight in named.items())
     assert weight_files("team/model", "v2") == [str(fetched / "snapshots/0123abcd/model.safetensors")]
     assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task._cards()[""].items()
-    assert "datasets" not in task.model_copy(update={"dataset": "s3://team/data"}).cards()[""]  # the Hub refuses it
+    assert "datasets" not in task.model_copy(update={"dataset": "s3://team/data"})._cards()[""]  # the Hub refuses it
 
 
 def test_a_dataset_is_read_as_its_files_on_the_hub_say_and_found_by_its_configuration(tmp_path: Path) -> None:

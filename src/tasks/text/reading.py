@@ -355,7 +355,7 @@ class TextTask(Task):
     rows are shuffled before."""
     cache_gb: ResumeSafe[PositiveFloat] = 20.0  # room: streaming
     """Gigabytes that tokenized rows may take on the disk, for the next epoch and other processes."""
-    _skipped_rows: dict[str, int] = PrivateAttr(default_factory=lambda: {"train": 0, "eval": 0})
+    _skipped_rows: dict[str, int] = PrivateAttr(default_factory=dict)
 
     @property
     def parts(self) -> list[MixtureSource]:
@@ -410,6 +410,7 @@ class TextTask(Task):
         and what to do."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
         datasets.disable_progress_bars()  # they would stay when they are done
+        self._skipped_rows = {"train": 0, "eval": 0}
         return [self._open_part(part) for part in self.parts]
 
     def _open_part(self, part: MixtureSource) -> Opened:
