@@ -1,8 +1,9 @@
 """What a task is: settings that know how to build a model and data, and how to score them."""
 
+import copy
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,33 @@ class TaskState:
     """What `build_model` chose for this device and dtype, for the start-up summary."""
 
 
-class Task(Settings):
+class StatefulSettings(Settings):
+    """Settings, which are frozen, and beside them what a run finds out: an object of each copy's own."""
+
+    _state: TaskState = PrivateAttr(default_factory=TaskState)
+
+    @property
+    def state(self) -> TaskState:
+        """Return what the run has found out."""
+        return self._state
+
+    def begin(self, state: TaskState) -> Self:
+        """Return the task of a run: these settings, those that depend on the device chosen, with this state. Raise a
+        UserError if they ask for what the device or dtype cannot do."""
+        task = self.model_copy(deep=True)
+        task._state = state
+        return task
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with these settings changed. It shares no state, and caches nothing yet."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied._state = copy.deepcopy(self._state)
+        for cached in vars(copied).keys() - type(self).model_fields.keys():
+            del vars(copied)[cached]
+        return copied
+
+
+class Task(StatefulSettings):
     """What to train, on what, and how to score it: settings, and what is done with them.
 
     Subclass it in a file of its own, and name that file in src/tasks/__init__.py. The fields are the task's settings
@@ -106,20 +133,6 @@ class Task(Settings):
     """What to do with a trained model first: a word, and the program for it."""
     splits_sequences: ClassVar[bool] = False
     """Whether several processes can share each example, which is a sequence: see `TaskState.cp`."""
-    _state: TaskState = PrivateAttr(default_factory=TaskState)
-
-    @property
-    def state(self) -> TaskState:
-        """Return what the run has found out."""
-        return self._state
-
-    def begin(self, state: TaskState) -> Self:
-        """Return the task of a run: these settings, those that depend on the device chosen, with a state of its own.
-        Raise a UserError if they ask for what the device or dtype cannot do."""
-        task = self.model_copy(deep=True)
-        task._state = state
-        return task
-
     # ------------------------------------------------------------------------------------------------------ required
 
     @abstractmethod

@@ -148,10 +148,9 @@ class CausalLM(Decoder):
             raise UserError(f"the tokenizer has no chat template: {hint}")
         self.check_config()
         self._questions = self._read_questions()
-        evaluation_set = self._sequences(evaluation, "evaluation data")
         if self.is_tokenized_late:  # room: streaming
-            return self._stream(train, columns), evaluation_set
-        return self._sequences(train, "training data"), evaluation_set
+            return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
+        return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
 
     @property
     def _chunker(self) -> Chunker:

@@ -217,7 +217,8 @@ class TextClassification(FineTuning):
     def load_export(self, folder: Path) -> Any:
         # adapters were added to the weights
         exported = self.model_copy(update={"model": str(folder), "revision": None, "lora": Lora()})
-        self.state.data["labels"] = list((exported.load_config().id2label or {}).values())
+        labels = list((exported.load_config().id2label or {}).values())
+        self.state.data["labels"] = exported.state.data["labels"] = labels
         return exported.build_model()
 
     def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
