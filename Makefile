@@ -12,7 +12,7 @@ unused_name = $$(name=$(1); n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); nam
 .PHONY: help setup train test testall test-oldest test-machines lint format clean
 
 help:  ## list the targets
-	@sed -n 's/  # room: .*//; s/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/  # room[:].*//; s/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(VENV)/installed  ## create .venv with everything in it
 
