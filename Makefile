@@ -1,9 +1,9 @@
-# `make train` and `make test` work on a fresh machine that has Python >= 3.11; `make help` lists the rest.
+# `make train` and `make test` only need Python >= 3.11; `make help` lists the rest.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# One thread per core; without it the launcher prints that it chose so itself.
+# One thread per core; otherwise the launcher chooses for itself, and prints a notice.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 TRAIN := $(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml train.py
 # $(call unused_name,chat) is chat or, if there is such a run, chat-2, chat-3, …
@@ -12,11 +12,11 @@ unused_name = $$(name=$(1); n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); nam
 .PHONY: help setup train test testall test-oldest test-machines lint format clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/  # room[:].*//; s/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-setup: $(VENV)/installed  ## make .venv with everything in it
+setup: $(VENV)/installed  ## create .venv with everything in it
 
-# uv takes a minute where pip takes five. It doesn't read pip.conf, so it is told of an index and constraints there.
+# uv takes a minute where pip takes five. It doesn't read pip.conf, so the index and constraints there are passed on.
 $(VENV)/installed: pyproject.toml requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
 	@echo "installing into $(VENV), a few GB: a minute or more"
@@ -34,7 +34,7 @@ $(VENV)/installed: pyproject.toml requirements.txt requirements-dev.txt
 		$$pip install --quiet --disable-pip-version-check $$what; }
 	@touch $@
 
-ifeq ($(wildcard $(BIN)/pytest),)  # `uv sync` takes out what the tests need
+ifeq ($(wildcard $(BIN)/pytest),)  # `uv sync` removes what the tests need
 .PHONY: $(VENV)/installed
 endif
 
@@ -44,22 +44,22 @@ train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores,
 test: setup  ## run all but the slow tests, 10 to 15 minutes; ARGS='-k parity' for some of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-oldest:  ## the same in an environment of its own, .venv-oldest, with the oldest versions that the bounds allow
+test-oldest:  ## run the same tests in .venv-oldest, with the oldest versions that the bounds allow
 	@UV_RESOLUTION=lowest-direct $(MAKE) --no-print-directory test VENV=.venv-oldest
 
-testall: setup  ## run the slow tests too, two hours; ARGS=tests/faults for a part of them
+testall: setup  ## run all tests, the slow ones too, two hours; ARGS=tests/faults for some of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=tests/gpu -n logical --maxprocesses=4 \
 		--dist=worksteal $(ARGS)
 
-test-machines: setup  ## run the tests of several machines, as root: they need network namespaces, and Slurm  # room: machines
+test-machines: setup  ## run the multi-machine tests, as root: they need network namespaces and Slurm  # room: machines
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/machines -n 2 --dist=worksteal $(ARGS)  # room: machines
 
-lint: setup  ## run linter, formatter and type checker, changing nothing
+lint: setup  ## run the linter, formatter and type checker without changing anything
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: setup  ## let the linter and the formatter change what they can
+format: setup  ## fix lint and formatting where possible
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
@@ -68,5 +68,5 @@ format: setup  ## let the linter and the formatter change what they can
 -include tests/gpu.mk  # make test-gpu
 -include scripts/new.mk  # make new
 
-clean:  ## remove .venv, .venv-oldest and caches; runs/ and data/ stay
+clean:  ## remove .venv, .venv-oldest and caches, but not runs/ and data/
 	@rm -rf .venv .venv-oldest .*_cache

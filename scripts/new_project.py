@@ -1,6 +1,6 @@
 """Make a new project from this one: `make new NAME=my-project DEST=../my-project TASK=dpo WITHOUT="wandb report"`.
 
-Nothing needs to be installed. docs/make-it-yours.md says what goes and what stays.
+It needs no installed packages. docs/make-it-yours.md says what goes and what stays.
 """
 
 import os
@@ -30,7 +30,7 @@ def main(name: str, folder: str, task: str, without: str) -> None:
         print(*(f"make new: {error}" for error in errors), sep="\n", file=sys.stderr)
         sys.exit(2)
     rooms = list(dict.fromkeys([*unwanted, "benchmarks", "course", "examples", "template"]))
-    with tempfile.TemporaryDirectory() as temporary:  # DEST gets all of it at the end, or nothing
+    with tempfile.TemporaryDirectory() as temporary:  # DEST gets everything at the end, or nothing
         project = Path(temporary, "project")
         for file in filter(Path.exists, map(TEMPLATE.joinpath, git(TEMPLATE, "ls-files", "-z").split("\0")[:-1])):
             copy = project / file.relative_to(TEMPLATE)
@@ -56,7 +56,7 @@ def main(name: str, folder: str, task: str, without: str) -> None:
 
 
 def mistakes(name: str, dest: Path, task: str, without: list[str]) -> Iterator[str]:
-    """Yield what is wrong, one line each."""
+    """Yield the mistakes, one line each."""
     if not re.fullmatch(r"[a-zA-Z0-9]([\w-]{0,28}[a-zA-Z0-9])?", name, re.ASCII):  # 31 make a line of src too long
         yield f"NAME={name}: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends"
     folder = next(path for path in (dest, *dest.parents) if os.path.lexists(path))
@@ -65,7 +65,7 @@ def mistakes(name: str, dest: Path, task: str, without: list[str]) -> Iterator[s
     elif dest.is_relative_to(TEMPLATE):
         yield f"DEST={dest}: is inside this project; name a folder outside of it, such as DEST=../my-project"
     elif not folder.is_dir() or not os.access(folder, os.W_OK):
-        yield f"DEST={dest}: cannot be made in {folder}; name another folder, such as DEST=../my-project"
+        yield f"DEST={dest}: can't be created in {folder}; name another folder, such as DEST=../my-project"
     for variable, word, known in [("TASK", task, TASKS), *(("WITHOUT", room, FILES) for room in without)]:
         if word not in known:
             guess = "".join(f", did you mean {match}?" for match in get_close_matches(word, known, 1))
@@ -79,12 +79,12 @@ def mistakes(name: str, dest: Path, task: str, without: list[str]) -> Iterator[s
 
 
 def is_part_of(module: str, room: str) -> bool:
-    """Return whether a task's file is one of the room's, by its path without a suffix."""
+    """Return whether a task's file, given without its suffix, belongs to the room."""
     return any(f"{module}.".startswith((f"{path}/", path.replace("*", ""))) for path in FILES[room].split())
 
 
 def rename(project: Path, name: str) -> None:
-    """Give the project its name wherever this one's stands: the package's, and the default one in W&B."""
+    """Replace this project's name everywhere: the name of the package, and the default project in W&B."""
     for file in project.rglob("*"):
         if file.is_file() and not file.is_symlink() and b"accelerate-template" in (content := file.read_bytes()):
             file.write_bytes(content.replace(b"accelerate-template", name.encode()))
@@ -99,7 +99,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 def commit(project: Path, name: str) -> None:
-    """Commit all files to a new repository, under a neutral name if git knows no author."""
+    """Commit all files to a new repository, as a neutral author if git has none configured."""
     git(project, "init", "-q", "-b", "main")
     git(project, "add", "--all", "--force")
     is_known = answers("git", "-C", str(project), "var", "GIT_COMMITTER_IDENT")
@@ -108,7 +108,7 @@ def commit(project: Path, name: str) -> None:
 
 
 def train_by_default(project: Path, task: str) -> tuple[str, str]:
-    """Have `make train` train the task, moved to src/tasks if it is an example. Return the paths of code and config."""
+    """Make `make train` train the task, moved to src/tasks if it is an example. Return the paths of code and config."""
     code, config, makefile = f"src/tasks/{task}.py", f"configs/{task}.yaml", project / "Makefile"
     if TASKS[task].startswith("examples."):
         tasks, example = (
@@ -116,18 +116,18 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
             (project / f"examples/{task}.yaml").read_text(encoding="utf-8"),
         )
         (line,) = re.findall(rf'"{task}": "examples\.{task}:\w+"', tasks.read_text(encoding="utf-8"))
-        first = '    "mnist": "src.tasks.mnist:Mnist",\n'  # which is the default, and what most tests train
+        first = '    "mnist": "src.tasks.mnist:Mnist",\n'  # the default, which most tests train
         replace(tasks, {first: f"{first}    {line.replace('examples.', 'src.tasks.')},\n"})
         moves = {f"examples/{task}.py": code, f"examples/{task}.yaml": config}
         names = {"stub_task": task, f"examples/{task}.y": f"configs/{task}.y"}
-        for maker in set(re.findall(r"python -m examples\.(\w+)", example)):  # of the data
+        for maker in set(re.findall(r"python -m examples\.(\w+)", example)):  # scripts that make the data
             moves[f"examples/{maker}.py"] = f"src/tasks/{maker}.py"
             names[f"examples.{maker}"] = f"src.tasks.{maker}"
             text = re.sub("^(train|test.*): setup", r"\1: setup data", makefile.read_text(encoding="utf-8"), flags=re.M)
             makefile.write_text(
                 f"{text}\ndata: | setup  ## make the data\n\t@$(BIN)/python -m src.tasks.{maker}\n", encoding="utf-8"
             )
-        if not re.search("^  model: .*/", example, re.M):  # which tests can't download
+        if not re.search("^  model: .*/", example, re.M):  # tests can't download one
             moves["scripts/stub_test.py"] = f"tests/test_{task}.py"
         for old, new in moves.items():
             replace((project / old).rename(project / new), names)
@@ -135,7 +135,7 @@ def train_by_default(project: Path, task: str) -> tuple[str, str]:
         code = f"{TASKS[task].replace('.', '/')}.py"
         files = sorted((project / "configs").glob("*.yaml"))
         texts = {f"configs/{file.name}": file.read_text(encoding="utf-8") for file in files}
-        # one that a CPU can train
+        # the first that a CPU can train
         config = next(
             name for name, text in texts.items() if f"\ntask:\n  name: {task}\n" in text and "/cpu.yaml" in text
         )
@@ -153,7 +153,7 @@ def replace(file: Path, changes: dict[str, str]) -> None:
 
 
 def write_docs(project: Path, rooms: list[str], **names: str) -> None:
-    """Write a README, and leave no link to a file that is gone: only its text, and no row of a table without others."""
+    """Write a README. Reduce links to removed files to their text, and drop table rows without any other link."""
     readme = project / "README.md"
     useful = re.compile("## (Choosing how to run|Adding a task|Further reading)\n")
     stub = (TEMPLATE / "scripts/stub_README.md").read_text(encoding="utf-8").format(**names)

@@ -1,4 +1,4 @@
-"""Write the tree of the smallest copy into README.md: `python scripts/new_tree.py`. Nothing needs to be installed."""
+"""Write the file tree of the smallest copy into README.md: `python scripts/new_tree.py`. Needs no packages."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ BLOCK = re.compile(r"(?<=<!-- smallest tree -->\n```\n).*?(?=```\n<!-- /smallest
 
 
 def tree() -> list[tuple[str, int, str]]:
-    """Return train.py and the files in src that stay without any room: path, lines, and what each is for."""
+    """Return train.py and the files in src that remain without any room: path, line count and purpose of each."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         listed = subprocess.run(["git", "ls-files"], cwd=PROJECT, check=True, capture_output=True, encoding="utf-8")
@@ -33,7 +33,7 @@ def tree() -> list[tuple[str, int, str]]:
 
 
 def summary(code: str) -> str:
-    """Return the first line of a file's docstring, or as many of its clauses as fit behind path and lines."""
+    """Return the first line of a file's docstring, or as many of its clauses as fit after the path and line count."""
     line = (ast.get_docstring(ast.parse(code)) or "").partition("\n")[0].rstrip(".")
     while len(line) > WIDTH:
         line = re.split(r"(.*)[:;,.] ", line)[1]

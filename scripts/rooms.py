@@ -1,9 +1,9 @@
-"""Throw parts of the project out: `python scripts/rooms.py check wandb`. Nothing needs to be installed.
+"""Remove optional parts of the project: `python scripts/rooms.py check wandb`. It needs no installed packages.
 
-Such a part, a room, is its files (FILES), and each line elsewhere that ends with `# room: NAME`. With a line that opens
-a block (`def f(self):  # room: NAME`) go the block and its decorators, with a field the docstring below it, and with
-what used an import the import. A line of several rooms goes with the last of them if it says `# room: wandb trackers`,
-and with the first if it says `# room: text+examples`.
+Such a part, a room, consists of its files (FILES) and of each line elsewhere that ends with `# room: NAME`. A line that
+opens a block (`def f(self):  # room: NAME`) takes the block and its decorators with it, a field the docstring below it,
+and the last use of an import that import. A line of several rooms goes with the last of them if it says
+`# room: wandb trackers`, and with the first if it says `# room: text+examples`.
 docs/make-it-yours.md says what each room does.
 """
 
@@ -53,14 +53,14 @@ SHARED = {
     "scripts/rooms.py": {*FILES},
     "docs/make-it-yours.md": {*FILES},
 }
-"""Files that go with the last of several rooms."""
+"""Files that several rooms share, which go with the last of them."""
 LINE_LENGTH = 120
 QUOTES = '"""'
 MARK = re.compile(r"(?m)^(.*?)  # room: ([\w+ ]+)$")
 
 
 def throw_out(rooms: set[str], project: Path) -> None:
-    """Delete the files of the rooms, and the lines that only they need. Afterwards nothing else names them."""
+    """Delete the files of the rooms, and the lines that only they need. Nothing refers to them afterwards."""
     paths = [path for room in rooms for pattern in FILES[room].split() for path in project.glob(pattern)]
     paths += [project / path for path, of in SHARED.items() if not any(is_there(r, project) for r in of - rooms)]
     for path in paths:
@@ -83,7 +83,7 @@ def is_there(room: str, project: Path) -> bool:
 
 
 def without(lines: list[str], rooms: set[str]) -> list[str]:
-    """Return the lines of a file but for those of the rooms."""
+    """Return the lines of a file except those of the rooms."""
     left: list[str] = []
     i = 0
     while i < len(lines):
@@ -100,7 +100,7 @@ def without(lines: list[str], rooms: set[str]) -> list[str]:
 
 
 def drop_decorators(left: list[str], code: str) -> None:
-    """Drop the decorators above a function or class that goes."""
+    """Drop the decorators above a removed function or class."""
     indent = code[: depth(code)]
     while code.lstrip().startswith(("def ", "class ")) and left[-1].startswith((f"{indent}@", f"{indent})")):
         while not left.pop().startswith(f"{indent}@"):
@@ -108,7 +108,7 @@ def drop_decorators(left: list[str], code: str) -> None:
 
 
 def end_of_block(lines: list[str], start: int, code: str) -> int:
-    """Return the index after the block, the brackets or the docstring of a field that the line at `start` opens."""
+    """Return the index after the block, brackets or field docstring that the line at `start` opens."""
     end = start + 1
     if code.endswith((":", "(", "[", "{")):
         while end < len(lines) and (not lines[end] or depth(lines[end]) > depth(code)):
@@ -118,7 +118,7 @@ def end_of_block(lines: list[str], start: int, code: str) -> int:
         if end < len(lines) and lines[end].lstrip().startswith((")", "]", "}")) and depth(lines[end]) == depth(code):
             end = end_of_block(lines, end, lines[end].partition("  # room:")[0])
     elif end < len(lines) and lines[end].startswith(" " * depth(code) + QUOTES):
-        if lines[end].count(QUOTES) == 1:  # it has several lines
+        if lines[end].count(QUOTES) == 1:  # it spans several lines
             end += 1
             while QUOTES not in lines[end]:
                 end += 1
@@ -132,7 +132,7 @@ def used_names(lines: list[str]) -> set[str]:
 
 
 def with_used_imports(lines: list[str], unused: set[str]) -> list[str]:
-    """Return the lines of a file without the imports of names that are not used any more."""
+    """Return the lines of a file without the imports of names that are now unused."""
     statements = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in reversed(statements):
         aliases = [alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) not in unused]
@@ -159,7 +159,7 @@ def import_lines(module: str, names: list[str]) -> list[str]:
 
 
 def close_gap(left: list[str], lines: list[str], start: int, end: int) -> int:
-    """Leave as many blank lines where something goes as there would have been without it; return where to go on."""
+    """Leave as many blank lines as there would have been without what is removed; return where to continue."""
     before = after = 0
     while left and not left[-1]:
         left.pop()
@@ -198,7 +198,7 @@ def delete(path: Path) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Throw the rooms out of this project. Exit with code 2 if one is unknown, or what is deleted would be lost."""
+    """Remove the rooms from this project. Exit with code 2 if one is unknown or uncommitted changes would be lost."""
     project = Path(__file__).resolve().parent.parent
     if unknown := [name for name in names if name not in FILES]:
         sys.stderr.write(f"rooms: no such room: {', '.join(unknown)} ({', '.join(FILES)})\n")

@@ -1,4 +1,4 @@
-"""Data parallelism by hand, with the curve of one process; then DDP in its place.
+"""Data parallelism by hand, with the curve of one process; then with DDP instead.
 
 torchrun --standalone --nproc-per-node=4 docs/learn/data_parallel.py
 """
@@ -18,30 +18,30 @@ from torch.utils.data import DistributedSampler, TensorDataset
 BATCH = 64  # of 1,797 digits: the 29th batch of an epoch has 5 left, 2 for rank 0 and 1 for each of the others
 inputs, labels = torch.tensor(load_digits().data / 16, dtype=torch.float32), torch.tensor(load_digits().target)
 dist.init_process_group("gloo")
-events: list[str] = []  # of a step: "g": a parameter has its gradient; "R": an all-reduce begins
+events: list[str] = []  # in one step; "g": a gradient is ready, "R": an all-reduce starts
 
 
 class Sampler(DistributedSampler[tuple[Tensor, int]]):
-    # torch's deals out an epoch, and repeats some examples to give all processes as many; this one deals out each batch
+    # torch's splits an epoch, and repeats some examples so that all ranks have equally many; this one splits each batch
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.epoch))  # alike on all
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.epoch))  # same on all ranks
         return ((batch[self.rank :: self.num_replicas], len(batch)) for batch in order.split(BATCH))
 
 
 def average_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     events.append("R")
-    return allreduce_hook(group, bucket)  # what DDP does by itself: begins, and doesn't wait
+    return allreduce_hook(group, bucket)  # what DDP does by default: starts it, and doesn't wait
 
 
 def train(name: str, rank: int, p: int) -> Tensor:
     """Return the loss of each step, over the examples of all processes."""
-    torch.manual_seed(rank)  # other weights on each
+    torch.manual_seed(rank)  # different weights on each rank
     model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: events.append("g"))
         if name == "by hand":
-            dist.broadcast(parameter.data, src=0)  # the weights of rank 0 on all
-    if name == "DDP":  # broadcasts the weights too; its buckets are of 25 MB, unless one wants to see several
+            dist.broadcast(parameter.data, src=0)  # every rank gets the weights of rank 0
+    if name == "DDP":  # broadcasts the weights too; its buckets hold 25 MB by default, too much to see several here
         model = DistributedDataParallel(model, bucket_cap_mb=0.008)
         model.register_comm_hook(dist.group.WORLD, average_bucket)
     optimizer, sampler = torch.optim.SGD(model.parameters(), lr=0.5), Sampler(TensorDataset(inputs, labels), p, rank)
@@ -50,14 +50,14 @@ def train(name: str, rank: int, p: int) -> Tensor:
         sampler.set_epoch(epoch)
         for own, count in sampler:
             events.clear()
-            # averaged over the processes, this is the sum over the whole batch, divided by its number of examples
+            # averaged over the processes, this is the mean over the whole batch
             loss = cross_entropy(model(inputs[own]), labels[own], reduction="sum") / count * p
             optimizer.zero_grad()
             loss.backward()
             gradients = [x.grad for x in model.parameters() if x.grad is not None]
-            for gradient in gradients if name == "by hand" else []:  # DDP has done it, during backward()
+            for gradient in gradients if name == "by hand" else []:  # DDP has already done it, during backward()
                 events.append("R")
-                dist.all_reduce(gradient)  # each process has the sum over all of them
+                dist.all_reduce(gradient)  # every rank gets the sum over all of them
                 gradient /= p
             optimizer.step()
             losses.append(loss.detach())
@@ -74,7 +74,7 @@ def train(name: str, rank: int, p: int) -> Tensor:
 alone = train("one process", 0, 1)
 for name in ("by hand", "DDP"):
     curve = train(name, dist.get_rank(), dist.get_world_size())
-    step = int(((curve - alone).abs() > 1e-5).int().argmax())  # the first that differs
+    step = int(((curve - alone).abs() > 1e-5).int().argmax())  # the first that differs, if any
     assert abs(curve[step] - alone[step]) <= 1e-5, f"{name}, step {step + 1}: {curve[step]:.4f}, not {alone[step]:.4f}"
 dist.barrier()
 dist.destroy_process_group()

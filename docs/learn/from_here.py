@@ -1,4 +1,4 @@
-"""Steps of this project's train.py next to a loop by hand: the same losses, and the collectives behind them."""
+"""Steps of this project's train.py next to a handwritten loop: the same losses, and the collectives behind them."""
 
 import sys
 import threading
@@ -24,7 +24,7 @@ STEPS, MAIN_THREAD = 3, threading.get_ident()
 
 
 class Collectives(TorchDispatchMode):
-    """Notes each collective, whoever calls it: its name, the bytes of the whole tensor, the line of train_step."""
+    """Notes each collective, whoever calls it: its name, the whole tensor's size, the calling line of train_step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,19 +33,19 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == "c10d":
             size = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
-            stack = traceback.extract_stack(sys._current_frames()[MAIN_THREAD])  # a GPU's backward pass has another
+            stack = traceback.extract_stack(sys._current_frames()[MAIN_THREAD])  # on a GPU, backward runs in another
             line = [frame.line for frame in stack if frame.name in ("<module>", "train_step")][-1]
             name = op.name().removeprefix("c10d::").replace("_base", "").strip("_")
             self.notes.append(f"{name:15}{size:10,} bytes  {line}")
         return op(*args, **(kwargs or {}))
 
 
-# 1. Join the processes. 2. Each its share of the data. 3. The same model everywhere, wrapped or sharded.
+# 1. Connect the processes. 2. Each gets its part of the data. 3. The same model everywhere, wrapped or sharded.
 settings = ["--task.source=digits", "--task.dropout=0", "--micro_batch_size=16", "--output_dir=runs/from_here"]
 config = run_settings([*settings, "--dry_run=true"])  # writes nothing
 run = build(config)
 assert run is not None, "runs/from_here holds a finished run"
-by_hand = new_model(run.config)[0].to(run.device)  # from the same seed: the same weights
+by_hand = new_model(run.config)[0].to(run.device)  # the same seed, so the same weights
 optimizers = build_optimizers(config.optim, by_hand)
 losses = []
 stop = StopSignal(run.accelerator, config)
@@ -56,7 +56,7 @@ for step in range(STEPS):
         micro_batches, counts = next(steps)
         result = train_step(run, micro_batches, counts)
     losses.append(mean_loss(run.accelerator, result))
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # the loss and its targets
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # the loss and the number of targets
     for batch in micro_batches:
         loss_sum = config.task.loss(by_hand, batch.data)
         loss_sum.backward()

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (ZeRO-3) by hand, next to FSDP2; each also with its shards offloaded."""
+"""Fully sharded data parallelism (ZeRO-3) by hand, next to FSDP2; both also with offload."""
 
 import torch
 import torch.distributed as dist
@@ -8,34 +8,34 @@ from torch.distributed import fsdp, tensor
 from torch.nn.functional import mse_loss, pad
 
 dist.init_process_group("gloo")
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name until torch 2.14
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the same
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.14
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # likewise
 rank, p, mesh = dist.get_rank(), dist.get_world_size(), dist.init_device_mesh("cpu", (dist.get_world_size(),))
-digits = torch.tensor(load_digits().images).flatten(1).float()[rank::p] / 16  # this process's share, 64 pixels each
+digits = torch.tensor(load_digits().images).flatten(1).float()[rank::p] / 16  # this rank's images, 64 pixels each
 
 
 def shard(block: nn.Module, is_offloaded: bool) -> nn.Parameter:
-    """Return this process's shard of the block's parameters; from now on, all are here only while it computes."""
+    """Return this rank's shard of the block's parameters; from now on, all are in memory only while it computes."""
     weights = list(block.parameters())
     flat = nn.utils.parameters_to_vector(weights).detach()
-    full = pad(flat, (0, -len(flat) % p))  # zeros at the end make all shards equally long
+    full = pad(flat, (0, -len(flat) % p))  # zero-pad so that all shards have the same length
     own = nn.Parameter(full.chunk(p)[rank].clone())  # what the optimizer updates
-    nn.utils.vector_to_parameters(full, weights)  # the weights have no memory of their own now, they look into `full`,
-    full.untyped_storage().resize_(0)  # which has none either until the block computes
+    nn.utils.vector_to_parameters(full, weights)  # the weights are now views of `full`,
+    full.untyped_storage().resize_(0)  # which has no memory until the block computes
 
     def gather(*_: object) -> None:  # before forward, and again before backward
-        full.untyped_storage().resize_(full.nbytes)  # memory, with nothing in it yet
-        all_gather(full, own.detach().to("cpu", copy=is_offloaded))  # offloaded: host to device first
+        full.untyped_storage().resize_(full.nbytes)  # allocated, but uninitialized
+        all_gather(full, own.detach().to("cpu", copy=is_offloaded))  # if offloaded, host to device first
 
-    def free(*_: object) -> None:  # after forward: what autograd has kept of the weights looks into `full` too
+    def free(*_: object) -> None:  # after forward: the weights that autograd saved are views of `full` too
         full.untyped_storage().resize_(0)
 
-    def reduce(_: Tensor) -> None:  # each time that backward has finished the gradient of a weight
+    def reduce(_: Tensor) -> None:  # each time backward has finished a weight's gradient
         gradients = [w.grad for w in weights if w.grad is not None]
-        if len(gradients) == len(weights):  # it was the block's last one
-            part = torch.empty_like(own)  # of the sum over the processes
+        if len(gradients) == len(weights):  # this was the block's last one
+            part = torch.empty_like(own)  # of the sum over the ranks
             reduce_scatter(part, pad(nn.utils.parameters_to_vector(gradients), (0, -len(flat) % p)))
-            own.grad = (part / p).to("cpu", copy=is_offloaded)  # the mean; offloaded: device to host
+            own.grad = (part / p).to("cpu", copy=is_offloaded)  # the mean; if offloaded, device to host
             block.zero_grad()
             free()
 
@@ -47,7 +47,7 @@ def shard(block: nn.Module, is_offloaded: bool) -> nn.Parameter:
     return own
 
 
-class CountSent(torch.utils._python_dispatch.TorchDispatchMode):  # sees all operators, whoever calls them
+class CountSent(torch.utils._python_dispatch.TorchDispatchMode):  # sees every operator, whoever calls it
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         count["sent"] += max(args[0].nbytes, args[1].nbytes) * (p - 1) // p if op.namespace == "c10d" else 0
         count["moved"] += args[0].nbytes if op.name() == "aten::_to_copy" else 0
@@ -63,9 +63,9 @@ for kind in ("FSDP2", "by hand", "FSDP2, offloaded", "by hand, offloaded"):
     trained = list(model.parameters()) if "FSDP2" in kind else [shard(block, "offloaded" in kind) for block in model]
     adam, losses = torch.optim.Adam(trained, lr=0.002), torch.zeros(20)
     for step, own in enumerate(digits.split(64 // p)[:20]):
-        count = {"held": 0, "sent": 0, "moved": 0}  # bytes of this process
+        count = {"held": 0, "sent": 0, "moved": 0}  # bytes, on this rank
         with CountSent():
-            (loss := mse_loss(model(own), own)).backward()  # it learns to draw what it sees
+            (loss := mse_loss(model(own), own)).backward()  # it learns to reproduce its input
         losses[step] = loss.detach() / p
         adam.step()
         kept: list = [t for w in trained for t in (w, w.grad, adam.state[w]["exp_avg"], adam.state[w]["exp_avg_sq"])]

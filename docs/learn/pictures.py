@@ -1,7 +1,7 @@
-"""Draw the course's pictures as SVG: `python docs/learn/pictures.py [FOLDER]`, by default where this file is.
+"""Draw the tutorial's pictures as SVG: `python docs/learn/pictures.py [FOLDER]`, by default next to this file.
 
-Each is a function below, named as its file, that draws on axes which are 80 units wide, a tenth of an inch each. The
-page's colour scheme, light or dark, sets the colour of text and arrows; boxes are translucent.
+Each function below draws the picture of the same name, on axes 80 units wide; a unit is a tenth of an inch. The page's
+colour scheme, light or dark, sets the colour of text and arrows; boxes are translucent.
 """
 
 import io
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 INK, GREY = "#222222", "#888888"
 RANKS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""A colour per process, of Okabe and Ito, https://jfly.uni-koeln.de/color/: whoever is colour-blind sees four."""
+"""One colour per process, by Okabe and Ito, https://jfly.uni-koeln.de/color/, safe for colour-blind readers."""
 STYLE = (
     "<style>svg{color:#222;font-family:system-ui,'DejaVu Sans',sans-serif}"
     "@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
@@ -24,7 +24,7 @@ STYLE = (
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, words: str = "", colour: str = GREY) -> None:
-    """Draw a box, whose lower left corner is at (x, y), around words."""
+    """Draw a box around words, with its lower left corner at (x, y)."""
     face = mpl.colors.to_rgba(colour, 0.35)
     axes.add_patch(mpl.patches.Rectangle((x, y), width, height, facecolor=face, edgecolor=colour, linewidth=1))
     axes.text(x + width / 2, y + height / 2, words, ha="center", va="center_baseline")
@@ -48,7 +48,7 @@ def draw(picture: Callable[[Axes], None], height: float) -> str:
 
 
 def collectives(axes: Axes) -> None:
-    """Before and after: a row per process, a colour for what each had, grey for sums."""
+    """Before and after: one row per process, a colour for each process's numbers, grey for sums."""
     own = [[(rank, letter) for letter in "abcd"] for rank in range(4)]
     first, firsts = [[(rank, "a")] for rank in range(4)], [(rank, "a") for rank in range(4)]
     sums = [(4, f"Σ{letter}") for letter in "abcd"]
@@ -102,11 +102,11 @@ def optimizer_sharding(axes: Axes) -> None:
             outer = 4 + 20 * other + 4 * rank
             arrow(axes, (outer, 35.7), (middle, 25.3), RANKS[rank])
             arrow(axes, (middle, 20.7), (outer, 11.3), RANKS[rank])
-    axes.text(2, 1.5, "above: reduce, the sum of each part to its owner; below: broadcast, its new weights to all")
+    axes.text(2, 1.5, "top: reduce, each part's sum to its owner; bottom: broadcast, its new weights to all")
 
 
 def fully_sharded(axes: Axes) -> None:
-    """When a process has all of a block's weights: its shards stay, the rest comes and goes."""
+    """When a process has all of a block's weights: its shards stay, the rest is gathered and freed."""
     moments = ("forward 1", "forward 2", "forward 3", "backward 3", "backward 2", "backward 1", "Adam")
     for i, moment in enumerate(moments):
         axes.text(15.5 + 9 * i, 33, moment, ha="center", fontweight="bold", fontsize=9)
@@ -117,11 +117,11 @@ def fully_sharded(axes: Axes) -> None:
         for i, end in ((block, "free"), (5 - block, "reduce-scatter, free")):
             box(axes, 11 + 9 * i, y + 1.4, 9, 4.2, "all-gather", RANKS[1 + block])
             axes.text(15.5 + 9 * i, y - 1.6, end, ha="center", fontsize=7)
-    axes.text(11, 1.5, "blue: its shards of weights, gradients and Adam's state; above: the whole weights", fontsize=9)
+    axes.text(11, 1.5, "blue: its shards of weights, gradients and Adam's state; above: the full weights", fontsize=9)
 
 
 def precision(axes: Axes) -> None:
-    """The powers of 2 that each format reaches, and what the loss scale does to a small gradient."""
+    """The powers of 2 that each format covers, and what the loss scale does to a small gradient."""
 
     def at(power: float) -> float:
         return 10 + (power + 150) * 68 / 280
@@ -139,20 +139,20 @@ def precision(axes: Axes) -> None:
     arrow(axes, (at(-26.6), 7.5), (at(-11.6), 7.5))
     axes.text(at(-26.6) - 1, 7.5, "a gradient of $10^{-8}$, 0 in fp16", ha="right", va="center_baseline", fontsize=9)
     axes.text(at(-11.6) + 1, 7.5, "times a loss scale of $2^{15}$", va="center_baseline", fontsize=9)
-    axes.text(10, 2, "a longer bar: smaller gradients; more numbers from 1 to 2: smaller updates", fontsize=9)
+    axes.text(10, 2, "longer bar: smaller gradients; more numbers from 1 to 2: smaller updates survive", fontsize=9)
 
 
 def from_here(axes: Axes) -> None:
     """Where the six steps are by hand, and in the project."""
     rows = (
-        ("1 join the processes", "data_parallel.py", "src/distributed/accelerator.py"),
-        ("2 each its share of the data", "data_parallel.py", "src/training/batches.py"),
+        ("1 connect the processes", "data_parallel.py", "src/distributed/accelerator.py"),
+        ("2 split the data", "data_parallel.py", "src/training/batches.py"),
         ("3 the same model on each", "fully_sharded.py", "src/training/run.py, src/distributed/accelerator.py"),
         ("4 count, forward, backward", "precision.py", "train_step in train.py"),
         ("5 update", "precision.py", "src/training/optim.py"),
         ("6 evaluate, save", "", "evaluate in train.py, src/checkpoint"),
     )
-    for x, title in ((1, "a step"), (27, "by hand, in this course"), (51, "in the project")):
+    for x, title in ((1, "a step"), (27, "by hand, in this tutorial"), (51, "in the project")):
         axes.text(x, 39, title, fontweight="bold")
     for i, (step, by_hand, file) in enumerate(rows):
         y = 33 - 6 * i
@@ -167,7 +167,7 @@ def from_here(axes: Axes) -> None:
 PICTURES: dict[Callable[[Axes], None], int] = {
     collectives: 69, data_parallel: 32, optimizer_sharding: 45, fully_sharded: 36, precision: 31, from_here: 42,
 }  # fmt: skip
-"""The pictures, and their heights in units."""
+"""The pictures and their heights, in units."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Numbers that round, and a mean that no splitting changes: the exact way, and the classic wrong ones."""
+"""Rounding, and a mean that doesn't depend on how a batch is split: the exact way, and the classic wrong ones."""
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,14 @@ dist.init_process_group("gloo")
 rank, p = dist.get_rank(), dist.get_world_size()
 images, labels = torch.tensor(load_digits().data).float() / 16, torch.tensor(load_digits().target)
 STEPS, SCALE, MAX_NORM = 40, 1024.0, 0.5
-SIZES = [2, 10, 20, 32]  # of the micro batches, 64 targets in all: rank 0 has the first two, rank 1 the others
+SIZES = [2, 10, 20, 32]  # of the micro-batches, 64 targets in all: rank 0 has the first two, rank 1 the others
 RIGHT = ("the whole batch at once", "sum / global count")
 WRONG = ("mean of micro-batch means", "mean of processes' means", "sum of micro-batch means", "micro batches clipped",
          "clipped, then unscaled", "scheduler stepped p times", "weights in bf16")  # fmt: skip
 
 
 def add_up(dtype: torch.dtype) -> float:
-    """Return what 1,000 updates of 0.001 make of a weight of 1."""
+    """Return a weight of 1 after 1,000 updates of 0.001."""
     weight = torch.ones((), dtype=dtype)
     for _ in range(1000):
         weight += 0.001  # the sum is rounded to the nearest number of this dtype
@@ -28,12 +28,12 @@ def add_up(dtype: torch.dtype) -> float:
 def gradient(dtype: torch.dtype, scale: float) -> float:
     """Return the gradient of 1e-4 * 1e-4 * x, by a backward pass in this dtype with this loss scale."""
     x = torch.ones((), dtype=dtype, requires_grad=True)
-    (found,) = torch.autograd.grad(x * 1e-4 * 1e-4 * scale, x)  # from the end to the start: scale first
+    (found,) = torch.autograd.grad(x * 1e-4 * 1e-4 * scale, x)  # last factor first: scale
     return found.item() / scale
 
 
 def train(way: str) -> float:
-    """Return the loss over all digits at the end."""
+    """Return the final loss over all digits."""
     torch.manual_seed(0)  # the same weights on both processes
     model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 10))
     weights = list(model.parameters())
@@ -46,7 +46,7 @@ def train(way: str) -> float:
         for micro_batch in micro_batches:
             loss_sum = cross_entropy(model(images[micro_batch]), labels[micro_batch], reduction="sum")
             wrong = {WRONG[0]: 2 * len(micro_batch), WRONG[1]: own, WRONG[2]: len(micro_batch)}
-            (loss_sum * SCALE / wrong.get(way, count / p)).backward()  # by p, as all_reduce / p is a mean too
+            (loss_sum * SCALE / wrong.get(way, count / p)).backward()  # / p: the gradients are averaged below
             if way == "micro batches clipped":
                 nn.utils.clip_grad_norm_(weights, MAX_NORM * SCALE)
         gradients = [w.grad for w in weights if w.grad is not None]
