@@ -1,7 +1,7 @@
 """Next-token prediction with any decoder of transformers, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
 import math
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,7 +31,7 @@ from src.tasks.text.model import (
 )
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.reading import Encoders, as_is, as_text
-from src.tasks.text.streaming.by_source import chunks_by_source, counts_by_source, losses_by_source, sums_by_source
+from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source, with_sources
 from src.tasks.text.streaming.stream import Stream, build_stream
 from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
 
@@ -164,10 +164,10 @@ class CausalLM(Decoder):
 
     def _sequences(self, parts: list[Dataset], part: str) -> Sequences:
         length = self.sequence_length
-        make_chunks = partial(self._chunker.make_chunks, desc=part)
-        chunks = make_chunks(parts[0])
+        tables = [self._chunker.make_chunks(rows, part) for rows in parts]
+        chunks = tables[0]
         if self.is_tokenized_late:  # room: streaming
-            chunks = chunks_by_source(parts, make_chunks)
+            chunks = with_sources(tables)
         if not any(chunks["targets"][:]):
             says = f"no row has a completion, or a turn of the assistant, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")

@@ -1,7 +1,5 @@
 """What is told apart by the sources of a mixture: the tokens of batches, and the losses of evaluations."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -48,7 +46,7 @@ def losses_by_source(names: list[str], outputs: Tensors) -> Metrics:
     return {name: loss / max(targets, 1) for name, (loss, targets) in sums.items()}
 
 
-def chunks_by_source(parts: list[Dataset], make_chunks: Callable[[Dataset], Dataset]) -> Dataset:
-    """Return the chunks that are made of the rows of each source, with a column `source`."""
-    made = enumerate(map(make_chunks, parts))
-    return concatenate_datasets([chunks.add_column("source", np.full(len(chunks), source)) for source, chunks in made])
+def with_sources(tables: list[Dataset]) -> Dataset:
+    """Return the rows of the tables, one for each source, with its number in a column `source`."""
+    numbered = [table.add_column("source", np.full(len(table), source)) for source, table in enumerate(tables)]
+    return concatenate_datasets(numbered)
