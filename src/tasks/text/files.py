@@ -194,17 +194,6 @@ def grouped(records: Iterable[RecordSize], position: int) -> list[Group]:
     return groups
 
 
-def merge(groups: list[Group], number: int) -> list[Group]:
-    """Return so many adjacent groups of a text file as one each; the row groups of parquet, which have no last byte, as
-    they are."""
-    number = number if groups[0].end else 1
-    together = [groups[i : i + number] for i in range(0, len(groups), number)]
-    return [
-        part[0]._replace(rows=sum(g.rows for g in part), size=sum(g.size for g in part), end=part[-1].end)
-        for part in together
-    ]
-
-
 class Index(NamedTuple):
     """What one pass over a file finds."""
 

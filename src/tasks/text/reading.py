@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
@@ -44,7 +43,6 @@ from src.tasks.text.files import (
     lasting,
     list_files,
     loading,
-    merge,
     path_error,
     patiently,
     splits_of,
@@ -140,8 +138,8 @@ RowRange = tuple[int, int, int]
 """Rows of a source: the group, the first one in it, and that after the last one."""
 BLOCK = 1024
 """Rows that are read from a table, or made into tokens, and kept together."""
-MERGED = 16
-"""Groups that are read at once where all are: a call of Arrow's reader costs half a millisecond."""
+LARGEST_RANGE = 16 * BLOCK
+"""Rows of a group that are read at once: a row group of parquet may have a million."""
 
 
 class ShardReader:
@@ -174,10 +172,6 @@ class ShardReader:
         parsed = _parse_group(shard, group)
         bad = {place - first: reason for place, reason in parsed.unreadable.items() if first <= place < last}
         return {name: [row.get(name) for row in parsed.rows[first:last]] for name in columns}, bad
-
-    def merged(self) -> "ShardReader":
-        """Return a reader whose groups are MERGED of these, to read all of them in fewer calls."""
-        return ShardReader([replace(shard, groups=merge(shard.groups, MERGED)) for shard in self.shards])
 
     @property
     def content(self) -> list[str]:
@@ -218,10 +212,6 @@ class TableReader:
         before = number * BLOCK
         return arrow_values(self._table[before + first : before + last], columns, self._table.features)
 
-    def merged(self) -> "TableReader":
-        """Return itself: its groups are cut from a table in memory."""
-        return self
-
     @property
     def content(self) -> list[str]:
         """Return what changes with the content of the table."""
@@ -251,12 +241,11 @@ class Opened(NamedTuple):
 
 
 def row_ranges(source: Source) -> list[RowRange]:
-    """Return all rows of a source, in parts of a group each or, of large ones, of MERGED * BLOCK rows."""
-    most = MERGED * BLOCK
+    """Return all rows of a source: a group at a time, or a part of a large one."""
     return [
-        (number, first, min(first + most, size))
+        (number, first, min(first + LARGEST_RANGE, size))
         for number, size in enumerate(source.sizes.tolist())
-        for first in range(0, size, most)
+        for first in range(0, size, LARGEST_RANGE)
     ]
 
 
@@ -488,7 +477,6 @@ class TextTask(Task):
     ) -> Dataset:
         """Return the usable rows of a source, or of some parts of it, as a table."""
         if ranges is None:
-            source = source.merged()
             ranges = row_ranges(source)
         where = PART_NAMES[part]
         require_columns(columns, source, of.dataset, where)
