@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from src.config.errors import UserError
-from src.config.groups import Share
+from src.config.groups import Fraction
 from src.tasks.base import Indices, Task, Tensors, parameters_on
 from src.tasks.text.four_bit import give_four_bits, keep_layout, loading_options, require_four_bits
 from src.tasks.text.hub import loading
@@ -59,7 +59,7 @@ class FineTuning(
     fp32; code in it is never run."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
-    dropout: Share | None = None
+    dropout: Fraction | None = None
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 from transformers import PreTrainedModel
 
 from src.config.errors import UserError, explained
-from src.config.groups import Share
+from src.config.groups import Fraction
 from src.config.settings import ResumeSafe, SafeReopens, Settings
 from src.tasks.text.lean import ORIGINAL_HEAD
 
@@ -23,7 +23,7 @@ class Lora(Settings):
     """Rank of the adapters; null: no adapters, all weights are trained."""
     alpha: PositiveInt = 16
     """Scale of what the adapters add to a layer's output: alpha / r."""
-    dropout: Share = 0.0
+    dropout: Fraction = 0.0
     """Dropout rate of the adapters' input."""
     target_modules: list[str] = []
     """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
