@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from src.checkpoint import occupied
-from src.checkpoint.occupied import lock
+from src.checkpoint import output_dir
+from src.checkpoint.output_dir import lock
 from tests.faults.runs import ALL, TINY
 from tests.launching import Whole, mistakes
 from train import run_settings
@@ -65,7 +65,7 @@ def test_a_run_does_not_start_over_where_its_checkpoints_went_away() -> None:
     run_settings(["--save_every=8"])  # it never could save
     (folder / "status.json").write_text('{"status": "preempted", "checkpoint": "runs/mnist/checkpoints/step_5"}')
     assert mistakes("--save_every=8") == [
-        "output_dir=runs/mnist: its run saved checkpoints, but none are there: restore runs/mnist/checkpoints; "
+        "output_dir=runs/mnist: its run saved checkpoints, but none are left: restore runs/mnist/checkpoints; "
         "or choose another --run_name or --output_dir, or move that folder away"
     ]
 
@@ -76,7 +76,7 @@ def test_an_output_folder_that_cannot_be_written() -> None:
     (line,) = mistakes("--output_dir=/proc/version/x")
     assert line.endswith("/x: /proc/version is a file, not a folder; choose another --output_dir")
     (line,) = mistakes(f"--run_name={'x' * 300}")
-    assert line.endswith("x: has a name of more than 255 bytes; choose another --run_name or --output_dir")
+    assert line.endswith("x: a name in it is longer than 255 bytes; choose another --run_name or --output_dir")
 
 
 def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
@@ -103,7 +103,7 @@ def test_a_folder_takes_no_branch_of_a_checkpoint_before_its_own(whole: Whole) -
 
 def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tried with a lock that can be shared."""
-    monkeypatch.setattr(occupied, "PATIENCE_SECONDS", 1)
+    monkeypatch.setattr(output_dir, "PATIENCE_SECONDS", 1)
     lock(tmp_path)
     with pytest.raises(ValueError, match="another process is writing this run"):
         lock(tmp_path)

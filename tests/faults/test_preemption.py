@@ -202,7 +202,7 @@ def test_slow_batches_are_asked_after_one_by_one_and_quick_ones_together(monkeyp
         exchange.reset_mock()
         for _ in range(calls):
             clock.return_value += seconds
-            assert not stop.poll()
+            assert not stop.any_requested()
         return exchange.call_count
 
     assert 0 < exchanges(1000, 0.005) < 50
