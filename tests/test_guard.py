@@ -98,9 +98,9 @@ def mesh(**sizes: int) -> dict[str, Any]:
         (mesh(tp=2), "", "parallelism_config: tp_size is not supported: fsdp_cp.yaml splits sequences, fsdp.yaml "
          "weights: docs/accelerate.md explains why"),
         (mesh(sp=2), "", "parallelism_config: sp_size is not supported: it needs DeepSpeed; cp_size splits *"),
-        (mesh(dp_shard=3), "", "parallelism_config: dp_replicate_size 1 x dp_shard_size 3 x cp_size 1 must be the "
+        (mesh(dp_shard=3), "", "parallelism_config: dp_replicate_size 1 x dp_shard_size 3 x cp_size 1 must equal the "
          "number of processes, 2: change one"),
-        (mesh(dp_replicate=2), "", "parallelism_config: dp_replicate_size is for HSDP, which shards too: *"),
+        (mesh(dp_replicate=2), "", "parallelism_config: dp_replicate_size is for HSDP, which also shards: *"),
         (mesh(cp=2), "", "task.name=mnist: has no sequences to split over processes: remove cp_size from the yaml"),
     ],
     ids=[

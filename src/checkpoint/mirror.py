@@ -81,16 +81,16 @@ class Mirror(Store):
         self._copied = Callback()
         """Counts the files, or parts of files, that have been copied."""
         self._of_main = Path(gather_object([str(self._own)])[0])
-        self.is_shared = self._is_disk_shared(accelerator)
+        self.is_shared = self._is_disk_shared()
         self._is_first = self._is_main if self.is_shared else accelerator.is_local_main_process
         """Whether this process fetches checkpoints: one does on each disk."""
         if self._is_first and not self._is_main:
             lock(config.folder)
             remove_incomplete(self._own)
 
-    def _is_disk_shared(self, accelerator: Accelerator) -> bool:
+    def _is_disk_shared(self) -> bool:
         """Return whether all processes see a file that the main process creates beside the checkpoints. Collective."""
-        if accelerator.num_processes == LaunchEnvironment().local_world_size:
+        if self._accelerator.num_processes == LaunchEnvironment().local_world_size:
             return True
         self._own.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self._own) as file:
@@ -121,14 +121,14 @@ class Mirror(Store):
             return checkpoint, wrong
         checkpoint, files, left = self._own / checkpoint.name, None, list[str]()
         with explained(self._says, raises=RunError):
-            if self._is_main:  # others might see less of the mirror
+            if self._is_main:  # others may not see all of the mirror yet
                 if checkpoint not in self._manifests() and not any(problems(checkpoint)):
                     self._copy_checkpoint(checkpoint)  # saved by a single machine that had not copied it yet
                 files = self._manifests().get(checkpoint)
             files = gather_object([files])[0]
             if files is None:
                 left = [*wrong, "not in the mirror"]
-            with local_main_process_first(self._accelerator):  # as long as it takes
+            with local_main_process_first(self._accelerator):  # without a timeout
                 if files and self._is_first:
                     left = self._fetch(checkpoint, files)
             left = gather_object(left)
@@ -158,7 +158,7 @@ class Mirror(Store):
                 self.close()
 
     def copy_in_background(self, checkpoint: Path) -> None:
-        """Copy a published checkpoint after the one being copied, unless a newer one has been published by then."""
+        """Copy a published checkpoint once the current copy is done, unless a newer one has been published by then."""
         self._newest = checkpoint
         copier().apply_async(self._copy_newest, (checkpoint,))
 

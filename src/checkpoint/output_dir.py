@@ -12,10 +12,10 @@ from typing import Any
 
 from src.checkpoint.compatibility import LENGTH_SETTINGS, changed_settings
 from src.checkpoint.files import list_checkpoints, read_json, saved_settings
-from src.config import terminal
 from src.config.config import Config
 from src.config.errors import UserError
 from src.config.settings import nearest
+from src.config.terminal import say
 from src.distributed.process import SIGNALS
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
@@ -131,7 +131,7 @@ def lock(folder: Path) -> None:
             if SIGNALS.name:  # without a status.json, which belongs to the other process
                 SIGNALS.die()
             if second == 0:
-                terminal.say(f"{folder}: another process is still writing this run; waiting for it to end")
+                say(f"{folder}: another process is still writing this run; waiting for it to end")
         except OSError:  # a file system without locks
             return
         time.sleep(1)

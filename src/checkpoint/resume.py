@@ -33,7 +33,7 @@ def origin_of(
     train_set: Examples,
     fingerprints: list[str],
 ) -> Origin:
-    """Return what determines a run's results. Collective."""
+    """Return what the run is made from. Collective."""
     return Origin(
         settings=config.model_dump(mode="json"),
         examples=len(train_set),

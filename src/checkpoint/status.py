@@ -18,8 +18,7 @@ WRITING = RLock()
 
 def write_unfinished(folder: Path, checkpoint: Path | None) -> None:
     """Write the status that remains if the run is killed. `checkpoint` is its last one; None: there is none yet."""
-    newest = str(checkpoint) if checkpoint else None
-    write_status(folder, {"status": "unfinished", "checkpoint": newest})
+    write_status(folder, {"status": "unfinished", "checkpoint": checkpoint and str(checkpoint)})
 
 
 def write_done(folder: Path, step: int) -> None:
@@ -29,9 +28,8 @@ def write_done(folder: Path, step: int) -> None:
 
 def write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
     """Write, and print, that the run was preempted, and the command that resumes it."""
-    newest = str(checkpoint) if checkpoint else None
-    status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
-    write_status(folder, status)
+    status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": checkpoint and str(checkpoint)}
+    write_status(folder, status | {"command": command})
     when = f"after step {step}" if step else "before the first step"
     say(f"stopped {when} by {reason}; to resume: {command}")
 

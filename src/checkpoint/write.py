@@ -30,7 +30,7 @@ from src.training.run import Run
 from src.training.state import RunState
 
 HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
-"""Metadata that DCP writes into each file and expects when reading."""
+"""Metadata that DCP writes into each file, and expects when reading."""
 
 
 class CheckpointWriter:
@@ -44,9 +44,8 @@ class CheckpointWriter:
         """Total seconds that saves have paused training."""
         self._run, self._say = run, say
         self._group: Any = None
-        if (
-            torch.distributed.is_initialized()
-        ):  # its own group, as collectives of the background thread must not mix with the loop's
+        if torch.distributed.is_initialized():
+            # a group of its own: collectives of the background thread must not mix with the loop's
             timeout = run.store.timeout(run.config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         on_cuda = run.device.type == "cuda"

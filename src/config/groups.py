@@ -102,7 +102,7 @@ class EarlyStopping(Settings):
     patience: PositiveInt = 3
     """Stop after this many consecutive evaluations without improvement."""
     min_delta: NonNegativeFloat = 0.0
-    """Smallest change in the metric that counts as an improvement."""
+    """An improvement must change the metric by more than this."""
 
     def validation_errors(self) -> Iterator[str]:
         if self.metric is None and self != EarlyStopping():
