@@ -33,7 +33,8 @@ def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterato
         if any(len(os.fsencode(part)) > 255 for part in folder.parts):
             yield f"output_dir={folder}: a name in it is longer than 255 bytes; {ANOTHER_PLACE}"
             return
-        is_known = mirrored is not None or not config.mirror
+        # a copy of the project may have no mirrors
+        is_known = mirrored is not None or not getattr(config.checkpoint, "mirror", None)
         if config.mode != "check" and is_known:
             yield from _run_errors(config, mirrored or [])
         yield from _write_errors(folder)

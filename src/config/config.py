@@ -117,11 +117,6 @@ class Config(PartSettings, RunSettings):
         return next((mode for mode in ("check", "dry_run") if getattr(self, mode, False)), "train")
 
     @property
-    def mirror(self) -> str | None:
-        """Return where checkpoints are copied to; None: nowhere, or this copy of the project has no mirrors."""
-        return getattr(self.checkpoint, "mirror", None)
-
-    @property
     def saves(self) -> bool:
         """Return whether the run trains, logs metrics and saves checkpoints."""
         return self.mode == "train"
