@@ -34,7 +34,7 @@ def is_number(value: Any) -> TypeGuard[float]:  # room: report sweep
     return isinstance(value, int | float) and abs(value) < 1e308
 
 
-def parse_json(content: str | bytes) -> Json:
+def json_object(content: str | bytes) -> Json:
     """Return a JSON object; an empty one if the content is anything else."""
     try:
         found = json.loads(content)
@@ -45,7 +45,7 @@ def parse_json(content: str | bytes) -> Json:
 
 def read_json(file: Path) -> Json:
     """Return the JSON object in a file; an empty one if there is none."""
-    return parse_json(file.read_bytes()) if file.exists() else {}
+    return json_object(file.read_bytes()) if file.exists() else {}
 
 
 def read_lines(file: Path) -> Iterator[Json]:  # room: report sweep
@@ -53,7 +53,7 @@ def read_lines(file: Path) -> Iterator[Json]:  # room: report sweep
     last line that a kill cut short."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
         for line in stream:
-            record = parse_json(line)
+            record = json_object(line)
             if is_number(record.get("step")):
                 yield record
             elif line.endswith(b"\n"):
@@ -66,7 +66,7 @@ def saved_settings(folder: Path) -> Json:
         saved = read_yaml((folder / "config.yaml").read_bytes())
     except (OSError, UnicodeDecodeError, YAMLError):
         return {}
-    return parse_json(json.dumps(saved, default=str))
+    return json_object(json.dumps(saved, default=str))
 
 
 def parent_checkpoint(config: Config) -> Path | None:

@@ -35,8 +35,8 @@ from src.checkpoint.files import (
     file_facts,
     incomplete_path,
     is_checkpoint_name,
+    json_object,
     list_checkpoints,
-    parse_json,
     publish,
     read_state,
     remove_incomplete,
@@ -259,7 +259,7 @@ class Mirror(Store):
         found = {}
         for path in self._fs.glob(f"{self._root}/step_*/{MANIFEST}"):
             checkpoint = self._own / Path(path).parent.name
-            files = parse_json(self._fs.cat_file(path)).get("files", {})
+            files = json_object(self._fs.cat_file(path)).get("files", {})
             leads_here = all(Path(name).name == name for name in files)
             if is_checkpoint_name(checkpoint.name) and files and leads_here:
                 found[checkpoint] = files

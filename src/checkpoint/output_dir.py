@@ -51,7 +51,7 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
         held.append("checkpoint.mirror")
     elsewhere = f"{ANOTHER_PLACE}, or move that folder away"
     lost = f"output_dir={folder}: its run saved checkpoints, but none are left: restore {folder / 'checkpoints'}"
-    holds, holds_run = f"output_dir={folder}: holds", f"a run already ({', '.join(held)})"
+    holds, a_run = f"output_dir={folder}: already holds", f"a run ({', '.join(held)})"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
         is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
@@ -65,12 +65,12 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
         elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
             yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}"
     elif held and config.resume == "never":
-        yield f"{holds} {holds_run}; {elsewhere}"
+        yield f"{holds} {a_run}; {elsewhere}"
     elif held and not checkpoints:
         if "summary.json" in held or "model" in held or not saved:
-            yield f"{holds} {holds_run}, but no checkpoint of it; {elsewhere}"
+            yield f"{holds} {a_run}, but no checkpoint of it; {elsewhere}"
         elif changed_settings(config, saved).keys() - LENGTH_SETTINGS:
-            yield f"{holds} the beginning of a run with other settings; {elsewhere}"
+            yield f"{holds} the start of a run with other settings; {elsewhere}"
         elif _had_checkpoints(folder, saved):
             yield f"{lost}; or {elsewhere}"
 

@@ -64,8 +64,8 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
     if differing := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
         name, others = differing[0], len(differing) - 1
         raise UserError(
-            f"{checkpoint} is of another model: {name.removeprefix('model.')} is {there.get(name, 'not there')} in it "
-            f"and {here.get(name, 'not there')} in this one" + (f", and {others} more differ" if others else "")
+            f"{checkpoint} is of another model: {name.removeprefix('model.')} is {there.get(name, 'absent')} in it and "
+            f"{here.get(name, 'absent')} here" + (f", and {others} more differ" if others else "")
         )
     stateful = {name.rpartition(".")[0] for name in saved}  # a parameter that never had a gradient has no state
     for name, parameter in own.items():

@@ -50,7 +50,7 @@ def say(*lines: str, file: Any = None) -> None:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
-            unread.append("the reader of the output is gone: see metrics.jsonl")
+            unread.append("nobody reads the output any more: see metrics.jsonl")
 
 
 def spare_terminals() -> None:
