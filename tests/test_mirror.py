@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mir
     assert mirrored(s3) == [8, 14]
     assert_same_run(run, whole("cpu", *best))
     (refused,) = refusal(tmp_path / "third", mirror, "--resume=never")
-    assert refused.startswith(f"output_dir={tmp_path}/third: holds a run already (checkpoint.mirror); choose another ")
+    assert refused.startswith(f"output_dir={tmp_path}/third: already holds a run (checkpoint.mirror); choose another ")
 
 
 def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:

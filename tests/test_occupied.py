@@ -29,7 +29,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched() -> None:
         (folder / "checkpoints/step_00000040").touch()
         (folder / name).write_text("precious")
         assert mistakes() == [
-            f"output_dir=runs/mnist: holds a run already ({name}, checkpoints), but no checkpoint of it; choose "
+            f"output_dir=runs/mnist: already holds a run ({name}, checkpoints), but no checkpoint of it; choose "
             "another --run_name or --output_dir, or move that folder away"
         ]
         assert (folder / name).read_text() == "precious"
@@ -37,13 +37,13 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched() -> None:
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_folders_made_in_advance_are_a_new_run(resume: str) -> None:
-    """Or links to some. Tried without: "holds a run already"."""
+    """Or links to some. Tried without: "already holds a run"."""
     Path("runs/mnist/wandb").mkdir(parents=True)
     Path("disk/lost+found").mkdir(parents=True)
     Path("runs/mnist/checkpoints").symlink_to(Path("disk").absolute())
     run_settings([f"--resume={resume}"])
     Path("disk/tmp_step_00000005").mkdir()
-    assert "holds a run already (checkpoints)" in mistakes(f"--resume={resume}")[0]
+    assert "already holds a run (checkpoints)" in mistakes(f"--resume={resume}")[0]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_folder_takes_no_branch_of_a_checkpoint_before_its_own(whole: Whole) -
     source = f"--resume={folder}/checkpoints/step_00000012"
     assert "whose newest checkpoint is not" in mistakes(*own, source)[0]
     assert mistakes(*own, f"{source}x")[0].endswith("not a checkpoint; auto, never, or a folder step_…")
-    assert "holds a run already" in mistakes(*own, "--resume=never")[0]
+    assert "already holds a run" in mistakes(*own, "--resume=never")[0]
 
 
 def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

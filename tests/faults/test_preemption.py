@@ -63,7 +63,7 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
         os.close(theirs)
         started.wait_until(lambda: b"output" in (folder / "status.json").read_bytes())
         status = assert_preempted(started.send(signal.SIGHUP).ended())
-    assert (status["reason"], status["output"]) == ("SIGHUP", "the reader of the output is gone: see metrics.jsonl")
+    assert (status["reason"], status["output"]) == ("SIGHUP", "nobody reads the output any more: see metrics.jsonl")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, "done"), (signal.SIGTERM, "preempted")])
