@@ -61,7 +61,9 @@ def plain(arguments: list[str]) -> None:
     losses: list[float] = []
     for step in range(config.max_steps):
         batch = order[step * config.global_batch_size :][: config.global_batch_size]
-        parts = [batch[i : i + config.micro_batch(1)] for i in range(0, len(batch), config.micro_batch(1))]
+        parts = [
+            batch[i : i + config.forward_batch_size(1)] for i in range(0, len(batch), config.forward_batch_size(1))
+        ]
         micro_batches = [task.collate(train.__getitems__(part.tolist())) for part in parts]
         count, total = sum(task.count(micro_batch)["targets"] for micro_batch in micro_batches), 0.0
         for micro_batch in micro_batches:

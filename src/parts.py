@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from src.check import run_checks
 from src.checkpoint.mirror import Mirror
-from src.checkpoint.occupied import folder_errors
+from src.checkpoint.output_dir import folder_errors
 from src.checkpoint.store import Store
 from src.config.config import Config, load_config
 from src.distributed.machines import join

@@ -15,9 +15,10 @@ from typing import Any
 from accelerate import Accelerator
 from fsspec.implementations.local import LocalFileSystem
 
-from src.checkpoint.format import STATE, file_facts, publish, read_state
-from src.checkpoint.integrity import first_valid, problems
+from src.checkpoint.files import STATE, file_facts, publish, read_state
+from src.checkpoint.integrity import problems
 from src.checkpoint.mirror import Mirror, copier
+from src.checkpoint.store import first_valid
 from train import run_settings
 
 FOLDER, STATE_FILE = Path(sys.argv[1]), Path(sys.argv[2])
@@ -47,7 +48,7 @@ def save(step: int) -> Path:
 
 
 def copy(mirror: Mirror, checkpoint: Path) -> None:
-    mirror.start(checkpoint)
+    mirror.copy_in_background(checkpoint)
     mirror.close()
 
 
@@ -97,7 +98,7 @@ while True:
     is_killed = os.waitpid(child, 0)[1] == signal.SIGKILL
     elsewhere = mirror_of(f"fresh{kills}")
     (FOLDER / f"fresh{kills}").mkdir()
-    elsewhere.bring_record()
+    elsewhere.fetch_run_files()
     newest, damaged = first_valid(ACCELERATOR, elsewhere.candidates(), elsewhere)
     assert newest is not None, kills
     assert not damaged, damaged

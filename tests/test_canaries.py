@@ -43,7 +43,7 @@ def launched(folder: Path, code: str, **config: object) -> Run:
     [
         # src/distributed/accelerator.py: why it builds with cpu=True and counts the processes
         (ALONE, "DistributedType.NO 1", {"use_cpu": True, "fsdp_config": {"fsdp_version": 2}}),
-        # src/distributed/launch_guard.py: why it reads the yaml again
+        # src/distributed/launcher.py: why it reads the yaml again
         ("say(os.environ['FSDP_VERSION'])", "1", {"fsdp_config": {"fsdp_vresion": 2}}),
     ],
     ids=["alone", "a misspelt key is ignored"],

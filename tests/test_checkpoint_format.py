@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from src.checkpoint.rotation import best_first
+from src.checkpoint.store import best_first
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.groups import Checkpoint
 from src.training.state import FORMAT_VERSION
@@ -25,8 +25,8 @@ def run(whole: Whole, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda state: state.update(format_version=FORMAT_VERSION + 1), f"format version {FORMAT_VERSION + 1}, and"),
-        (lambda state: state["progress"].update(mood=1), "with other fields (progress.mood), and"),
+        (lambda state: state.update(format_version=FORMAT_VERSION + 1), f"format version {FORMAT_VERSION + 1}, but"),
+        (lambda state: state["progress"].update(mood=1), "with other fields (progress.mood), but"),
     ],
 )
 def test_another_format_is_one_line(run: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:

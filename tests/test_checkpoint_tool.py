@@ -41,7 +41,7 @@ def test_list(run: Run) -> None:
 def test_verify(tool: Tool, run: Run, tmp_path: Path) -> None:
     *lines, last = tool("verify", run.folder).succeeded().stdout.splitlines()
     assert not re.search("DAMAGED|missing", str(lines))
-    assert last.endswith("rng_00002.json is missing: dropout goes on with other random numbers")
+    assert last.endswith("rng_00002.json is missing: dropout resumes with other random numbers")
     copy = shutil.copytree(run.folder / "checkpoints/step_00000030", tmp_path / "step_00000030")
     shard = copy / "shard-00002-model-00001-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")

@@ -53,7 +53,7 @@ def test_a_dry_run_finds_and_loads_the_resume_point_and_touches_nothing(
     (folder / "checkpoints" / "tmp_step_00000009").mkdir()
     before = contents(folder)
     run = launch("fsdp", *TINY, "--max_steps=20", "--dry-run", folder=folder).succeeded()
-    assert f"passed over: {damaged}, state.json has " in run.stdout
+    assert f"skipped: {damaged}, state.json has " in run.stdout
     assert "after step 12, from" in run.stdout
     assert run.stdout.splitlines()[-1].startswith("dry run: 8 of 20 steps to take")
     assert f"example {order(epoch=0)[12 * 16]} of the training data, in step 13:" in run.stdout

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
+from src.config.aliases import OURS, THEIRS, THEIRS_OF_TEXT
 from src.config.config import _config_class
-from src.config.familiar import OURS, THEIRS, THEIRS_OF_TEXT
-from src.config.settings import fields
+from src.config.settings import setting_fields
 from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
 
 needs_text = needs("src/tasks/text/causal_lm.py")
-KNOWN = {name for task in TASKS for name, _, _ in fields(_config_class(task, TASKS))}
+KNOWN = {name for task in TASKS for name, _, _ in setting_fields(_config_class(task, TASKS))}
 LAUNCHER = {option for action in launch_command_parser()._actions for option in action.option_strings}
 
 
@@ -28,7 +28,7 @@ def test_each_is_refused_in_one_line_with_a_name_that_exists(name: str) -> None:
     hyphens = name.replace("_", "-")
     for words in (f"--{name}=2e-5", f"--{name}", f"--{name} 2e-5", f"--{hyphens} -1 --{name}", f"--{hyphens} a b"):
         (line,) = mistakes(*words.split())
-        assert re.fullmatch(rf"--{name}=(2e-5|…): here it is {re.escape(OURS[name])}", line)
+        assert re.fullmatch(rf"--{name}=(2e-5|…): use {re.escape(OURS[name])}", line)
         assert line.endswith(" (--task.name=causal_lm has it)") == setting.startswith("task.")
 
 
@@ -43,28 +43,28 @@ def test_each_of_them_is_one_thing_here() -> None:
     ("arguments", "lines"),
     [
         ("--learning_rate 2e-5 --bf16 --epochs=x --gradient_accumulation_steps=4 --save-steps 500", [
-            "--learning_rate=…: here it is optim.lr",
-            "--bf16=…: here it is --mixed_precision bf16 before train.py, or fp16",
+            "--learning_rate=…: use optim.lr",
+            "--bf16=…: use --mixed_precision bf16 before train.py, or fp16",
             "--epochs=x: must be a valid integer, unable to parse string as an integer",
-            "--gradient_accumulation_steps=4: here it is global_batch_size, which counts all micro-batches of all "
+            "--gradient_accumulation_steps=4: use global_batch_size, which counts all micro-batches of all "
             "processes",
-            "--save_steps=…: here it is save_every, in steps",
+            "--save_steps=…: use save_every, in steps",
         ]),
         ("--optim adamw_torch --optim.lr=1e-3 --lr_scheduler_type=cosine", [
-            "--optim=…: here it is optim.name, such as adamw",
-            "--lr_scheduler_type=cosine: here it is optim.schedule",
+            "--optim=…: use optim.name, such as adamw",
+            "--lr_scheduler_type=cosine: use optim.schedule",
         ]),
         # tried without: `more` is passed over, as what follows one of theirs
         ("--fp16 --config a.yaml more", [
             "more: not understood; settings are written --name=value",
-            "a.yaml: num_epochs: 3: here it is epochs",
-            "a.yaml: fsdp_config.fsdp_version: 2: here it is --config_file accelerate_configs/fsdp.yaml before "
+            "a.yaml: num_epochs: 3: use epochs",
+            "a.yaml: fsdp_config.fsdp_version: 2: use --config_file accelerate_configs/fsdp.yaml before "
             "train.py",
-            "--fp16=…: here it is --mixed_precision bf16 before train.py, or fp16",
+            "--fp16=…: use --mixed_precision bf16 before train.py, or fp16",
         ]),
         pytest.param("--model_name_or_path Qwen/Qwen3-0.6B --lora_target_modules=q_proj", [
-            "--model_name_or_path=…: here it is task.model (--task.name=causal_lm has it)",
-            "--lora_target_modules=q_proj: here it is task.lora.target_modules, a list (--task.name=causal_lm has it)",
+            "--model_name_or_path=…: use task.model (--task.name=causal_lm has it)",
+            "--lora_target_modules=q_proj: use task.lora.target_modules, a list (--task.name=causal_lm has it)",
         ], marks=needs_text),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from src.distributed.accelerator import choose_precision
-from src.distributed.launch_guard import unusable_gpu
+from src.distributed.launcher import unusable_gpu
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command, slow
 
 FSDP = yaml.safe_load((PROJECT / "accelerate_configs/fsdp.yaml").read_text())
@@ -48,16 +48,16 @@ def refused(run: Run, code: int = 2) -> str:
         ("ddp", ["--sed=1"], {"processes": 4}, "--sed=1: unknown setting, did you mean seed?"),
         ("fsdp", [], {"launcher_arguments": ("--parallelism_config_cp_size=2",)}, "--parallelism_config_cp_size: "
          "*/fsdp.yaml has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"),
-        ("fsdp", ["--ddp_comm_hook=bf16"], {}, "ddp_comm_hook=bf16 is DDP's, FSDP has none: take it out"),
-        ("ddp", ["--cuda_graphs=true"], {}, "cuda_graphs=true is for one NVIDIA GPU, *"),
+        ("fsdp", ["--ddp_comm_hook=bf16"], {}, "ddp_comm_hook=bf16 is for DDP, not FSDP: remove it"),
+        ("ddp", ["--cuda_graphs=true"], {}, "cuda_graphs=true needs one NVIDIA GPU, *"),
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
-        ("cpu", [], {"processes": 2}, "2 processes were asked for, but */accelerate_configs/cpu.yaml starts 1: use "
+        ("cpu", [], {"processes": 2}, "2 processes were requested, but */accelerate_configs/cpu.yaml starts 1: use "
          "a yaml for several*"),
-        ("", [], {"words": WITHOUT_YAML}, "2 processes were asked for, but accelerate launch starts 1: use a yaml*"),
+        ("", [], {"words": WITHOUT_YAML}, "2 processes were requested, but accelerate launch starts 1: use a yaml*"),
         ("ddp", [], {"before": ONE_GPU}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
         ("ddp", [], {"before": APART}, "2 processes were started, but each sees 1: refusing to train separate models"),
         ("fsdp", [], {"before": WITHOUT_FSDP}, "the yaml asks for FSDP, but Accelerate chose *"),
-        ("fsdp", [], {"before": BLOCKS}, "FSDP wrapped nothing but the root of the model: name its repeating "
+        ("fsdp", [], {"before": BLOCKS}, "FSDP wrapped only the root of the model: name its repeating "
          "blocks in _no_split_modules*"),
     ],
 )  # fmt: skip
@@ -82,26 +82,26 @@ def mesh(**sizes: int) -> dict[str, Any]:
     [
         (fsdp(fsdp_ofload_params=True), "", "{file}: fsdp_config has no key fsdp_ofload_params, did you mean "
          "fsdp_offload_params?"),
-        (fsdp(fsdp_version=1), "", "FSDP version 1 is not supported here: set fsdp_version: 2 in the "
+        (fsdp(fsdp_version=1), "", "FSDP version 1 is not supported: set fsdp_version: 2 in the "
          "yaml's fsdp_config"),
         (fsdp(fsdp_transformer_layer_cls_to_wrap="Linea"), "", "* fsdp_transformer_layer_cls_to_wrap in the yaml: "
          "Could not find the transformer layer class Linea in the model."),
         (fsdp(fsdp_activation_checkpointing=True), "", "fsdp_activation_checkpointing computes wrong gradients with "
          "dropout*"),
         ({"num_processes": 1, "distributed_type": "NO", "dynamo_config": {"dynamo_backend": "EAGER"}}, "",
-         "dynamo_config is not supported here*"),
+         "dynamo_config is not supported*"),
         # tried without: it trains by the second one alone
         (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: *found duplicate key \"fsdp_config\" *"),
         # tried without: RecursionError, in the search for keys that are repeated
         ({"num_processes": 2, "distributed_type": "FSDP"}, "fsdp_config: &a {fsdp_version: 2, more: *a}",
          "{file}: Circular reference detected"),
-        (mesh(tp=2), "", "parallelism_config: tp_size is not supported here: fsdp_cp.yaml splits sequences, fsdp.yaml "
-         "weights: docs/accelerate.md says why"),
-        (mesh(sp=2), "", "parallelism_config: sp_size is not supported here: it is DeepSpeed's; cp_size splits *"),
-        (mesh(dp_shard=3), "", "parallelism_config: dp_replicate_size 1 x dp_shard_size 3 x cp_size 1 must be the "
+        (mesh(tp=2), "", "parallelism_config: tp_size is not supported: fsdp_cp.yaml splits sequences, fsdp.yaml "
+         "weights: docs/accelerate.md explains why"),
+        (mesh(sp=2), "", "parallelism_config: sp_size is not supported: it needs DeepSpeed; cp_size splits *"),
+        (mesh(dp_shard=3), "", "parallelism_config: dp_replicate_size 1 x dp_shard_size 3 x cp_size 1 must equal the "
          "number of processes, 2: change one"),
-        (mesh(dp_replicate=2), "", "parallelism_config: dp_replicate_size is for HSDP, which shards too: *"),
-        (mesh(cp=2), "", "task.name=mnist: no sequences to split over processes: take cp_size out of the yaml"),
+        (mesh(dp_replicate=2), "", "parallelism_config: dp_replicate_size is for HSDP, which also shards: *"),
+        (mesh(cp=2), "", "task.name=mnist: has no sequences to split over processes: remove cp_size from the yaml"),
     ],
     ids=[
         "misspelt", "version 1", "blocks", "checkpointing", "compiled", "twice", "without an end", "tensor parallelism",
@@ -186,8 +186,8 @@ def no_driver(_: str) -> Driver:
         (no_driver, "13.0", None),
         (lambda _: Driver(13000), "13.2", None),  # minor versions mix
         (lambda _: Driver(13020), "12.8", None),
-        (lambda _: Driver(12080), "13.0", "knows CUDA 12.8, and this torch * needs 13.0: update the driver, or *"),
-        (lambda _: Driver(12080), None, "knows CUDA 12.8, and this torch * is built without CUDA: install one *"),
+        (lambda _: Driver(12080), "13.0", "supports CUDA 12.8, but this torch * needs 13.0: update the driver, or *"),
+        (lambda _: Driver(12080), None, "supports CUDA 12.8, but this torch * is built without CUDA: install one *"),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(

@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mir
     assert mirrored(s3) == [8, 14]
     assert_same_run(run, whole("cpu", *best))
     (refused,) = refusal(tmp_path / "third", mirror, "--resume=never")
-    assert refused.startswith(f"output_dir={tmp_path}/third: holds a run already (checkpoint.mirror); choose another ")
+    assert refused.startswith(f"output_dir={tmp_path}/third: already holds a run (checkpoint.mirror); choose another ")
 
 
 def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -150,8 +150,7 @@ def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(
     run = launch("cpu", *arguments, folder=folder, before=HELD_UP.format(last)).succeeded()
     assert [line.rpartition("_")[2] for line in lines(run, "mirrored to ")] == ["00000002", "00000014"]
     assert list(lines(run, "WARNING: ")) == [
-        f"WARNING: {folder}/checkpoints/step_{step:08d} is not in the mirror: {mirror}/mnist takes longer than from "
-        "save to save"
+        f"WARNING: {folder}/checkpoints/step_{step:08d} is not in the mirror: {mirror}/mnist is slower than the saves"
         for step in (4, 6, 8, 10, 12)
     ]
     assert mirrored(mirror) == [14]
@@ -168,12 +167,12 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
     mirror = Mirror(Accelerator(cpu=True), run_settings(arguments))
-    mirror.start(checkpoint)
+    mirror.copy_in_background(checkpoint)
     mirror.close()
-    says = f"{tmp_path}/mirror/mnist took nothing in half of timeout_minutes=0.0001"
+    says = f"{tmp_path}/mirror/mnist accepted nothing for half of timeout_minutes=0.0001"
     assert capfd.readouterr().out == f"WARNING: the mirror lacks the newest checkpoint: {says}\n"
     with pytest.raises(RunError, match=says):  # as where it alone has whole checkpoints
-        mirror.patiently(mirror._put, checkpoint, [])
+        mirror.await_copy(mirror._put, checkpoint, [])
     assert mirrored(tmp_path / "mirror") == []
     answers.set()
     copier().close()
@@ -203,7 +202,7 @@ def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch:
     copying = Copying()
     monkeypatch.setattr("src.checkpoint.mirror.copier", Mock(return_value=Mock(apply_async=lambda *_: copying)))
     mirror.close()
-    mirror.patiently(mirror._put, tmp_path, ["file"])
+    mirror.await_copy(mirror._put, tmp_path, ["file"])
     assert copying.passed == 5
 
 

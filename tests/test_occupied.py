@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from src.checkpoint import occupied
-from src.checkpoint.occupied import lock
+from src.checkpoint import output_dir
+from src.checkpoint.output_dir import lock
 from tests.faults.runs import ALL, TINY
 from tests.launching import Whole, mistakes
 from train import run_settings
@@ -29,7 +29,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched() -> None:
         (folder / "checkpoints/step_00000040").touch()
         (folder / name).write_text("precious")
         assert mistakes() == [
-            f"output_dir=runs/mnist: holds a run already ({name}, checkpoints), but no checkpoint of it; choose "
+            f"output_dir=runs/mnist: already holds a run ({name}, checkpoints), but no checkpoint of it; choose "
             "another --run_name or --output_dir, or move that folder away"
         ]
         assert (folder / name).read_text() == "precious"
@@ -37,13 +37,13 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched() -> None:
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_folders_made_in_advance_are_a_new_run(resume: str) -> None:
-    """Or links to some. Tried without: "holds a run already"."""
+    """Or links to some. Tried without: "already holds a run"."""
     Path("runs/mnist/wandb").mkdir(parents=True)
     Path("disk/lost+found").mkdir(parents=True)
     Path("runs/mnist/checkpoints").symlink_to(Path("disk").absolute())
     run_settings([f"--resume={resume}"])
     Path("disk/tmp_step_00000005").mkdir()
-    assert "holds a run already (checkpoints)" in mistakes(f"--resume={resume}")[0]
+    assert "already holds a run (checkpoints)" in mistakes(f"--resume={resume}")[0]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_run_does_not_start_over_where_its_checkpoints_went_away() -> None:
     run_settings(["--save_every=8"])  # it never could save
     (folder / "status.json").write_text('{"status": "preempted", "checkpoint": "runs/mnist/checkpoints/step_5"}')
     assert mistakes("--save_every=8") == [
-        "output_dir=runs/mnist: its run saved checkpoints, but none are there: restore runs/mnist/checkpoints; "
+        "output_dir=runs/mnist: its run saved checkpoints, but none are left: restore runs/mnist/checkpoints; "
         "or choose another --run_name or --output_dir, or move that folder away"
     ]
 
@@ -76,7 +76,7 @@ def test_an_output_folder_that_cannot_be_written() -> None:
     (line,) = mistakes("--output_dir=/proc/version/x")
     assert line.endswith("/x: /proc/version is a file, not a folder; choose another --output_dir")
     (line,) = mistakes(f"--run_name={'x' * 300}")
-    assert line.endswith("x: has a name of more than 255 bytes; choose another --run_name or --output_dir")
+    assert line.endswith("x: a name in it is longer than 255 bytes; choose another --run_name or --output_dir")
 
 
 def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
@@ -98,12 +98,12 @@ def test_a_folder_takes_no_branch_of_a_checkpoint_before_its_own(whole: Whole) -
     source = f"--resume={folder}/checkpoints/step_00000012"
     assert "whose newest checkpoint is not" in mistakes(*own, source)[0]
     assert mistakes(*own, f"{source}x")[0].endswith("not a checkpoint; auto, never, or a folder step_…")
-    assert "holds a run already" in mistakes(*own, "--resume=never")[0]
+    assert "already holds a run" in mistakes(*own, "--resume=never")[0]
 
 
 def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tried with a lock that can be shared."""
-    monkeypatch.setattr(occupied, "PATIENCE_SECONDS", 1)
+    monkeypatch.setattr(output_dir, "PATIENCE_SECONDS", 1)
     lock(tmp_path)
     with pytest.raises(ValueError, match="another process is writing this run"):
         lock(tmp_path)

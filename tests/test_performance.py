@@ -127,7 +127,7 @@ def test_a_profile_has_the_operators_of_its_steps_and_leaves_training_as_it_is(l
 def test_steps_to_profile_that_are_none_are_refused() -> None:
     for steps in ("15:10", "0:3", "10", "1:2:3", "a:b"):
         (line,) = mistakes(f"--profile_steps={steps}")
-        assert line == f"profile_steps={steps}: write the first step and the last, such as 10:15"
+        assert line == f"profile_steps={steps}: name the first and the last step, such as 10:15"
     run = Mock(total_steps=9, config=Mock(profile_steps="10:15"))
     with pytest.raises(UserError, match="profile_steps=10:15: the run has only 9 steps; name some of them"):
         performance.start_profiler(run)

@@ -506,7 +506,7 @@ def test_a_number_of_gpus_that_does_not_divide_the_batch() -> None:
 
 
 @needs_text
-@needs("src/distributed/launch_guard.py")
+@needs("src/distributed/launcher.py")
 @needs_null_gpu
 @pytest.mark.slow
 def test_a_task_without_sequences_is_one_line_whatever_the_size_of_groups(tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_a_task_without_sequences_is_one_line_whatever_the_size_of_groups(tmp_pa
     run = run_command([f"{BIN}/python", *words], tmp_path, PROJECT)
     assert run.exit_code == 2
     (message,) = [line for line in run.stderr.splitlines() if line.startswith("plan: ")]
-    assert message == "plan: task.name=mnist: no sequences to split over processes: take cp_size out of the yaml"
+    assert message == "plan: task.name=mnist: has no sequences to split over processes: remove cp_size from the yaml"
 
 
 def test_groups_that_share_sequences_stay_within_a_machine() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint.folder import read_lines
-from src.checkpoint.same_run import require_whole_record
+from src.checkpoint.compatibility import require_whole_metrics
+from src.checkpoint.files import read_lines
 from src.config.errors import UserError
 from src.tracking import tracker as tracking
 from src.training.progress import Progress
@@ -38,7 +38,7 @@ def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
         stream.seek(2**40)
         stream.write(last)
     state: Any = SimpleNamespace(metrics_bytes=2**40 + len(last), run_id=None)
-    require_whole_record(config, tmp_path / "step_00000010", state)
+    require_whole_metrics(config, tmp_path / "step_00000010", state)
     start: Any = SimpleNamespace(checkpoint=tmp_path, is_own=lambda _: True, own_state=lambda _: state)
     of_the_run = {"progress": Progress(step=10), "launch": SimpleNamespace()}
     run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, **of_the_run)
@@ -46,5 +46,5 @@ def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
     with tracking.Tracker(run, {}) as tracker:
         assert tracker.state()["metrics_bytes"] == state.metrics_bytes
     state.metrics_bytes += 1
-    with pytest.raises(UserError, match="bring it back"):
-        require_whole_record(config, tmp_path / "step_00000010", state)
+    with pytest.raises(UserError, match="restore it"):
+        require_whole_metrics(config, tmp_path / "step_00000010", state)

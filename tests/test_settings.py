@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint.folder import parent_checkpoint
+from src.checkpoint.files import parent_checkpoint
 from src.config.errors import UserError
 from src.config.settings import Settings, validate, write_yaml
 from src.tasks import TASKS
@@ -36,7 +36,7 @@ def test_numbers_are_what_they_look_like_and_text_stays_text() -> None:
     mapping that YAML makes of it. What is written to config.yaml reproduces all of it."""
     config = run_settings(["--run_name=007", "--max_steps=1e3", "--global_batch_size=1e2", "--micro_batch_size=null"])
     assert (config.run_name, config.max_steps, config.global_batch_size) == ("007", 1000, 100)
-    assert (config.folder, config.micro_batch(4)) == (Path("runs/007"), 25)
+    assert (config.folder, config.forward_batch_size(4)) == (Path("runs/007"), 25)
     for text in ("lr: 3", "{a: 1}", "a, b: c", "- x", "# x", "None", "2024-02-30", "[" * 200):
         assert run_settings([f"--run_name={text}"]).run_name == text
     Path("b.yaml").write_text("seed: 010\nmax_steps: 1_000\noptim: {lr: 1e-3, max_grad_norm: .5}\nrun_name: '1e3'")
@@ -114,7 +114,7 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "(eval/loss, eval/examples, eval/accuracy)",
         ]),
         ("--early_stopping.patience=5", {}, [
-            "early_stopping is off, as early_stopping.metric is null: name what to watch, such as eval/loss",
+            "early_stopping needs early_stopping.metric: name the metric to watch, such as eval/loss",
         ]),
         ("--seed=5000000000|--optim.lr=inf|--epochs=null", {}, [
             "--seed=5000000000: must be less than 4294967296",
@@ -123,7 +123,7 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         ]),
         # tried without: the rate goes beyond its peak, to 4/3 of it
         ("--optim.warmup_steps=1.5", {}, [
-            "optim.warmup_steps=1.5: must be a whole number of steps, or below 1, a share of all"]),
+            "optim.warmup_steps=1.5: must be a whole number of steps or, below 1, a fraction of the schedule"]),
         pytest.param("--trackers=wandb|--config=a.yaml", {"a": "wandb:\n  tags: mine"}, [
             "--trackers=wandb: must be a list: write [wandb]",
             "a.yaml: wandb.tags: mine: must be a list: write [mine]",

@@ -87,7 +87,7 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(in_terminal
 def test_output_that_nobody_reads_ends_no_run(launch: Launch) -> None:
     """As after `| head -2`. It is said in status.json at once, and in the end. Tried without: BrokenPipeError."""
     without_reader = "import os; reader, writer = os.pipe(); os.close(reader)" + WRITES_TO.format("writer")
-    says = {"output": "the reader of the output is gone: see metrics.jsonl"}
+    says = {"output": "nobody reads the output any more: see metrics.jsonl"}
     for more, status in (
         ({}, {"status": "done", "step": 6}),
         ({"FAULT": "die", "FAULT_STEP": "3"}, {"status": "unfinished", "checkpoint": None}),

@@ -31,14 +31,14 @@ def test_it_is_transformers_at_every_step(warmup: float, decay: float, final: fl
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--optim.decay_steps=9", "optim.decay_steps=9: is for optim.schedule=wsd, and it is one_cycle"),
+        ("--optim.decay_steps=9", "optim.decay_steps=9: only applies to optim.schedule=wsd, not one_cycle"),
         (
             "--optim.schedule=wsd --optim.decay_steps=0.8",
-            "optim.warmup_steps=0.3 and optim.decay_steps=0.8: 110.0% of the schedule",
+            "optim.warmup_steps=0.3 and optim.decay_steps=0.8: together 110.0% of the schedule",
         ),
         (
             "--epochs=null --max_steps=50 --optim.schedule=wsd --optim.warmup_steps=40 --optim.decay_steps=30",
-            "optim.warmup_steps=40 and optim.decay_steps=30: 140.0% of the schedule",
+            "optim.warmup_steps=40 and optim.decay_steps=30: together 140.0% of the schedule",
         ),
     ],
 )
@@ -57,5 +57,5 @@ def test_a_length_that_only_the_data_tell_is_refused_before_the_model_is_built(l
     arguments = ("--epochs=2", "--optim.schedule=wsd", "--optim.warmup_steps=40", "--optim.decay_steps=30")
     run = launch("cpu", *arguments, before="from src.tasks.mnist import Mnist; Mnist.build_model = None")
     assert run.exit_code == 2
-    line = "optim.warmup_steps=40 and optim.decay_steps=30: 152.2% of the schedule"
+    line = "optim.warmup_steps=40 and optim.decay_steps=30: together 152.2% of the schedule"
     assert run.messages == [f"train.py: {line}"]

@@ -14,7 +14,7 @@ from src.check.findings import Row, gather, lines, worst_process
 from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_cost, check_steps
 from src.check.subject import Evaluate, Subject
-from src.checkpoint.format import write_json
+from src.checkpoint.files import write_json
 from src.config.terminal import say
 from src.tracking.report import report_line
 from src.training.batches import TrainStep

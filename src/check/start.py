@@ -19,8 +19,8 @@ from torch.utils.data import BatchSampler, Subset
 from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_indices
 from src.check.subject import Subject, checksum, named_tensors, whole
+from src.config.environment import LaunchEnvironment
 from src.distributed.accelerator import sharded_units
-from src.distributed.launcher import what_is_asked
 from src.training.batches import EVALUATION_FACTOR, MicroBatch, evaluation_batches, fetch, training_steps
 from src.training.run import Run
 
@@ -68,7 +68,7 @@ SAME_DROPOUT = (
 
 def check_launch(subject: Subject) -> Iterator[Row]:
     """Examine the processes and the model themselves, not what the launcher or Accelerate says about them."""
-    run, asked = subject.run, what_is_asked()
+    run, asked = subject.run, LaunchEnvironment()
     wanted = "DDP" if asked.world_size > 1 else "one process"
     if asked.fsdp:
         wanted = "FSDP"
@@ -147,7 +147,7 @@ def _drawn(run: Run, epoch: int) -> list[Any]:
     """Work out by hand which augmented batches this process should read in the first step of an epoch."""
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
     own = next(_by_hand(run, epoch * run.steps_per_epoch))
-    micro_batches = BatchSampler(own, run.config.micro_batch(run.data_size), drop_last=False)
+    micro_batches = BatchSampler(own, run.config.forward_batch_size(run.data_size), drop_last=False)
     return [fetch(run.task, augmented, indices) for indices in micro_batches]
 
 

@@ -68,7 +68,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     so a fault shows either in the gradients or in the updates.
     """
     run, config = subject.run, subject.run.config
-    own, optim = config.micro_batch(run.data_size), config.optim
+    own, optim = config.forward_batch_size(run.data_size), config.optim
     update_bound = MUON_UPDATE if optim.name == "muon" and run.accelerator.is_fsdp2 else UPDATE
     errors: dict[tuple[str, float], Errors] = defaultdict(dict)  # by what is compared, and the bound
     found: Tensors = {}
@@ -202,6 +202,6 @@ def _replicas(subject: Subject) -> Row:
 def _other_size(subject: Subject) -> int:
     """Return the possible micro-batch size nearest to the run's own, or its own if there is no other."""
     config, data_size = subject.run.config, subject.run.data_size
-    share, own = config.global_batch_size // data_size, config.micro_batch(data_size)
+    share, own = config.global_batch_size // data_size, config.forward_batch_size(data_size)
     others = [size for size in range(1, share + 1) if share % size == 0 and size != own]
     return min(others, key=lambda size: abs(size - own), default=own)

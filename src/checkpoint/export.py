@@ -1,4 +1,4 @@
-"""The trained model as others load it: the last weights or the best, exported, with a card, and uploaded."""
+"""Export the trained model, with the last or the best weights and a model card, and upload it."""
 
 import contextlib
 import shutil
@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from accelerate.utils import broadcast_object_list
 from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from src.checkpoint.format import share, step_of, unfinished
-from src.checkpoint.integrity import first_valid
-from src.checkpoint.rotation import best_first
+from src.checkpoint.files import incomplete_path, make_readable, step_of
+from src.checkpoint.store import best_first, first_valid
 from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
 from src.config.errors import RunError, cause
@@ -26,19 +24,19 @@ from src.training.run import Run
 
 
 class Exported(NamedTuple):
-    """What is known of an exported model."""
+    """The results of an exported model."""
 
     metrics: Metrics
-    """Those of the evaluation of its weights, and of its task's report."""
+    """Metrics from the evaluation of its weights and from the task's report."""
     reported: Metrics
-    """Those of its task's report alone."""
+    """Metrics from the task's report alone."""
     tables: Tables
-    """Those of its task's report."""
+    """Tables from the task's report."""
 
 
 def export_model(run: Run, say: Callable[[str], None]) -> Exported:
-    """Write the folder `model`: the last weights or, if the settings ask for it, the best, and a card. Replace one from
-    a shorter run. Collective: under FSDP each process has a shard."""
+    """Write the last or, with export_best, the best weights and a model card into the folder `model`, replacing an
+    earlier export. Collective: under FSDP each process has a shard."""
     evaluated = run.progress.evaluation
     if run.config.checkpoint.export_best:
         evaluated = _load_best(run, say) or evaluated
@@ -48,7 +46,7 @@ def export_model(run: Run, say: Callable[[str], None]) -> Exported:
     exported = Exported(evaluated | reported, reported, tables)
 
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
-    with replacing(folder) if run.is_main else contextlib.nullcontext(unfinished(folder.resolve())) as incomplete:
+    with replacing(folder) if run.is_main else contextlib.nullcontext(incomplete_path(folder.resolve())) as incomplete:
         accelerator.wait_for_everyone()
         cards = run.task.export_sharded(model, incomplete, accelerator) if accelerator.is_fsdp2 else None
         if cards is None:
@@ -61,35 +59,33 @@ def export_model(run: Run, say: Callable[[str], None]) -> Exported:
 
 
 def _load_best(run: Run, say: Callable[[str], None]) -> Metrics | None:
-    """Load the weights of the best checkpoint into the model, say so, and return its evaluation; None if there is no
-    valid checkpoint that was evaluated. Collective."""
+    """Load the weights of the best checkpoint, and return its evaluation; None if no valid checkpoint has one.
+    Collective."""
     evaluations = run.progress.evaluations
     candidates = best_first(run.store.candidates(), run.config.checkpoint, evaluations)
-    # as the main process sees them
-    (candidates,) = broadcast_object_list([candidates])
     best, damaged = first_valid(run.accelerator, candidates, run.store)
     for path, why in damaged.items():
         say(f"WARNING: {path}: {why}")
     if best is None:
         say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return None
-    say(f"exporting the best of the checkpoints, {best}")
+    say(f"exporting the best checkpoint, {best}")
     load_tensors(best, run.model)
     return evaluations[step_of(best)]
 
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into. It takes the place of `folder` when it is complete, and is deleted if it never is.
-    Raise a RunError if it cannot be written."""
+    """Yield a folder to write into. It replaces `folder` on success and is deleted on failure. Raise a RunError if it
+    cannot be written."""
     place = folder.resolve()  # a link may lead to another disk
-    incomplete = unfinished(place)
+    incomplete = incomplete_path(place)
     try:
         shutil.rmtree(incomplete, ignore_errors=True)
         incomplete.mkdir(parents=True)
         yield incomplete
         for file in incomplete.rglob("*.safetensors"):
-            share(file)
+            make_readable(file)
         shutil.rmtree(place, ignore_errors=True)
         incomplete.rename(place)
     except (OSError, SafetensorError) as error:
@@ -105,21 +101,21 @@ def export_weights(task: Task, model: nn.Module, weights: Tensors, folder: Path)
 
 
 def _unwrapped(weight: Tensor) -> Tensor:
-    """Return the weight without what safetensors refuses to save: torchao's wrapper around an fp8 weight, and the
-    larger buffer that FSDP gathers an uneven weight into."""
+    """Return the weight without what safetensors cannot save: torchao's wrapper of an fp8 weight, or the larger buffer
+    into which FSDP gathered an uneven weight."""
     if is_traceable_wrapper_subclass(weight):
         weight = getattr(weight, weight.__tensor_flatten__()[0][0])
     return weight.clone() if weight.nbytes < weight.untyped_storage().nbytes() else weight
 
 
 def write_cards(config: Config, cards: Cards, metrics: Metrics, folder: Path) -> None:
-    """Write README.md, the card of each model in this folder, with the metrics of its weights."""
+    """Write README.md, the model card, for each model in this folder, with the metrics of its weights."""
     settings = write_yaml(config.model_dump(mode="json", exclude={"wandb", "output_dir"}))
     rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in metrics.items() if isinstance(value, int | float))
     text = (
         f"# {config.run_name}\n\nTrained by `train.py` as `{config.task.name}`.\n\n"
-        f"## Results\n\nOn the evaluation data, at the end:\n\n| metric | value |\n|---|---|\n{rows}\n\n"
-        f"## Settings\n\nThe data are named under `task`.\n\n```yaml\n{settings}```\n"
+        f"## Results\n\nOn the evaluation data:\n\n| metric | value |\n|---|---|\n{rows}\n\n"
+        f"## Settings\n\nThe dataset is named under `task`.\n\n```yaml\n{settings}```\n"
     )
     for part, fields in (cards or {"": {}}).items():
         metadata = ModelCardData(**{"tags": [config.task.name], **fields}).to_yaml()
@@ -127,20 +123,20 @@ def write_cards(config: Config, cards: Cards, metrics: Metrics, folder: Path) ->
 
 
 def push_to_hub(config: Config) -> None:
-    """Upload the exported folder to config.push_to_hub, without the further models in it, which need repositories of
-    their own; exit with code 1 if that fails: all else is saved."""
+    """Upload the exported model to config.push_to_hub, but not further models in its folder, which need repositories of
+    their own. Exit with code 1 if that fails; the run itself is complete."""
     folder, repository = config.folder / "model", config.push_to_hub
     assert repository
     further = [card.parent.name for card in folder.glob("*/README.md")]
     excluded = [f"{part}/*" for part in further]
-    constants.HF_HUB_OFFLINE = False  # set if the Hub was away at the start, and it may be back
+    constants.HF_HUB_OFFLINE = False  # set if the Hub was unreachable at the start
     try:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(
             repo_id=repository, folder_path=folder, commit_message=config.run_name, ignore_patterns=excluded
         )
-    except Exception as error:  # from the Hub, its client or the network: in any case, the run is saved
+    except Exception as error:  # from the Hub, its client or the network
         options = "".join(f" --exclude '{pattern}'" for pattern in excluded)
         hint = f"the run is complete, upload its model with `hf upload {repository} {folder} --private{options}`"
         sys.exit(f"train.py: push_to_hub={repository}: {cause(error)}; {hint}")

@@ -1,36 +1,32 @@
-"""Whether the files of a checkpoint are as they were saved, and what happens to one that is damaged."""
+"""Check that a checkpoint's files are as they were saved, and set damaged checkpoints aside."""
 
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-
-from src.checkpoint.format import MANIFEST, STATE, Json, file_facts
-from src.checkpoint.store import Store
+from src.checkpoint.files import MANIFEST, STATE, Json, file_facts
 from src.config.config import Config
 from src.config.errors import UserError, refuse
 
-RECORD = ("metrics.jsonl", "config.yaml")
+RUN_COPIES = ("metrics.jsonl", "config.yaml")
 """Files of the run that a mirror keeps beside each checkpoint."""
 Damaged = dict[Path, str]
-"""Damaged checkpoints, with what is wrong with each."""
+"""What is wrong with each damaged checkpoint."""
 
 
 def manifest(checkpoint: Path) -> Json:
-    """Return the facts about each of its files, by name."""
+    """Return a checkpoint's manifest: size and SHA-256 of each file, by name."""
     return json.loads((checkpoint / MANIFEST).read_bytes())["files"]
 
 
-def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """Yield what is wrong with it, in a few words each; nothing if it is whole. A missing rng_*.json is no problem.
-    Raise a UserError if it may be whole, but this user may not read it.
+def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (0, 1)) -> Iterator[str]:
+    """Yield what is wrong with a checkpoint, in a few words each. A missing rng_*.json is not a problem. Raise a
+    UserError if this user may not read a file.
 
     Args:
-        contents: whether to compare checksums too, which reads all of it.
-        share: (r, n): look only at every n-th file, from the r-th on.
+        contents: whether to compare checksums too, which reads every file.
+        shard: (r, n): check only every n-th file, starting at the r-th.
     """
     try:
         name = MANIFEST
@@ -43,14 +39,14 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
             yield f"{name} is {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
             return
         if step.isdigit() and progress.get("step", int(step)) != int(step):
-            yield f"{name} is of step {progress['step']}: give the folder its own name back"
+            yield f"{name} is of step {progress['step']}: rename the folder back"
         there = {path.name for path in checkpoint.iterdir()}
-        yield from (f"{name} does not belong to it" for name in sorted(there - files.keys() - {MANIFEST, *RECORD}))
+        yield from (f"{name} is an unexpected file" for name in sorted(there - files.keys() - {MANIFEST, *RUN_COPIES}))
         if STATE not in files:
             yield f"{STATE} is not in the manifest"
-        for name, size, checksum in entries[share[0] :: share[1]]:
+        for name, size, checksum in entries[shard[0] :: shard[1]]:
             file = checkpoint / name
-            if name not in there or file.is_symlink():  # nor is a path that leads elsewhere
+            if name not in there or file.is_symlink():  # the manifest may not lead to other folders
                 if not name.startswith("rng_"):
                     yield f"{name} is missing"
             elif file.stat().st_size != size:
@@ -64,43 +60,23 @@ def problems(checkpoint: Path, contents: bool = True, share: tuple[int, int] = (
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Raise a UserError if it is damaged."""
+    """Raise a UserError if the checkpoint is damaged."""
     if wrong := next(problems(checkpoint), None):
         raise UserError(f"{checkpoint}: {wrong}")
 
 
-def first_valid(accelerator: Accelerator, candidates: list[Path], store: Store) -> tuple[Path | None, Damaged]:
-    """Return the first whole one of the candidates, which are the same on all processes, and what is wrong with those
-    before it. Collective: each process reads its share of the files. What one lacks is fetched from elsewhere."""
-    damaged: Damaged = {}
-    share = accelerator.process_index, accelerator.num_processes
-    for checkpoint in candidates:
-        wrong = gather_object(list(problems(checkpoint, share=share)))
-        checkpoint, wrong = store.fetch(checkpoint, wrong)
-        if not wrong:
-            return checkpoint, damaged
-        damaged[checkpoint] = wrong[0]
-    return None, damaged
-
-
 def require_none_damaged(config: Config, damaged: Damaged) -> None:
-    """Raise a UserError if there are checkpoints, all of them damaged."""
+    """Raise a UserError if there are damaged checkpoints, for a run that found no valid one."""
     if damaged:
         lines = [f"{path}: {why}" for path, why in damaged.items()]
         advice = "choose another --resume"
         if (config.folder / "checkpoints").exists():
             advice = f"move {config.folder} away to start over"
         advice += "" if config.checkpoint.mirror else ", or set checkpoint.mirror if the run had one"  # room: machines
-        refuse([*lines, f"no valid checkpoint to continue from: {advice}"])
+        refuse([*lines, f"no valid checkpoint to resume from: {advice}"])
 
 
-def passed_over(config: Config, damaged: Damaged) -> list[str]:
-    """Return a note about each damaged checkpoint, by what is wrong with it."""
-    done = "passed over and set aside" if config.saves else "passed over"
-    return [f"{done}: {path}, {why}" for path, why in damaged.items()]
-
-
-def quarantine(checkpoint: Path) -> None:
-    """Rename a damaged checkpoint, so that it neither counts as one to keep nor blocks the next one of its step."""
-    names = (checkpoint.with_name(f"damaged_{number}_{checkpoint.name}") for number in itertools.count(1))
-    checkpoint.rename(next(path for path in names if not path.exists()))
+def quarantine(path: Path) -> None:
+    """Rename a damaged checkpoint or file, so that it neither counts nor blocks a new one of its name."""
+    names = (path.with_name(f"damaged_{number}_{path.name}") for number in itertools.count(1))
+    path.rename(next(name for name in names if not name.exists()))

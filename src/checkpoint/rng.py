@@ -1,4 +1,4 @@
-"""The random number generators of one process, as JSON: what dropout and a task's own code draw from."""
+"""Save and restore the random number generators of a process, which dropout and a task's own code draw from."""
 
 import json
 import random
@@ -10,18 +10,18 @@ import torch
 
 
 def random_file(rank: int) -> str:
-    """Return the name of a process's file, counted from 1 as DCP counts its shards."""
+    """Return the name of a process's file. It counts from 1, as DCP's shards do."""
     return f"rng_{rank + 1:05d}.json"
 
 
 def absent_random_file(checkpoint: Path, num_processes: int) -> str:
-    """Return what is missing and what that means; empty if nothing is."""
+    """Return a message if a process's file is missing; else an empty string."""
     absent = [file for rank in range(num_processes) if not (file := checkpoint / random_file(rank)).exists()]
-    return f"{absent[0]} is missing: dropout goes on with other random numbers" if absent else ""
+    return f"{absent[0]} is missing: dropout resumes with other random numbers" if absent else ""
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of each generator by name, a GPU's by its type."""
+    """Return the state of each generator by name (a GPU's by device type), ready for JSON."""
     name, words, *position = np.random.get_state()
     state: dict[str, Any] = {"python": random.getstate(), "numpy": [name, np.asarray(words).tolist(), *position]}
     state["torch"] = _hex(torch.get_rng_state())
@@ -31,7 +31,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(file: Path, device: torch.device) -> None:
-    """Restore what `random_state` returned, from its JSON file."""
+    """Restore the generators from a JSON file written from `random_state`."""
     state = json.loads(file.read_bytes())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

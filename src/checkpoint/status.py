@@ -1,44 +1,41 @@
-"""status.json: whether a run is unfinished, was told to stop, or is done, and how to continue it. A script that puts
-runs back into a queue reads it."""
+"""status.json: whether a run is unfinished, preempted or done, and how to resume it. Scripts that requeue runs read
+it."""
 
 import os
 from pathlib import Path
 from threading import RLock
 from typing import NoReturn
 
-from src.checkpoint.folder import read_json
-from src.checkpoint.format import Json, write_json
+from src.checkpoint.files import Json, read_json, write_json
 from src.config.config import Config
 from src.config.terminal import say, unread
 from src.distributed.process import SIGNALS
 from src.training.state import ResumePoint
 
 WRITING = RLock()
-"""A checkpoint is published by another thread than the loop's."""
+"""Held while status.json is written, as checkpoints are published by another thread than the loop's."""
 
 
 def write_unfinished(folder: Path, checkpoint: Path | None) -> None:
-    """Write what stays there if the run is killed. `checkpoint` is its last one; None: there is none yet."""
-    newest = str(checkpoint) if checkpoint else None
-    write_status(folder, {"status": "unfinished", "checkpoint": newest})
+    """Write the status that remains if the run is killed. `checkpoint` is its last one; None: there is none yet."""
+    write_status(folder, {"status": "unfinished", "checkpoint": checkpoint and str(checkpoint)})
 
 
 def write_done(folder: Path, step: int) -> None:
-    """Write that the run has come to its end, after this step."""
+    """Write that the run is complete after this step."""
     write_status(folder, {"status": "done", "step": step})
 
 
 def write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
-    """Write, and print, that the run was told to stop, and the command that continues it."""
-    newest = str(checkpoint) if checkpoint else None
-    status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": newest, "command": command}
-    write_status(folder, status)
+    """Write, and print, that the run was preempted, and the command that resumes it."""
+    status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": checkpoint and str(checkpoint)}
+    write_status(folder, status | {"command": command})
     when = f"after step {step}" if step else "before the first step"
-    say(f"stopped {when} by {reason}; to continue: {command}")
+    say(f"stopped {when} by {reason}; to resume: {command}")
 
 
 def answer_at_start(config: Config, resume: ResumePoint, is_main: bool) -> None:
-    """Have a signal end the run at once, from here up to the loop: there is nothing to save."""
+    """Make a signal end the run at once until the loop begins, as there is nothing to save."""
     if not config.saves:
         SIGNALS.release()
         if SIGNALS.name:  # one that came during the imports
@@ -48,13 +45,13 @@ def answer_at_start(config: Config, resume: ResumePoint, is_main: bool) -> None:
 
 
 def _stop_at_start(config: Config, resume: ResumePoint, reason: str) -> NoReturn:
-    with WRITING:  # and nobody else from here on
+    with WRITING:  # never released: nothing else may be written
         write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, resume.command)
-        os._exit(0)  # whatever it is in the middle of
+        os._exit(0)  # whatever the main thread is doing
 
 
 def write_status(folder: Path, status: Json | None = None) -> None:
-    """Write this status, or what is there already, and what there is to say of the output."""
+    """Write this status, or the current one again, and add the first message in `unread`."""
     file = folder / "status.json"
     with WRITING:
         status = status or read_json(file)

@@ -1,16 +1,23 @@
-"""Where the checkpoints of a run are: in its output folder, which all machines share."""
+"""Where the checkpoints of a run are, which is the newest valid one, and which ones to keep."""
 
+import shutil
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 
-from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import Json, publish
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from src.checkpoint.files import INCOMPLETE, Json, list_checkpoints, publish, step_of
+from src.checkpoint.integrity import Damaged, problems
 from src.config.config import Config
+from src.config.groups import Checkpoint
+from src.training.progress import Evaluations
+from src.training.score import score
 
 
 class Store:
-    """The checkpoints of one run. A store that keeps copies of them elsewhere does more in these methods."""
+    """The checkpoints in a run's output folder, which all machines share. A subclass may keep copies elsewhere."""
 
     is_shared = True
     """Whether all machines see the same output folder."""
@@ -20,18 +27,18 @@ class Store:
     def __init__(self, config: Config) -> None:
         self._config, self._own = config, config.folder / "checkpoints"
 
-    def bring_record(self) -> list[Path]:
-        """Fetch the run's record from elsewhere if it is newer there. Return the checkpoints that are there, the newest
-        first. Called on the main process."""
+    def fetch_run_files(self) -> list[Path]:
+        """Fetch metrics.jsonl and config.yaml from elsewhere if they are newer there. Return the checkpoints there,
+        newest first. Called on the main process."""
         return []
 
     def candidates(self) -> list[Path]:
-        """Return the checkpoints to resume from, the newest first; for the main process."""
+        """Return the checkpoints to resume from, newest first. Only the main process's answer counts."""
         return list_checkpoints(self._own)
 
-    def fetch(self, checkpoint: Path, wrong: list[str]) -> tuple[Path, list[str]]:
-        """Fetch a checkpoint from elsewhere if that helps. Return its path on this machine, and what is still `wrong`
-        with it. Collective."""
+    def fetch_checkpoint(self, checkpoint: Path, wrong: list[str]) -> tuple[Path, list[str]]:
+        """Fetch a checkpoint from elsewhere if that repairs it. Return its path on this machine, and what is still
+        wrong with it. Collective."""
         return checkpoint, wrong
 
     def catch_up(self, checkpoint: Path, is_finished: bool) -> None:
@@ -42,25 +49,72 @@ class Store:
         return timedelta(minutes=minutes)
 
     def put(self, folder: Path, files: Iterable[str]) -> None:
-        """Take files that this process has written into the folder of an unfinished checkpoint."""
+        """Copy files that this process has written into the folder of an incomplete checkpoint."""
 
-    def publish(self, folder: Path, files: Json, checkpoint: Path) -> bool:
-        """Publish a checkpoint that all processes have written. Return whether it is in the output folder now. Called
-        on the main process. Raise an OSError if a file is not there as it was written.
+    def publish_checkpoint(self, folder: Path, files: Json, checkpoint: Path) -> bool:
+        """Publish a checkpoint that all processes have written. Return whether it is now in the output folder. Called
+        on the main process. Raise an OSError if a file is missing, or incomplete.
 
         Args:
-            folder: that of the unfinished checkpoint.
-            files: the facts about each file, by name.
+            folder: folder of the incomplete checkpoint.
+            files: manifest entry of each file, by name.
         """
         for name, facts in files.items():
             file = folder / name
             if not file.exists() or file.stat().st_size != facts["bytes"]:
-                raise OSError(f"{file} is not as its process wrote it: share output_dir, or set checkpoint.mirror")
+                raise OSError(f"{file} differs from what was written: share output_dir, or set checkpoint.mirror")
         publish(folder, files, checkpoint)
         return True
 
+    def rotate(self, evaluations: Evaluations) -> None:
+        """Delete the checkpoints in the output folder that the settings don't keep. A crash in between leaves nothing
+        that looks like a checkpoint."""
+        found = list_checkpoints(self._own)
+        whole = [path for path in found if not any(problems(path, contents=False))]
+        for path in superfluous(whole, self._config.checkpoint, evaluations):
+            if path == self.copying:
+                continue
+            if path.is_symlink():  # the user moved the folder to another disk
+                path.unlink()
+            else:
+                shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
+
     def await_all(self, is_busy: Callable[[], bool]) -> None:
-        """Wait for all processes that may be `is_busy` for longer than a collective waits. Collective."""
+        """Wait until no process `is_busy`, which may take longer than a collective's timeout. Collective."""
 
     def close(self) -> None:
-        """Wait for what is being copied."""
+        """Wait for the copy in progress."""
+
+
+def first_valid(accelerator: Accelerator, candidates: list[Path], store: Store) -> tuple[Path | None, Damaged]:
+    """Return the first valid one of the main process's candidates, and what is wrong with those before it. Each process
+    reads a part of the files. Collective."""
+    # as the main process sees them: a change to a file system reaches machines at different times
+    (candidates,) = broadcast_object_list([candidates])
+    damaged: Damaged = {}
+    shard = accelerator.process_index, accelerator.num_processes
+    for checkpoint in candidates:
+        wrong = gather_object(list(problems(checkpoint, shard=shard)))
+        checkpoint, wrong = store.fetch_checkpoint(checkpoint, wrong)
+        if not wrong:
+            return checkpoint, damaged
+        damaged[checkpoint] = wrong[0]
+    return None, damaged
+
+
+def superfluous(whole: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
+    """Return those of the whole checkpoints, newest first, that the settings don't keep."""
+    best = best_first(whole, settings, evaluations)[: settings.num_best]
+    kept = whole[: settings.keep_last] + best
+    return [path for path in whole if path not in kept]
+
+
+def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
+    """Return the checkpoints whose step was evaluated, sorted by checkpoint.metric, best first; ties keep their
+    order."""
+    scores = {}
+    for path in checkpoints:
+        value = evaluations.get(step_of(path), {}).get(settings.metric)
+        if value is not None:
+            scores[path] = score(value, settings.metric, settings.mode)
+    return sorted(scores, key=scores.__getitem__, reverse=True)

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the tensors are copied, and the copy is written in the background."""
+"""Save while training continues: copy the tensors, and write the copy in the background."""
 
 import copy
 import json
@@ -20,11 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import STATE, file_facts, share, sync, unfinished, write_json
-from src.checkpoint.integrity import problems
+from src.checkpoint.files import STATE, file_facts, incomplete_path, make_readable, sync, write_json
 from src.checkpoint.rng import random_file, random_state
-from src.checkpoint.rotation import delete, superfluous
 from src.checkpoint.status import write_unfinished
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import cause, explained
@@ -33,25 +30,26 @@ from src.training.run import Run
 from src.training.state import RunState
 
 HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
-"""The metadata that DCP writes into each file and looks for when it reads."""
+"""Metadata that DCP writes into each file, and expects when reading."""
 
 
 class CheckpointWriter:
-    """Publishes checkpoints of a run, one after the other. All processes make the same calls."""
+    """Writes the checkpoints of a run, one after the other. All processes make the same calls."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        """Prepare to write checkpoints of `run`; `say` tells the user, on the main process."""
+        """Prepare to write checkpoints of `run`. `say` prints a line on the main process."""
         self.newest = run.resume.checkpoint
-        """The last checkpoint; None if there is none yet."""
+        """The last checkpoint; None: there is none yet."""
         self.pause_seconds = 0.0
-        """Seconds for which all saves together have kept the loop from training."""
+        """Total seconds that saves have paused training."""
         self._run, self._say = run, say
         self._group: Any = None
-        if torch.distributed.is_initialized():  # of its own: the background thread's must not mix with the loop's
+        if torch.distributed.is_initialized():
+            # a group of its own: collectives of the background thread must not mix with the loop's
             timeout = run.store.timeout(run.config.timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         on_cuda = run.device.type == "cuda"
-        # in a thread (use_async_staging) it would not wait for the optimizer's kernels
+        # with use_async_staging, a thread would not wait for the optimizer's kernels
         self._options = StagingOptions(
             use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
         )
@@ -59,8 +57,8 @@ class CheckpointWriter:
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
 
     def save(self, tracker_state: dict[str, Any]) -> None:
-        """Start writing a checkpoint of the run as it is now; wait for the previous one and for the copy. The main
-        process's `tracker_state` holds metrics_bytes and run_id of RunState."""
+        """Start writing a checkpoint of the current state, after the previous one is done. On the main process,
+        `tracker_state` has metrics_bytes and run_id of RunState."""
         started = time.perf_counter()
         self.poll(wait=True)
         run = self._run
@@ -69,7 +67,7 @@ class CheckpointWriter:
             return
         state = RunState(progress=copy.deepcopy(run.progress), origin=run.origin, **tracker_state)
         writer = StorageWriter(checkpoint, state, run)
-        if torch.__version__ < "2.13":  # whose stager closes itself after a save
+        if torch.__version__ < "2.13":  # older stagers close themselves after a save
             self._stager = DefaultStager(self._options)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
         with explaining_memory("save", run):
@@ -81,8 +79,8 @@ class CheckpointWriter:
         self.pause_seconds += pause
 
     def poll(self, wait: bool = False) -> None:
-        """Report on the checkpoint that is being written, if it is done. A failure ends the run only if the
-        exchange between the processes is broken: it would fail again and again."""
+        """Report on the checkpoint being written, if it is done. A process that cannot write is a warning. A failed
+        collective ends the run, as it would fail every time."""
         if wait:
             self._run.store.await_all(lambda: self._pending is not None and not self._pending[1].done())
         if self._pending is None or not (wait or self._pending[1].done()):
@@ -91,7 +89,7 @@ class CheckpointWriter:
         self._pending = None
         try:
             future.result()
-        except CheckpointException as error:  # a process could not write, and all have been told
+        except CheckpointException as error:  # a process could not write
             says = cause(next(iter(error.failures.values()))[0])
             kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
             self._say(f"WARNING: no checkpoint of step {writer.state.progress.step}: {says}; {kept}")
@@ -99,37 +97,37 @@ class CheckpointWriter:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         is_first_here = self._run.accelerator.is_local_main_process
-        if is_first_here and writer.folder.exists():  # it was not published here
+        if is_first_here and writer.folder.exists():  # it was not published on this machine
             shutil.rmtree(writer.folder, ignore_errors=True)
         if is_first_here and not self._run.store.is_shared:
-            writer.rotate()  # what was fetched
+            self._run.store.rotate(writer.state.progress.evaluations)  # fetched checkpoints
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written, free the memory of the copies, and close the store."""
+        """Wait for the checkpoint being written, free the copies' memory, and close the store."""
         self.poll(wait=True)
         self._stager.close()
         self._run.store.close()
 
 
 class StorageWriter(HuggingFaceStorageWriter):
-    """DCP's writer of safetensors, into a folder that the coordinator publishes when all processes have written."""
+    """DCP's safetensors writer, but into a folder that the coordinator publishes once all processes have written."""
 
     def __init__(self, checkpoint: Path, state: RunState, run: Run) -> None:
         self.checkpoint, self.state = checkpoint, state
-        self.folder = unfinished(checkpoint)
+        self.folder = incomplete_path(checkpoint)
         super().__init__(str(self.folder), save_distributed=True)
         self._run, self._random = run, random_state(run.device)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write this process's shard and random numbers; return one entry, their facts for the manifest. As DCP does,
-        but from where the tensors are, and without holding the interpreter's lock."""
+        """Write this process's shard and random state; return their manifest entries as one result. Unlike DCP's own,
+        this neither copies the tensors nor holds the interpreter's lock."""
         random = random_file(self._run.rank)
         shard = f"shard-{self._run.rank + 1:05d}-model-00001-of-00001.safetensors"  # DCP's name for it
         tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
         with explained(f"{self.folder / shard} cannot be written, "):
             save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
-            share(self.folder / shard)
+            make_readable(self.folder / shard)
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
@@ -139,23 +137,15 @@ class StorageWriter(HuggingFaceStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the checkpoint and rotate; called on the coordinator when all have written."""
+        """Publish the checkpoint and rotate. Called on the coordinator when all processes have written."""
         write_json(self.folder / STATE, asdict(self.state))
         files = {STATE: file_facts(self.folder / STATE)}
         for (result,) in results:
             files |= result.storage_data
-        if not self._run.store.publish(self.folder, files, self.checkpoint):
+        if not self._run.store.publish_checkpoint(self.folder, files, self.checkpoint):
             return
         try:
-            self.rotate()
+            self._run.store.rotate(self.state.progress.evaluations)
             write_unfinished(self._run.config.folder, self.checkpoint)
-        except Exception as error:  # in any case, the new one is published
+        except Exception as error:  # the new checkpoint is published
             warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)
-
-    def rotate(self) -> None:
-        """Delete the checkpoints here that are not to be kept."""
-        found = list_checkpoints(self.checkpoint.parent)
-        whole = [path for path in found if not any(problems(path, contents=False))]
-        for path in superfluous(whole, self._run.config.checkpoint, self.state.progress.evaluations):
-            if path != self._run.store.copying:
-                delete(path)

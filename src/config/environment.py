@@ -1,23 +1,28 @@
-"""What the environment says of the processes of a run, and what it should not say."""
+"""The environment variables by which a launcher tells a process what to join, and leftovers of another launch."""
 
 import os
 from collections.abc import Iterator
 
-TELLING = (
+LAUNCH_VARIABLES = (
     "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE", "PMI_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
 )  # fmt: skip
-"""Variables by which launchers, those of MPI too, tell a process, and Accelerate, of the others."""
+"""Variables by which launchers, including MPI's, tell a process (and Accelerate) about the other processes."""
 
 
-def world_size() -> int:
-    """Return the number of processes that the launcher has started; one without a launcher."""
-    return _size("WORLD_SIZE")
+class LaunchEnvironment:
+    """What the launcher asks of this process, by environment variables; a single process without a launcher."""
 
-
-def cp_size() -> int:
-    """Return how many processes share each sequence (context parallelism), by the yaml; one by default."""
-    return _size("PARALLELISM_CONFIG_CP_SIZE")
+    def __init__(self) -> None:
+        self.world_size = _size("WORLD_SIZE")
+        self.local_world_size = _size("LOCAL_WORLD_SIZE")
+        """Number of processes on this machine."""
+        self.cp_size = _size("PARALLELISM_CONFIG_CP_SIZE")
+        """Number of processes that share each sequence (context parallelism)."""
+        self.cpu = is_set("ACCELERATE_USE_CPU")
+        self.fsdp = is_set("ACCELERATE_USE_FSDP")
+        self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        """Mixed precision: no, bf16, fp16 or fp8."""
 
 
 def _size(name: str) -> int:
@@ -25,22 +30,27 @@ def _size(name: str) -> int:
     return max(1, int(value)) if value.isdigit() else 1
 
 
+def is_set(name: str) -> bool:
+    """Return whether the launcher has turned this switch on."""
+    return os.environ.get(name, "").lower() == "true"
+
+
 def leftovers() -> Iterator[str]:
-    """Yield a line for each variable that tells of other processes, though no launcher has started any; and for a
-    trial of a sweep without its agent."""
+    """Yield an error line for each variable that describes other processes although no launcher has started any, and
+    for a sweep's trial without an agent."""
     if "WANDB_SWEEP_ID" in os.environ and "WANDB_RUN_ID" not in os.environ:
         yield f"WANDB_SWEEP_ID={os.environ['WANDB_SWEEP_ID']} is set in the environment, without WANDB_RUN_ID: unset it"
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torch's launcher, which sets what Accelerate reads first
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torch's launcher, as is all that Accelerate reads first
         return
-    # without a launcher, a pod may be told of the others by WORLD_SIZE, RANK and the address at which they meet
+    # pods started without a launcher may get WORLD_SIZE, RANK and the address to meet at from their operator
     is_told = "MASTER_ADDR" in os.environ and "ACCELERATE_DYNAMO_BACKEND" not in os.environ
-    for name in TELLING:
+    for name in LAUNCH_VARIABLES:
         alone = "1" if name.endswith("SIZE") else "0"
         value = os.environ.get(name, alone)
         if value != alone and not (is_told and value.isdigit()):
             yield (
                 f"{name}={value} is set in the environment, but no launcher has started several processes: unset it, "
-                "or start them by accelerate launch with a yaml for several, such as accelerate_configs/ddp.yaml"
+                "or start them with accelerate launch and a yaml for several, such as accelerate_configs/ddp.yaml"
             )
 
 

@@ -1,4 +1,4 @@
-"""Errors for users: a UserError is a mistake of theirs, a RunError a failure that no code is to blame for."""
+"""Errors for users: a UserError is the user's mistake, a RunError an environment failure."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -7,14 +7,14 @@ from textwrap import shorten
 
 
 class UserError(ValueError):
-    """A mistake of the user's, one per line of the message: printed without a traceback, exit code 2.
+    """A mistake in settings or data. It is printed without a traceback, one mistake per line; exit code 2.
 
-    Raise it for settings and data. Any other exception keeps its traceback.
+    Any other exception keeps its traceback.
     """
 
 
 class RunError(Exception):
-    """A failure that no code is to blame for (disk, network, data): one line without a traceback, exit code 1."""
+    """An environment failure (disk, network, data). It is printed in one line without a traceback; exit code 1."""
 
 
 def refuse(mistakes: Iterable[str]) -> None:
@@ -24,12 +24,12 @@ def refuse(mistakes: Iterable[str]) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """Return what an error says, in one line; its type's name where it says nothing."""
+    """Return the error's message in one line, or the name of its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names for a message, as many of them as fit into 200 characters; what is no Unicode in them as \\xNN."""
+    """Return as many names as fit into 200 characters, for a message; escape what is not Unicode as \\xNN."""
     text = ", ".join(names).encode(errors="backslashreplace").decode()
     return shorten(text, 200, placeholder=" …")
 
@@ -38,7 +38,7 @@ def listed(names: Iterable[str]) -> str:
 def explained(
     says: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception, raises: type[Exception] = UserError
 ) -> Iterator[None]:
-    """Turn errors of these kinds, as a library raises them, into one line that begins with `says`."""
+    """Turn a library's errors of these kinds into one line that begins with `says`."""
     try:
         yield
     except kinds as error:
@@ -47,7 +47,7 @@ def explained(
 
 @contextlib.contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Name the file in OSErrors that don't, as those of writing to an open file."""
+    """Add the file's name to OSErrors that lack one, such as those of writing to an open file."""
     try:
         yield
     except OSError as error:

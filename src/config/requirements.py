@@ -1,6 +1,6 @@
-"""What has to be installed, by requirements.txt and pyproject.toml: looked at before any library is imported.
+"""Check that what requirements.txt and pyproject.toml ask for is installed, before any library is imported.
 
-Python 3.8 can read this file, and is told by it which one is needed.
+Python 3.8 can still run this file, to be told which version is needed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ PROJECT = Path(__file__).parents[2]
 
 
 def lacking(extra: str = "") -> list[str]:
-    """Return a line about all that is missing or, if nothing is, one for each library whose version is outside its
-    bounds: those in requirements.txt, or those of an extra in pyproject.toml, such as `text`."""
-    if sys.version_info < (3, 11):  # noqa: UP036  # an older one gets here
+    """Return one line about everything that is missing or else one for each library of the wrong version, by the bounds
+    in requirements.txt or those of an extra in pyproject.toml, such as `text`."""
+    if sys.version_info < (3, 11):  # noqa: UP036  # older ones get here
         return [f"Python 3.11 or newer is needed, and this is {platform.python_version()}: {sys.executable}"]
     file = PROJECT / ("pyproject.toml" if extra else "requirements.txt")
-    if not file.exists():  # a copy that installs in its own way
+    if not file.exists():  # a copy with its own way of installing
         return []
     text = file.read_bytes().decode()
     asked = text.splitlines()
@@ -49,8 +49,7 @@ def lacking(extra: str = "") -> list[str]:
 
 
 def require_installed() -> None:
-    """End this process with exit code 2 if something is lacking; say what, unless another process of this machine does
-    so."""
+    """Exit with code 2 if something is missing; the first process on each machine says what."""
     lines = lacking()
     if lines:
         if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -1,4 +1,4 @@
-"""Typed settings from yaml files and `--key.sub=value` arguments: merged, validated, every mistake on its own line."""
+"""Typed settings from yaml files and `--key.sub=value` arguments: merge and validate them, report every mistake."""
 
 import contextlib
 import difflib
@@ -15,43 +15,40 @@ from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from src.config.aliases import OURS
 from src.config.errors import UserError, cause, explained
-from src.config.familiar import OURS
 
 
 class Change(Enum):
-    """What a change to a setting means for a run that is continued."""
+    """The effect of changing a setting before a run resumes."""
 
-    SAFE = "it arrives at the same weights, except for rounding"
-    LENGTH = "it is longer or shorter"
-    REOPENS = "a finished run goes on, or exports its model anew"
+    SAFE = "same weights, up to rounding"
+    LENGTH = "a longer or shorter run"
+    REOPENS = "a finished run resumes, or exports its model again"
 
 
 Values = dict[str, Any]
-"""What settings are set to, by their names."""
+"""Values of settings, by dotted name."""
 Written = dict[str, str]
-"""How the user wrote each of them."""
+"""How the user wrote each value, by dotted name."""
 T = TypeVar("T")
-MAY_BE_ELSEWHERE = "may be elsewhere"
-Elsewhere = Annotated[T, MAY_BE_ELSEWHERE]
-"""A setting that may name something to download, as `scheme:rest`."""
 ResumeSafe = Annotated[T, Change.SAFE]
 Length = Annotated[T, Change.LENGTH, Change.REOPENS]
 Reopens = Annotated[T, Change.REOPENS]
 SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
 
 TEXT = (str, str | None)
-"""The types of fields whose value is taken as it was written."""
+"""Types of fields whose values are taken literally."""
 
 
 class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False):
-    """A group of settings, which never change. The docstring under each field is what `--help` prints."""
+    """A group of settings, which never change. `--help` prints the docstring under each field."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return what the user meant. Pydantic reads `1e3` as text, though an integer can be written so. `None`, a word
-        to YAML, is refused where null is meant. No shell expands the ~ in `--name=~/folder`."""
+        """Return what the user meant: read `1e3` as a number, even for an integer; expand the ~ in `--name=~/folder`,
+        which no shell does. Refuse `None`, which is a word in YAML, where null is meant."""
         if not isinstance(value, str):
             return value
         annotation = cls.model_fields[info.field_name or ""].annotation
@@ -62,25 +59,21 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
         return os.path.expanduser(value) if value.startswith("~/") else value
 
     def validation_errors(self) -> Iterator[str]:
-        """Yield what no single field can tell, one line each, before anything is loaded: settings that contradict each
-        other, missing files."""
+        """Yield an error line for each mistake that no single field can find, before anything is loaded: contradictory
+        settings, missing files."""
         yield from ()
 
     @model_validator(mode="after")
     def _add_validation_errors(self, info: ValidationInfo) -> Self:
-        """Add them to the list that `validate` gives as the context: raised, the first group's would hide others'."""
+        """Add them to the list that `validate` passes as context: if raised, one group's would hide the others'."""
         if info.context is not None:
             info.context.extend(self.validation_errors())
         return self
 
 
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Written]:
-    """Merge the files that `--config` names, in order, and then the other arguments.
-
-    Returns:
-        The values by dotted name and, for messages, how the user wrote each. What could not be read is appended to
-        `mistakes`.
-    """
+    """Return the values, and how the user wrote each: the files named by `--config`, in order, overridden by the other
+    arguments. Append a line to `mistakes` for whatever could not be read."""
     files: list[str] = []
     options: Written = {}
     theirs = ""
@@ -98,7 +91,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
         elif argument.startswith("--") and (equals or name in ("check", "dry_run")):
             options[name] = value if equals else "true"
         elif theirs:
-            options[theirs] = "…"  # its name without a value, or a word of its value
+            options[theirs] = "…"  # its name without a value, or part of its value
         else:
             mistakes.append(f"{argument}: not understood; settings are written --name=value")
 
@@ -109,35 +102,35 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
             values[name] = value
             written[name] = f"{file}: {name}: {value}"
     for name, text in options.items():
-        values[name] = _parse(text)
+        values[name] = _parse_argument(text)
         written[name] = f"--{name}={text}"
     return values, written
 
 
 def validate(
-    model: type[Settings], values: Mapping[str, Any], written: Written, mistakes: list[str], unknown: Iterable[str] = ()
+    model: type[Settings], values: Mapping[str, Any], written: Written, mistakes: list[str]
 ) -> tuple[Settings, set[str]]:
-    """Build `model` from dotted names; append a line to `mistakes` for each name or value that it refuses, and for each
-    contradiction. `written` says how the user wrote each value.
+    """Build `model` from values by dotted name. Append a line to `mistakes` for each wrong name or value, and for each
+    contradiction.
 
     Returns:
-        The settings with every value that is refused, or `unknown` yet, replaced by its default; and their names.
+        The settings, with defaults in place of wrong values, and the names of those.
 
     Raises:
         UserError: a setting without a default is missing.
     """
-    known = {name: field for name, field, _ in fields(model)}
+    known = {name: field for name, field, _ in setting_fields(model)}
     given = {}
     for name, value in values.items():
         is_text = name in known and known[name].annotation in TEXT
         option, _, text = written.get(name, "").partition("=")
         if is_text and isinstance(value, list | dict) and option == f"--{name}":
-            given[name] = text  # as it was written: [PAD], or "lr: 3"
-        elif value is not None or name in known:  # a yaml's group may just be empty
+            given[name] = text  # literally: [PAD], or "lr: 3"
+        elif value is not None or name in known:  # a group in a yaml may be empty
             given[name] = value
 
-    bad = {*unknown}
-    while True:  # one mistake can hide another: --task=mnist that of --task.dropout=9
+    bad: set[str] = set()
+    while True:  # one mistake can hide another: --task=mnist hides --task.dropout=9
         good = {name: value for name, value in given.items() if name not in bad}
         contradictions: list[str] = []
         try:
@@ -145,11 +138,11 @@ def validate(
         except ValidationError as error:
             problems = error.errors()
         else:
-            mistakes.extend(line for line in contradictions if not _names_any(line, bad))
+            mistakes.extend(line for line in contradictions if not _mentions(line, bad))
             return settings, bad
         refused = {name: problem for problem in problems for name in _names_at(problem["loc"], good)}
-        if not refused:  # a setting without a default was not given, and there is nothing to go on with
-            lines = [f"{'.'.join(map(str, problem['loc']))}: {complaint(problem)}" for problem in problems]
+        if not refused:  # a setting without a default is missing
+            lines = [f"{'.'.join(map(str, problem['loc']))}: {problem_text(problem)}" for problem in problems]
             raise UserError("\n".join([*mistakes, *lines]))
         mistakes.extend(
             f"{written.get(name, name)}: {_refusal(name, problem, [*known])}" for name, problem in refused.items()
@@ -157,35 +150,35 @@ def validate(
         bad |= {*refused}
 
 
-def _names_any(line: str, names: Iterable[str]) -> bool:
-    """Return whether a message names one of these settings."""
+def _mentions(line: str, names: Iterable[str]) -> bool:
+    """Return whether a message mentions one of these settings."""
     return any(re.search(rf"(?<![\w.]){re.escape(name)}\b", line) for name in names)
 
 
 def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
-    """Return which of the given settings pydantic means by a place: one, or all of an unknown group."""
+    """Return the given settings at the location of a pydantic error: one, or all of an unknown group."""
     where = ".".join(map(str, place))
     names = [name for name in given if f"{where}.".startswith(f"{name}.")]
     return names or [name for name in given if name.startswith(f"{where}.")]
 
 
 def _refusal(name: str, problem: Any, known: list[str]) -> str:
-    """Return what is wrong with a setting of this name, from pydantic's error."""
+    """Return a message for pydantic's error about the setting of this name."""
     where = ".".join(map(str, problem["loc"]))
     match problem["type"]:
         case "extra_forbidden" | "model_type" if where in OURS:
-            return f"here it is {OURS[where]}"
+            return f"use {OURS[where]}"
         case "extra_forbidden":
             return f"unknown setting{nearest(name, known)}"
         case "model_type":
             example = next(setting for setting in known if setting.startswith(f"{name}."))
             return f"{name} is a group; write, for example, --{example}=…"
         case _:
-            return complaint(problem)
+            return problem_text(problem)
 
 
-def complaint(problem: Any) -> str:
-    """Return what is wrong with a value, from pydantic's error."""
+def problem_text(problem: Any) -> str:
+    """Return a message for pydantic's error about a value."""
     match problem["type"]:
         case "string_type":
             return "must be text: write it in quotes"
@@ -196,38 +189,28 @@ def complaint(problem: Any) -> str:
     return str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
 
 
-def fields(
+def setting_fields(
     model: type[Settings], prefix: str = "", inherited: Collection[Any] = ()
 ) -> Iterator[tuple[str, Any, Collection[Any]]]:
-    """Yield the dotted names of all settings in `model` and its groups, with their pydantic fields, and the marks of
-    the setting and of the groups that it is in."""
+    """Yield the dotted name of each setting in `model` and its groups, its pydantic field, and its marks, including
+    those of its groups."""
     for name, field in model.model_fields.items():
         marks = [*inherited, *field.metadata]
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-            yield from fields(field.annotation, f"{prefix}{name}.", marks)
+            yield from setting_fields(field.annotation, f"{prefix}{name}.", marks)
         else:
             yield prefix + name, field, marks
 
 
 def marked(model: type[Settings], mark: Change) -> set[str]:
-    """Return the dotted names of the settings that have this mark, or are in a group that has it."""
-    return {name for name, _, marks in fields(model) if mark in marks}
+    """Return the dotted names of the settings that have this mark, or whose group has it."""
+    return {name for name, _, marks in setting_fields(model) if mark in marks}
 
 
-def elsewhere(model: type[Settings], values: Mapping[str, Any], schemes: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Return the scheme and the rest of each value, by its setting, that names something to download."""
-    found = {}
-    for name, _, marks in fields(model):
-        scheme, _, rest = str(values.get(name)).partition(":")
-        if MAY_BE_ELSEWHERE in marks and scheme in schemes:
-            found[name] = scheme, rest
-    return found
-
-
-def describe(model: type[Settings]) -> str:
+def help_text(model: type[Settings]) -> str:
     """Return the settings as `--help` shows them: name, default, choices and documentation."""
     lines = []
-    for name, field, _ in fields(model):
+    for name, field, _ in setting_fields(model):
         default = write_yaml(field.get_default(call_default_factory=True), is_in_one_line=True)
         choices = map(str, get_args(field.annotation)) if get_origin(field.annotation) is Literal else ()
         lines.append(f"  --{name}={default.splitlines()[0]}" + (f"   ({' | '.join(choices)})" if choices else ""))
@@ -236,7 +219,8 @@ def describe(model: type[Settings]) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Return `, did you mean …?` with the closest of `names`, whole or by its last part; empty if none is close."""
+    """Return `, did you mean …?` with the closest of `names`, compared as a whole or by its last part; empty if none is
+    close."""
     last_parts = {re.split("[./]", candidate)[-1]: candidate for candidate in reversed(names)}
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     close = close or [last_parts[p] for p in difflib.get_close_matches(re.split("[./]", name)[-1], last_parts, n=1)]
@@ -260,19 +244,19 @@ def _read_file(file: str, mistakes: list[str]) -> Values:
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """Return what YAML text holds, by version 1.2: 010 is 10, 1:30, yes and on are text.
+    """Parse YAML 1.2, in which 010 is 10, and 1:30, yes and on are text.
 
     Raises:
-        YAMLError: the text is not YAML, repeats a key, a value is not of its type, or the nesting has no end.
+        YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, or contains itself.
     """
     with explained("", Exception, YAMLError):
         content = YAML(typ="safe", pure=True).load(text)
-        json.dumps(content, default=str)  # which refuses one that contains itself
+        json.dumps(content, default=str)  # raises an error for what contains itself
     return content
 
 
 def write_yaml(content: Any, is_in_one_line: bool = False) -> str:
-    """Return `content` as YAML text that `read_yaml` reads alike."""
+    """Return `content` as YAML text, which `read_yaml` reads back."""
     stream = io.StringIO()
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.default_flow_style = is_in_one_line
@@ -281,8 +265,8 @@ def write_yaml(content: Any, is_in_one_line: bool = False) -> str:
     return stream.getvalue()
 
 
-def _parse(text: str) -> Any:
-    """Return `null`, lists and mappings as `read_yaml` does; all other text as it is, for the field's type."""
+def _parse_argument(text: str) -> Any:
+    """Parse `null`, lists and mappings as YAML; return all other text as it is, for pydantic to convert."""
     with contextlib.suppress(YAMLError):
         value = read_yaml(text)
         if isinstance(value, list | dict) or text.lower() in ("null", "~"):
@@ -291,7 +275,7 @@ def _parse(text: str) -> Any:
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings with their dotted names."""
+    """Yield the dotted name and the value of each leaf in nested mappings."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -309,6 +293,6 @@ def _unflatten(values: Mapping[str, Any]) -> Values:
             if not isinstance(branch, dict):  # `--seed.x=1` beside `--seed=1`
                 break
         else:
-            parts = branch.get(last)  # the same mapping's, set one by one before
+            parts = branch.get(last)  # entries of the same mapping, set one by one before
             branch[last] = {**parts, **value} if isinstance(parts, dict) and isinstance(value, dict) else value
     return tree

@@ -1,6 +1,6 @@
-"""What a run prints: whole lines, and below them progress bars where a terminal shows them.
+"""Printing: whole lines, above progress bars if there is a terminal.
 
-tqdm draws the bars, not rich: it needs no thread, and whatever kills a run leaves the terminal its cursor.
+tqdm draws the bars rather than rich: it needs no thread, and a killed run leaves the terminal's cursor visible.
 """
 
 import errno
@@ -11,16 +11,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-# tqdm's own lock is shared with forked processes too: one that is killed would never give it back
+# tqdm's own lock is shared with forked processes: one that is killed while holding it would never release it
 tqdm.set_lock(RLock())
 unread: list[str] = []
-"""What to say elsewhere once nobody reads the output any more."""
+"""Messages for status.json once nobody reads the output any more."""
 
 
 def bar(desc: str = "", **options: Any) -> Any:
-    """Return tqdm's bar, or without a total its text alone.
+    """Return a tqdm bar, or its text alone if there is no total.
 
-    It is shown in a terminal that takes both streams, by a run's first process, until it is done.
+    It is shown until it is done, by the run's first process, if both streams go to a terminal.
     """
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     counts = "{percentage:3.0f}% {bar:10} {n_fmt}/{total_fmt}  eta {remaining}  {desc}"
@@ -30,30 +30,30 @@ def bar(desc: str = "", **options: Any) -> Any:
 
 
 def is_first() -> bool:
-    """Return whether this is a run's first process, or its only one."""
+    """Return whether this is the run's first process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(*lines: str, file: Any = None) -> None:
-    """Print lines above the bars, each of them whole, whichever threads do so at once.
+    """Print whole lines above the bars, safely from any thread.
 
-    All that a run prints goes this way: to `file`, or to the process's standard output, even while a library's is
-    redirected to silence it. What nobody reads any more, as after `| head -2` or in a terminal that was closed, is
-    dropped from then on, and `unread` says so.
+    Everything that a run prints goes through here: to `file`, or to the process's real standard output, even while
+    sys.stdout is redirected to silence a library. Once nobody reads the output, as after `| head -2` or when the
+    terminal was closed, drop it, and say so in `unread`.
     """
     file = file or sys.__stdout__
     with tqdm.external_write_mode():
         try:
-            file.write("".join(f"{line}\n" for line in lines))  # at once: other processes print there too
+            file.write("".join(f"{line}\n" for line in lines))  # in one call, as other processes print there too
             file.flush()
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
-            unread.append("the reader of the output is gone: see metrics.jsonl")
+            unread.append("nobody reads the output any more: see metrics.jsonl")
 
 
 def spare_terminals() -> None:
-    """Have standard output and error replace what the encoding of their terminal lacks."""
+    """Let standard output and error replace characters that the terminal cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper

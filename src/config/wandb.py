@@ -1,4 +1,4 @@
-"""The settings of Weights & Biases. What records a run there is in src/tracking/wandb.py."""
+"""The settings of Weights & Biases; src/tracking/wandb.py logs to it."""
 
 import os
 from collections.abc import Iterator
@@ -8,34 +8,34 @@ from src.config.settings import Settings
 
 Keep = Literal["no", "reference", "copy"]
 MODES = ("auto", "online", "offline", "disabled", "shared", "run", "dryrun")
-"""Those of wandb.init, the last two of which are old names, and our own."""
+"""The modes of wandb.init, including two old names, and our own `auto`."""
 
 
 class Wandb(Settings):
-    """Weights & Biases. Its own WANDB_* environment variables work too."""
+    """Weights & Biases. Its WANDB_* environment variables work too."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: WANDB_MODE or WANDB_DISABLED, else online where there are credentials, else offline."""
+    """auto: WANDB_MODE or WANDB_DISABLED, else online if there are credentials, else offline."""
     project: str | None = None
-    """Project that the run is filed under; null: WANDB_PROJECT, else accelerate-template."""
+    """Project of the run; null: WANDB_PROJECT, else accelerate-template."""
     entity: str | None = None
     """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
     tags: list[str] = []
-    """Labels to find the run by."""
+    """Labels to filter runs by."""
     group: str | None = None
-    """Runs that belong together have the same group; null: WANDB_RUN_GROUP."""
+    """Group that related runs share; null: WANDB_RUN_GROUP."""
     job_type: str | None = None
-    """What the run is for, such as train; null: WANDB_JOB_TYPE."""
+    """Kind of run, such as train; null: WANDB_JOB_TYPE."""
     notes: str | None = None
-    """What to remember about the run; null: WANDB_NOTES."""
+    """Notes on the run; null: WANDB_NOTES."""
     model: Keep = "reference"
-    """Record the exported model as an artifact that names its files, or with a copy of them, or no such artifact."""
+    """Log the exported model as an artifact: no, a reference to its files, or a copy of them."""
     checkpoints: Keep = "no"
-    """Record each checkpoint likewise, with the aliases latest and step-N."""
+    """Log each checkpoint likewise, with the aliases latest and step-N."""
 
     @property
     def chosen_mode(self) -> str:
-        """Return the mode, which the environment chooses if it is auto."""
+        """Return the mode, resolving auto from the environment."""
         if self.mode != "auto":
             return self.mode
         if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
@@ -43,6 +43,6 @@ class Wandb(Settings):
         return os.environ.get("WANDB_MODE") or "auto"
 
     def environment_errors(self) -> Iterator[str]:
-        """Yield a line if WANDB_MODE is none of W&B's modes."""
+        """Yield an error line if WANDB_MODE is not one of W&B's modes."""
         if self.chosen_mode not in MODES:
             yield f"WANDB_MODE={self.chosen_mode} is set in the environment: must be online, offline or disabled"

@@ -1,6 +1,6 @@
-"""The processes of a run: the only place that builds an Accelerator, and what the processes tell each other.
+"""The processes of a run: build the Accelerator, prepare the model, and gather facts about all processes.
 
-Without a GPU every yaml runs as its CPU stand-in: the same processes, on gloo, sharding for real.
+Without a GPU every yaml runs on the CPU instead: the same processes, on gloo, sharding for real.
 """
 
 import contextlib
@@ -31,79 +31,86 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import SGD
 
 from src.config.config import Config
-from src.config.environment import processes
+from src.config.environment import LaunchEnvironment, processes
 from src.config.errors import UserError, explained, refuse
-from src.distributed.launch_guard import launch_errors, refuse_another_strategy
-from src.distributed.launcher import Launcher, find_launcher, what_is_asked
+from src.distributed.cpu import tune_for_cpu  # room: cpu
+from src.distributed.launcher import Launcher, find_launcher, launch_errors, refuse_another_strategy
 from src.distributed.process import SIGNALS, exit_codes
 from src.tasks.base import ContextParallel
 
-warnings.filterwarnings("ignore", "Slicing a flattened dim")  # what Accelerate does for HSDP
-warnings.filterwarnings("ignore", r"`?torch\.distributed\.all_gather_into_tensor", FutureWarning)  # its gather, on NCCL
-# DDP says so of weights with one input channel, whose memory is the same channels-last; of others it matters
+warnings.filterwarnings("ignore", "Slicing a flattened dim")  # Accelerate does, for HSDP
+warnings.filterwarnings(
+    "ignore", r"`?torch\.distributed\.all_gather_into_tensor", FutureWarning
+)  # its gather does, on NCCL
+# of weights with one input channel, which are also channels-last; for other weights the warning matters
 warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
-warnings.filterwarnings("ignore", "CUDA initialization")  # launch_guard.py says in one line what it means
+warnings.filterwarnings("ignore", "CUDA initialization")  # launcher.py explains it in one line
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+TUNERS: dict[str, Callable[[nn.Module, bool], list[str]]] = {
+    "cpu": tune_for_cpu,  # room: cpu
+}
+"""By device type, a function that speeds up a model before it is wrapped or sharded. It takes the model and whether
+FSDP will shard it, and returns what it did."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What was asked for and what runs: printed, saved in summary.json and sent to W&B."""
+    """The requested setup and the actual one: printed, saved in summary.json and logged to W&B."""
 
     config_file: str | None
-    """The accelerate yaml; None if a launcher other than Accelerate's, or none, started the processes."""
+    """The accelerate yaml; None if another launcher, or none, started the processes."""
     requested: dict[str, Any]
-    """The yaml's (or command line's) distributed_type, num_processes and mixed_precision."""
+    """distributed_type, num_processes and mixed_precision from the yaml or the command line."""
     strategy: str
-    """single, ddp, or fsdp or hsdp, followed by _cp and its size, _grad_op and _offload, where they are asked for."""
+    """single, ddp, fsdp or hsdp; the latter two may be followed by _cp and its size, _grad_op and _offload."""
     num_processes: int
     device: str
     precision: str
-    """fp32, bf16, fp16 or fp8; weights and optimizer are fp32 in all of them."""
+    """fp32, bf16, fp16 or fp8; weights and optimizer state are always fp32."""
     backend: str | None
-    """Library of the collectives: nccl, gloo, ...; None in a single process."""
+    """Collectives library: nccl, gloo, …; None for a single process."""
     comm_hook: str | None
-    """Type that DDP casts gradients to on their way to the other processes: bf16 or fp16; None: no cast."""
+    """Dtype that DDP all-reduces gradients in: bf16 or fp16; None: their own."""
     note: str | None
-    """The reason why what runs differs from the yaml, if this machine makes it differ."""
+    """Why the actual setup differs from the yaml; None if it does not."""
 
 
 def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     """Join the processes that the launcher started.
 
     Raises:
-        UserError: what would run is not what was asked for; one line per reason.
+        UserError: the run would differ from what was asked for; one line per reason.
     """
-    SIGNALS.answer_by(SIGNALS.die_later)  # in C++, waiting for a process that may be lost
-    launcher, asked = find_launcher(), what_is_asked()
-    are_apples = asked.world_size > 1 and torch.backends.mps.is_available()  # which have no collectives
+    SIGNALS.answer_by(SIGNALS.die_later)  # C++ code, which runs no Python handlers, may wait for a lost process
+    launcher, asked = find_launcher(), LaunchEnvironment()
+    are_apples = asked.world_size > 1 and torch.backends.mps.is_available()  # MPS has no collectives
     on_cpu = asked.cpu or are_apples or not torch.accelerator.is_available()
     is_stand_in = on_cpu and not asked.cpu
     precision, note = choose_precision(launcher, asked.precision, is_stand_in)
     if config.mode == "check" and precision != "no":
-        precision, note = "no", f"--check compares in fp32: the run itself computes in {precision}"
+        precision, note = "no", f"--check compares in fp32; the run itself uses {precision}"
     refuse(launch_errors(launcher, config, asked, on_cpu, precision))
 
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)
     if precision != "fp8":
-        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # Accelerate would convert the model anyway
+        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # else Accelerate would still convert the model
     timeout = timedelta(minutes=config.timeout_minutes)
     comm_hook = config.ddp_comm_hook if asked.world_size > 1 else None
     ddp = DistributedDataParallelKwargs(
         comm_hook=DDPCommunicationHookType(comm_hook or "no"),
-        gradient_as_bucket_view=True,  # else each gradient is copied out of the bucket that it was reduced in
+        gradient_as_bucket_view=True,  # else DDP copies each gradient out of its bucket
     )
-    no_scaler = GradScalerKwargs(enabled=False)  # Progress.update_loss_scale takes its place
+    no_scaler = GradScalerKwargs(enabled=False)  # Progress.update_loss_scale replaces it
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
         fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if asked.fsdp else None,
         kwargs_handlers=[no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp],
     )
-    if precision == "fp16" and on_cpu:  # Accelerate would train in fp32 there, but report fp16
+    if precision == "fp16" and on_cpu:  # else Accelerate trains in fp32 but reports fp16
         accelerator.native_amp = True
     refuse_another_strategy(accelerator, asked)
-    if mesh := accelerator.torch_device_mesh:  # its groups have not taken over the timeout
+    if mesh := accelerator.torch_device_mesh:  # its groups have the default timeout
         for group in (*mesh.get_all_groups(), mesh["dp_shard_cp"].get_group()):
             group.set_timeout(timeout)
 
@@ -133,10 +140,9 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
 
 
 def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -> tuple[str, str | None]:
-    """Return the mixed precision that runs (no, bf16, fp16, fp8) and, if this machine forces another one than was asked
-    for, why."""
+    """Return the mixed precision to use (no, bf16, fp16, fp8) and, if the hardware lacks the `asked` one, a note."""
     if is_stand_in and launcher and not launcher.arguments.mixed_precision:
-        return "no", None  # the yaml means its GPUs; --mixed_precision on the command line means this run
+        return "no", None  # a yaml's precision is meant for GPUs; --mixed_precision on the command line for this run
     if not torch.cuda.is_available():
         return asked, None
     has_bf16, gpu = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name()
@@ -148,22 +154,23 @@ def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -
 
 
 def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) -> None:
-    """Set this process's floating-point mode and number of threads, before any are started: they inherit the mode."""
-    if on_cpu:  # AdamW's averages for dead units become subnormal numbers, which are ten times as slow
+    """Set this process's floating-point mode and number of threads, before any thread starts: threads inherit the
+    mode."""
+    if on_cpu:  # AdamW's averages for dead units become subnormal, and those are ten times slower
         torch.set_flush_denormal(True)
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))  # the launcher's default is 1
+        torch.set_num_threads(max(1, cores // local_world_size))  # else the launcher's default, 1, would apply
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of those libraries whose arithmetic another version may round differently."""
+    """Return the versions of libraries whose results may change, by rounding, between versions."""
     libraries = ("torch", "accelerate", "transformers")
     return {name: importlib.metadata.version(name) for name in libraries if find_spec(name)}
 
 
 def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:
-    if on_cpu:  # Accelerate shards only what it takes for a GPU job
+    if on_cpu:  # Accelerate only shards what looks like a GPU job
         PartialState(cpu=True, timeout=timeout)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin()
     if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
@@ -185,14 +192,14 @@ def _strategy(accelerator: Accelerator) -> str:
 
 
 def num_replicas(accelerator: Accelerator) -> int:
-    """Return how many processes hold the same gradients: under FSDP one, under HSDP the replicas of each shard."""
+    """Return how many processes hold the same gradients: all under DDP, one under FSDP, the replicas under HSDP."""
     if not accelerator.is_fsdp2:
         return accelerator.num_processes
     return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
 
 
 def context_parallel(accelerator: Accelerator) -> ContextParallel:
-    """Return this process's place among those, its neighbours, that share its sequences. FSDP shards over them too."""
+    """Return this process's place in the group of neighbours that share its sequences. FSDP shards over them too."""
     mesh = accelerator.torch_device_mesh
     if not mesh or "cp" not in mesh.mesh_dim_names:
         return ContextParallel()
@@ -202,9 +209,8 @@ def context_parallel(accelerator: Accelerator) -> ContextParallel:
 
 @contextlib.contextmanager
 def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
-    """Do as accelerator.local_main_process_first, but have the others wait as long as it takes: collectives give up
-    after minutes, while downloading and tokenizing can take hours.
-    """
+    """Do as accelerator.local_main_process_first, but without its timeout: collectives time out after minutes, while
+    downloading and tokenizing can take hours."""
     if accelerator.num_processes == 1:
         yield
         return
@@ -217,33 +223,33 @@ def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
 
 
 def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return what `accelerator.prepare` makes of the model; under FSDP make sure that blocks were wrapped, not only the
-    whole model. Optimizers are built afterwards and not prepared: Accelerate's wrapper around them handles loss scales
-    and accumulation, which the loop does itself.
+    """Return the model, wrapped or sharded by Accelerate. Under FSDP, make sure that its blocks were wrapped, not only
+    the root. Optimizers are built afterwards, and not prepared: Accelerate's wrapper would handle loss scaling and
+    accumulation, which the loop does itself.
 
     Raises:
-        UserError: FSDP found no blocks to wrap, or not those that were named.
+        UserError: FSDP found no blocks to wrap, or the model has none of that name.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare(model)
     if accelerator.parallelism_config:
-        # else it has hooks drop the masks of attention, those of generation too: see tests/test_canaries.py
+        # else its hooks drop attention masks, even for generation: see tests/test_canaries.py
         accelerator.parallelism_config.cp_size = 1
     blocks = "_no_split_modules (a list of class names), or fsdp_transformer_layer_cls_to_wrap in the yaml"
-    with explained(f"{blocks}: ", ValueError):  # names a class that the model does not have
-        model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it insists on an optimizer
+    with explained(f"{blocks}: ", ValueError):  # a class that the model does not have
+        model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it requires an optimizer
     if sharded_units(model) < 2:
-        raise UserError(f"FSDP wrapped nothing but the root of the model: name its repeating blocks in {blocks}")
+        raise UserError(f"FSDP wrapped only the root of the model: name its repeating blocks in {blocks}")
     return model
 
 
 def sharded_units(model: nn.Module) -> int:
-    """Return how many units FSDP gathers and frees one after the other, including the root; 0 without FSDP."""
+    """Return the number of FSDP units, including the root; 0 without FSDP."""
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def peak_memory(accelerator: Accelerator) -> list[int]:
-    """Return each process's peak memory in bytes: allocated on the GPU, or resident if it trains on the CPU."""
+    """Return each process's peak memory in bytes: allocated on the GPU, or resident on the CPU."""
     if accelerator.device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     else:
@@ -252,15 +258,15 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
 
 
 def entry_point(main: Callable[[], None]) -> Callable[[], Any]:
-    """Decorate the main function of train.py: have errors give exit codes, and the traceback of what failed first stand
-    in the launcher's table."""
+    """Decorate the main function of train.py: turn errors into exit codes, and show the first failure's traceback in
+    the launcher's table."""
     return record(exit_codes()(main))
 
 
-def differences(told: list[Any]) -> Iterator[str]:
-    """Yield a line for each machine that isn't as the first one is, from what each tells: its name and facts."""
-    name, first, *_ = told[0]
-    for number, (host, own, *_) in enumerate(told):
+def machine_differences(reports: list[Any]) -> Iterator[str]:
+    """Yield a line for each machine that differs from the first. Each reports its host name and facts by name."""
+    name, first, *_ = reports[0]
+    for number, (host, own, *_) in enumerate(reports):
         other = [key for key in first | own if own.get(key) != first.get(key)]
         if other:
             here, there = (", ".join(f"{key} {has.get(key)}" for key in other) for has in (own, first))
@@ -268,12 +274,12 @@ def differences(told: list[Any]) -> Iterator[str]:
 
 
 def num_machines() -> int:
-    """Return the number of machines that torch's launcher has started the run on."""
+    """Return the number of machines that torch's launcher started the run on."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def leave(accelerator: Accelerator) -> None:
-    """Leave the process group, once all processes are done: gloo sometimes aborts where one of them leaves earlier."""
+    """Leave the process group once all processes are done: gloo may abort if one of them leaves earlier."""
     SIGNALS.release()
     accelerator.wait_for_everyone()
     accelerator.end_training()

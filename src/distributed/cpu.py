@@ -1,7 +1,7 @@
-"""What only training on a CPU gains from: on a GPU nothing here is used, and without it a CPU is merely slower.
+"""Faster training on a CPU. Nothing here is used on a GPU, and without it a CPU is merely slower.
 
-Dropout's mask is cheap to draw. Memory that was freed is kept by the process, which is faster, or given back, so that a
-sharded model needs no more than its share.
+Dropout draws its masks cheaply. The process keeps freed memory, which is faster, or gives it back, so that a sharded
+model needs no more than its shard.
 """
 
 import ctypes
@@ -13,26 +13,26 @@ from torch import Tensor, nn
 # parameters of mallopt, from glibc's malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 
-# large blocks come from the heap (no mmap), which grows by 64 MiB, and whose end is cut off only where 2 GiB are free
+# large blocks come from the heap (no mmap), which grows by 64 MiB, and is trimmed only if 2 GiB at its end are free
 KEEP = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 * 2**20}
-"""Keeps glibc from giving large blocks back to the kernel: otherwise each activation is made of new pages, which the
-kernel zeroes first. PyTorch's allocator keeps memory on GPUs too."""
-# from 1 MiB on; once set, the threshold stays: glibc's own grows with the blocks that are freed, up to 32 MiB
+"""Keep glibc from giving large blocks back to the kernel. Otherwise each activation is made of new pages, which the
+kernel has to zero. PyTorch's allocator also keeps memory on GPUs."""
+# from 1 MiB on; setting it fixes it, while glibc's own threshold grows with the freed blocks, up to 32 MiB
 GIVE_BACK = {M_MMAP_THRESHOLD: 2**20}
-"""Has glibc give each large block back to the kernel when it is freed. What FSDP gathers and frees, block by block,
-would otherwise be scattered over the heap, which grows until it could hold the whole model several times."""
+"""Make glibc give each large block back to the kernel when it is freed. Otherwise blocks that FSDP gathers and frees
+would be scattered over the heap, which would grow to several times the size of the model."""
 
 
 def tune_for_cpu(model: nn.Module, is_sharded: bool = False) -> list[str]:
-    """Speed up this process and `model`, in place: its layers change their class, but keep their names. Return what was
-    done, for the start-up summary. `is_sharded`: whether FSDP shards it, as memory is then worth more than time."""
+    """Speed up this process and `model`, in place: its layers change their class but keep their names. Save memory
+    rather than time if FSDP will shard it (`is_sharded`). Return what was done, for the start-up summary."""
     done = []
-    # Keeping freed memory spares a step of the MNIST CNN 6,000 page faults, a quarter to a third of its time
-    # (docs/figures.md). Under FSDP, what was gathered would pile up.
+    # Keeping freed memory saves 6,000 page faults per step of the MNIST CNN, a quarter to a third of its time
+    # (docs/figures.md). Under FSDP, gathered weights would pile up.
     if mallopt(GIVE_BACK if is_sharded else KEEP):
         done.append(f"freed memory is {'given back' if is_sharded else 'kept'}")
-    # Their class is replaced, as fully_shard does it, not the layers: hooks stay. Subclasses are left alone, as their
-    # forward may differ.
+    # Replace the layers' class, as fully_shard does, not the layers, so that hooks stay. Leave subclasses alone, as
+    # their forward may differ.
     for layer in model.modules():
         if type(layer) is nn.Dropout:
             layer.__class__ = Dropout
@@ -40,17 +40,18 @@ def tune_for_cpu(model: nn.Module, is_sharded: bool = False) -> list[str]:
 
 
 class Dropout(nn.Dropout):
-    """Drop units as nn.Dropout does: with the same distribution, but other masks.
+    """Drop units as nn.Dropout does, with the same distribution but other masks.
 
-    torch draws a float for each unit, on one thread: 5 to 14 ms for 590,000 units, which can be longer than the layers
-    around it take. Here a unit gets 8 random bits if the probability is a multiple of 1/256 (0.4 ms), else 32 (1.0 ms).
+    torch draws a float per unit, on one thread: 5 to 14 ms for 590,000 units, which can be longer than the layers
+    around it take. Here each unit gets 8 random bits if the probability is a multiple of 1/256 (0.4 ms), else 32 (1.0
+    ms).
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`, of any shape, fp32 or half precision, with units dropped."""
         if not self.training or self.p == 0:
             return x
-        # compiled code draws within its fused kernels; for p = 1, 1 / (1 - p) would divide by 0
+        # compiled code draws inside its fused kernels; p = 1 would divide by zero
         if torch.compiler.is_compiling() or self.p == 1:
             return super().forward(x)
         return x * _mask(x, self.p) * (1 / (1 - self.p))
@@ -58,18 +59,18 @@ class Dropout(nn.Dropout):
 
 def _mask(x: Tensor, p: float) -> Tensor:
     """Return 1 with probability 1 - p, else 0, in x's shape, dtype and layout."""
-    # torch has no comparison for uint32: int32 begins at -2**31
+    # torch cannot compare uint32, so use int32, which begins at -2**31
     bits, dtype, lowest = (8, torch.uint8, 0) if (p * 256).is_integer() else (32, torch.int32, -(2**31))
     units = x.numel()
-    # 64 bits a draw, which several units share; None: up to the largest int64
+    # each draw has 64 bits, shared by several units; None: up to the largest int64
     words = torch.empty(-(-units * bits // 64), dtype=torch.int64).random_(-(2**63), None)
     is_kept = words.view(dtype)[:units] >= round(p * 2**bits) + lowest
-    # A product of two layouts, such as channels-last and not, takes several times as long. A bool would be cast in the
-    # forward and once more in the backward pass.
+    # A product of two different layouts takes several times as long. A bool would be cast in the forward pass and again
+    # in the backward pass.
     return is_kept.as_strided(x.shape, torch.empty_like(x).stride()).to(x.dtype)
 
 
 def mallopt(settings: dict[int, int]) -> bool:
-    """Set these parameters. Return whether they could be: only glibc has them."""
+    """Set parameters of glibc's malloc. Return whether that worked: other C libraries have none."""
     call = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return call is not None and all(call(*setting) for setting in settings.items())

@@ -1,51 +1,53 @@
-"""The launcher above this process: `accelerate launch`, with its arguments and its yaml, or another one, or none."""
+"""The launcher above this process, and the guard: what the accelerate yaml asks for is what runs.
 
+Accelerate accepts a wrong yaml: it ignores misspelt FSDP keys, and on a machine without a GPU each process believes it
+is alone and trains a separate model. Here each of these ends the run with one line.
+"""
+
+import ctypes
+import math
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.environment import cp_size, world_size
-from src.config.errors import explained
-from src.config.settings import read_yaml
+from src.config.environment import LaunchEnvironment, is_set
+from src.config.errors import UserError, explained
+from src.config.settings import nearest, read_yaml
+
+OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
+"""Environment variables that override the script's arguments and the yaml. Accelerate's launcher never sets them."""
+SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
+"""Prefixes of variables that only the launcher should set, from the yaml. Set in the shell, they change what the yaml
+asks for."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The `accelerate launch` process above this one: its arguments, yaml and environment."""
+    """The `accelerate launch` process above this one."""
 
     words: list[str]
+    """Its command line after `accelerate launch`."""
     arguments: Any
+    """The same, parsed."""
     config_file: str | None
     config: dict[str, Any]
     environment: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the launcher asks of this process, by environment variables."""
-
-    world_size: int
-    local_world_size: int
-    """The processes on this machine."""
-    cpu: bool
-    fsdp: bool
-    cp_size: int
-    """The processes that share each sequence."""
-    precision: str
-    """Mixed precision: no, bf16, fp16 or fp8."""
-
-
 def find_launcher() -> Launcher | None:
-    """Return Accelerate's launcher; None if another one, or none, started this process."""
+    """Return Accelerate's launcher; None if another launcher, or none, started this process."""
     try:
         parent = psutil.Process(os.getppid())
         command, environment, folder = parent.cmdline(), parent.environ(), Path(parent.cwd())
@@ -67,26 +69,9 @@ def find_launcher() -> Launcher | None:
     return None
 
 
-def what_is_asked() -> Asked:
-    """Return what the launcher asks of this process; without a launcher, one process."""
-    return Asked(
-        world_size=world_size(),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        cpu=is_set("ACCELERATE_USE_CPU"),
-        fsdp=is_set("ACCELERATE_USE_FSDP"),
-        cp_size=cp_size(),
-        precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-    )
-
-
-def is_set(name: str) -> bool:
-    """Return whether the launcher has set this switch."""
-    return os.environ.get(name, "").lower() == "true"
-
-
 def resume_command(config: Config) -> str:
-    """Return what the user typed, with --resume=auto added if the run was to branch off or start anew, so that it
-    continues from its own checkpoint."""
+    """Return the command that resumes this run: the one that started it, plus --resume=auto if it had another
+    --resume."""
     launcher = find_launcher()
     if launcher:
         command = ["accelerate", "launch", *launcher.words]
@@ -95,3 +80,109 @@ def resume_command(config: Config) -> str:
     else:
         command = sys.orig_argv
     return shlex.join(command if config.resume == "auto" else [*command, "--resume=auto"])
+
+
+def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnvironment) -> None:
+    """Raise a UserError if Accelerate has set up the processes differently than the launcher asked."""
+    if accelerator.num_processes != asked.world_size:
+        alone = f"each sees {accelerator.num_processes}: refusing to train separate models"
+        raise UserError(f"{asked.world_size} processes were started, but {alone}")
+    if asked.fsdp and not accelerator.is_fsdp2:
+        raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
+
+
+def unusable_gpu() -> str | None:
+    """Return why torch can't use this machine's NVIDIA GPU; None if there is none, it is hidden, or its driver is new
+    enough."""
+    known = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(known))
+    except OSError:  # no driver
+        return None
+    major, minor = divmod(known.value, 1000)
+    driver, built_for = f"{major}.{minor // 10}", torch.version.cuda
+    is_new_enough = built_for and major >= int(built_for.partition(".")[0])  # minor versions mix
+    if is_new_enough or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    found = f"the driver of the NVIDIA GPU supports CUDA {driver}, but this torch {torch.__version__}"
+    if not built_for:
+        return f"{found} is built without CUDA: install one that has it"
+    return f"{found} needs {built_for}: update the driver, or install a torch for CUDA {driver} or older"
+
+
+def launch_errors(
+    launcher: Launcher | None, config: Config, asked: LaunchEnvironment, on_cpu: bool, precision: str
+) -> Iterator[str]:
+    """Yield one line per reason why the run would differ from what was asked for: variables that override the settings
+    or, if there are none, what this machine's devices cannot run and what is wrong with the launcher and its yaml.
+
+    Args:
+        on_cpu: whether the processes will train on the CPU.
+        precision: the mixed precision that will be used.
+    """
+    shell = launcher.environment if launcher else os.environ
+    overriding = [name for name in shell if name in OVERRIDING or (launcher and name.startswith(SWITCHES))]
+    for name in overriding:
+        yield f"{name}={shell[name]} is set in the environment and would override the settings: unset it"
+    if overriding:
+        return  # the other checks would judge its effect
+    if on_cpu and not asked.cpu and (reason := unusable_gpu()):
+        yield f"{reason}; accelerate_configs/cpu.yaml trains on the CPU"
+    gpus = torch.accelerator.device_count()
+    if not on_cpu and asked.local_world_size > gpus:
+        yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"
+    if config.cuda_graphs:
+        is_alone = asked.world_size == config.gradient_accumulation_steps(1) == 1
+        is_cuda = not on_cpu and torch.cuda.is_available()
+        if not (is_alone and is_cuda) or precision == "fp16" or config.optim.name == "muon":
+            yield "cuda_graphs=true needs one NVIDIA GPU, without accumulation, fp16 or muon"
+    if is_set("ACCELERATE_USE_DEEPSPEED"):
+        yield "deepspeed is not supported: use one of accelerate_configs/"
+    yield from _mesh_errors(config, asked)
+    if asked.fsdp and os.environ.get("FSDP_VERSION") != "2":
+        yield "FSDP version 1 is not supported: set fsdp_version: 2 in the yaml's fsdp_config"
+    if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
+        yield "fsdp_activation_checkpointing computes wrong gradients with dropout: remove it from the yaml"
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        yield "dynamo_config is not supported, as it renames the weights: set --compile=true after train.py"
+    if asked.fsdp and config.ddp_comm_hook:
+        yield f"ddp_comm_hook={config.ddp_comm_hook} is for DDP, not FSDP: remove it"
+    if not launcher:
+        return
+    file, wanted = launcher.config_file, launcher.arguments.num_processes or launcher.config.get("num_processes")
+    if wanted and int(wanted) != asked.world_size:
+        yield (
+            f"{wanted} processes were requested, but {file or 'accelerate launch'} starts {asked.world_size}: "
+            "use a yaml for several, such as accelerate_configs/ddp.yaml, or a multiple of the number of machines"
+        )
+    for section, prefix in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
+        known = [name for name in vars(launcher.arguments) if name.startswith(prefix)]
+        for key in launcher.config.get(section) or {}:
+            if prefix + key.removeprefix(prefix) not in known:
+                yield f"{file}: {section} has no key {key}{nearest(key, known)}"
+    if launcher.arguments.parallelism_config_cp_size != asked.cp_size and not launcher.config.get("parallelism_config"):
+        yield f"--parallelism_config_cp_size: {file} has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"
+
+
+def _mesh_errors(config: Config, asked: LaunchEnvironment) -> Iterator[str]:
+    """Yield an error line for each wrong size in the yaml's parallelism_config."""
+    axes = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
+    sizes = {f"{axis}_size": os.environ.get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", "1") for axis in axes}
+    instead = {
+        "tp_size": "fsdp_cp.yaml splits sequences, fsdp.yaml weights: docs/accelerate.md explains why",
+        "sp_size": "it needs DeepSpeed; cp_size splits sequences with the same all-to-all",
+    }
+    for name, hint in instead.items():
+        if sizes.pop(name) != "1":
+            yield f"parallelism_config: {name} is not supported: {hint}"
+    if math.prod(map(int, sizes.values())) not in (1, asked.world_size):
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        yield f"parallelism_config: {product} must equal the number of processes, {asked.world_size}: change one"
+    if sizes["dp_replicate_size"] != "1" and sizes["dp_shard_size"] == "1":
+        yield "parallelism_config: dp_replicate_size is for HSDP, which also shards: set dp_shard_size above 1"
+    if asked.cp_size == 1:
+        return
+    if not asked.fsdp:
+        yield "parallelism_config: cp_size needs FSDP, which shards over these processes too: use fsdp_cp.yaml"
+    if not config.task.splits_sequences:
+        yield f"task.name={config.task.name}: has no sequences to split over processes: remove cp_size from the yaml"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from src.config.errors import UserError, cause
-from src.config.groups import Share
+from src.config.groups import Fraction
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
 from src.tasks.base import PICTURE, Counts, Metrics, Tables, Task, Tensors
@@ -145,7 +145,7 @@ class Mnist(Task):
     """Largest rotation of a training image, in degrees, drawn anew in each epoch."""
     dropout: Annotated[float, Field(ge=0, lt=2)] = 0.2
     """Scales the model's two dropout rates, 0.25 and 0.5; 0 switches them off."""
-    label_smoothing: Share = 0.1
+    label_smoothing: Fraction = 0.1
     """Share of the training target that all ten digits share equally; the evaluation's loss has none."""
 
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)

@@ -11,10 +11,9 @@ from datetime import datetime
 from pathlib import Path
 
 from src.checkpoint.export import export_weights, replacing, write_cards
-from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import MANIFEST, read_state
+from src.checkpoint.files import MANIFEST, list_checkpoints, read_state
 from src.checkpoint.integrity import problems, require_whole
-from src.checkpoint.load import config_of, is_checkpoint, load_model
+from src.checkpoint.load import config_of, is_checkpoint_folder, load_trained_model
 from src.checkpoint.rng import absent_random_file
 from src.config.errors import UserError
 from src.distributed.process import exit_codes
@@ -48,7 +47,7 @@ def export(path: Path, folder: Path) -> None:
     if folder.exists():
         raise UserError(f"{folder}: exists already; name another folder")
     config = config_of(path)
-    model = load_model(path, config)
+    model = load_trained_model(path, config)
     with replacing(folder) as unfinished:
         cards = export_weights(config.task, model, model.state_dict(), unfinished)
         write_cards(config, cards, evaluation_of(path), unfinished)
@@ -58,7 +57,7 @@ def export(path: Path, folder: Path) -> None:
 def find(source: Path) -> list[Path]:
     """Return the checkpoints of a PATH, the newest first. Raise a UserError if there are none."""
     found = list_checkpoints(source / "checkpoints") or list_checkpoints(source)
-    if not found and not is_checkpoint(source):
+    if not found and not is_checkpoint_folder(source):
         raise UserError(f"{source}: neither a checkpoint nor a folder with any")
     return found or [source]
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from pyarrow import parquet
 from pydantic import create_model
 
-from src.checkpoint.load import config_of, find_model, load_model
+from src.checkpoint.load import config_of, find_model, load_trained_model
 from src.config.config import Config
 from src.config.errors import UserError, refuse
 from src.config.settings import Settings, flatten, read_arguments, validate
@@ -40,9 +40,9 @@ def main(argv: list[str]) -> None:
     if output.exists():
         raise UserError(f"{output}: exists already; name another file by --output=")
     accelerator = Accelerator()
-    model = accelerator.prepare_model(load_model(path, config), evaluation_mode=True).eval()
+    model = accelerator.prepare_model(load_trained_model(path, config), evaluation_mode=True).eval()
     _, dataset = task.build_datasets()
-    loss, outputs = evaluate_alone(task, model, dataset, config.micro_batch(1), accelerator.device)
+    loss, outputs = evaluate_alone(task, model, dataset, config.forward_batch_size(1), accelerator.device)
     print(json.dumps(metrics_of(task, loss, len(dataset), outputs), indent=2))
     output.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.table(task.predictions(outputs, dataset)), output)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer  # pip install -e '.[text]'
 
 from src.checkpoint.export import export_weights
-from src.checkpoint.load import config_of, find_model, is_checkpoint, load_model
+from src.checkpoint.load import config_of, find_model, is_checkpoint_folder, load_trained_model
 from src.config.errors import UserError, explained
 from src.distributed.process import exit_codes
 from src.tasks.text.model import load_exported, max_length, set_ends
@@ -64,9 +64,9 @@ def load(source: str) -> tuple[Any, Any]:
     a UserError if it is no language model."""
     folder = find_model(source)
     with tempfile.TemporaryDirectory() as exported:
-        if is_checkpoint(folder):
+        if is_checkpoint_folder(folder):
             config = config_of(folder)
-            trained = load_model(folder, config)
+            trained = load_trained_model(folder, config)
             folder = Path(exported)
             export_weights(config.task, trained, trained.state_dict(), folder)
         model = load_exported(folder).to(PartialState().device).eval()

@@ -26,9 +26,9 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from ruamel.yaml.error import YAMLError
 from sqlalchemy.pool import NullPool
 
-from src.checkpoint.folder import read_lines
+from src.checkpoint.files import read_lines
 from src.config.errors import RunError, UserError, explained
-from src.config.settings import complaint, read_yaml
+from src.config.settings import problem_text, read_yaml
 from src.distributed.process import SIGNALS, end_with_parent, exit_codes
 
 MACROS = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"]}
@@ -124,7 +124,7 @@ def read_sweep(file: str) -> Sweep:
     try:
         return Sweep.model_validate(content)
     except ValidationError as error:
-        lines = [f"{file}: {'.'.join(map(str, of['loc']))}: {complaint(of)}" for of in error.errors()]
+        lines = [f"{file}: {'.'.join(map(str, of['loc']))}: {problem_text(of)}" for of in error.errors()]
         raise UserError("\n".join(lines)) from error
 
 

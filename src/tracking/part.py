@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from src.checkpoint.format import write_json
+from src.checkpoint.files import write_json
 from src.config.errors import cause
 from src.config.terminal import say
 from src.tasks.base import Tables

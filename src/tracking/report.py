@@ -13,8 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError
 
-from src.checkpoint.folder import is_number, read_json, read_lines, saved_settings
-from src.checkpoint.format import write_text
+from src.checkpoint.files import is_number, read_json, read_lines, saved_settings, write_text
 from src.config.errors import UserError, cause, explained
 from src.config.settings import flatten
 from src.distributed.process import exit_codes

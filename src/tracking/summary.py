@@ -18,7 +18,7 @@ def print_summary(run: Run, recorders: dict[str, str]) -> None:
         "model": _model(run),
         "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
         **{part: in_one_line(figures) for part, figures in run.facts["data"].items()},
-        "batch": f"{config.global_batch_size} = {config.micro_batch(run.data_size)} per micro-batch x "
+        "batch": f"{config.global_batch_size} = {config.forward_batch_size(run.data_size)} per micro-batch x "
         f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size)} accumulated",
         "tuned": ", ".join(run.facts["tuned"]),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",

@@ -11,8 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from src.checkpoint.export import Exported
-from src.checkpoint.folder import parent_checkpoint, saved_settings
-from src.checkpoint.format import write_json, write_text
+from src.checkpoint.files import parent_checkpoint, saved_settings, write_json, write_text
 from src.checkpoint.status import write_done, write_status, write_stopped, write_unfinished
 from src.config.errors import naming
 from src.config.settings import write_yaml

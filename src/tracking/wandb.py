@@ -17,8 +17,7 @@ from filelock import FileLock
 from PIL import Image
 
 from src.checkpoint.export import replacing
-from src.checkpoint.folder import list_checkpoints
-from src.checkpoint.format import step_of
+from src.checkpoint.files import list_checkpoints, step_of
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
 from src.tracking.guard import Risky, describe

@@ -114,7 +114,7 @@ def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
 
 def _training_steps(run: Run, first: int, last: int) -> Steps:
     config, step = run.config, first
-    sizes = config.global_batch_size, config.micro_batch(run.data_size)
+    sizes = config.global_batch_size, config.forward_batch_size(run.data_size)
     while step < last:
         # only the first epoch after a resume begins in its middle, with `done` > 0
         epoch, done = divmod(step, run.steps_per_epoch)
@@ -163,7 +163,7 @@ class CountedSteps:
 
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
     """Yield this process's part of the evaluation set, in order."""
-    size = EVALUATION_FACTOR * run.config.micro_batch(run.data_size)
+    size = EVALUATION_FACTOR * run.config.forward_batch_size(run.data_size)
     global_batch_size = size * run.data_size
     # never shuffled: gather_in_order in evaluation.py relies on the order of the dataset
     order = range(len(run.eval_set))

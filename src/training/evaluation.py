@@ -53,7 +53,7 @@ def evaluate_batches(
     outputs: dict[str, list[Tensor]] = {}
     for batch in batches:
         # also in the middle, as the launcher kills its processes 30 s after SIGTERM
-        if stop and stop.poll():
+        if stop and stop.any_requested():
             return None
         found = task.evaluate(model, batch.data)
         require_right(task, "evaluate", found)

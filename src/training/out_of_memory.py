@@ -58,7 +58,7 @@ def _explain(run: Run) -> str:
     state = sum(held.values())
     held["activations"] = rest = torch.cuda.max_memory_allocated() - state
 
-    size, world_size = run.config.micro_batch(run.data_size), run.world_size
+    size, world_size = run.config.forward_batch_size(run.data_size), run.world_size
     blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))
     saves: dict[str, float] = {}
     if not run.launch.strategy.endswith("offload") and run.cp_size == 1:

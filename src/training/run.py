@@ -16,13 +16,13 @@ from src.config.config import Config
 from src.config.errors import UserError, refuse
 from src.distributed.accelerator import (
     HALF_PRECISION,
+    TUNERS,
     Launch,
     context_parallel,
-    differences,
     local_main_process_first,
+    machine_differences,
     prepare,
 )
-from src.distributed.devices import TUNERS
 from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
 from src.tasks.task_checks import require_right
 from src.training.optim import Schedule
@@ -180,7 +180,7 @@ def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accel
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(dataset) for dataset in datasets]
     facts = dict(zip(("data to train on", "data to evaluate on"), fingerprints, strict=False))
-    refuse(differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
+    refuse(machine_differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
     return fingerprints
 
 

@@ -57,7 +57,7 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
         # A CPU trains a transformer in bf16 1.14 times as fast with it (docs/figures.md); on a GPU, a step of a Llama
         # of 1.1B launches 1,409 kernels in place of 3,293 (docs/gpu.md).
         data_size = accelerator.num_processes // context_parallel(accelerator).size
-        has_rows = config.micro_batch(data_size) > 1
+        has_rows = config.forward_batch_size(data_size) > 1
         for module in blocks or [model]:
             compiled = torch.compile(module.forward)
             if blocks and has_rows:

@@ -53,7 +53,7 @@ def test_half_precision_is_compared_in_fp32(launch: Launch) -> None:
     """With a process that loads data, too."""
     run = launch("cpu", "--check", SMALL, "--num_workers=1", launcher_arguments=("--mixed_precision=bf16",))
     assert_all_is_well(run)
-    assert "--check compares in fp32: the run itself computes in bf16\n" in run.stdout
+    assert "--check compares in fp32; the run itself uses bf16\n" in run.stdout
 
 
 def test_a_finished_run_is_examined_and_goes_on_afterwards(launch: Launch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 import src.distributed.accelerator
-from src.checkpoint import format, store, write
+from src.checkpoint import files, store, write
 from src.tasks.mnist import Mnist
 
 STEP = int(os.environ.get("FAULT_STEP", "0"))
@@ -89,7 +89,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "die before publication": lambda: before(
         store, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
     ),
-    "die in rotation": lambda: before(format.shutil, "rmtree", lambda *_, **__: die()),
+    "die in rotation": lambda: before(files.shutil, "rmtree", lambda *_, **__: die()),
     "slow save": lambda: in_the_save(3),
     "stuck save": lambda: in_the_save(10_000),
     "lost while they meet": lambda: before(src.distributed.accelerator, "find_launcher", wait_in_cpp),

@@ -11,9 +11,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from src.checkpoint.format import file_facts
+from src.checkpoint.files import file_facts
 from src.checkpoint.resume import find_checkpoint
-from src.checkpoint.tensors import read, saved_tensors
+from src.checkpoint.tensors import read_tensors, saved_tensors
 from src.config.errors import UserError
 from src.parts import open_store, run_settings
 from src.training.state import Origin, ResumePoint
@@ -112,7 +112,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All that it has, by name."""
     tensors = {name: torch.empty(facts.size) for name, facts in saved_tensors(checkpoint).items()}
-    read(checkpoint, tensors)
+    read_tensors(checkpoint, tensors)
     return tensors
 
 

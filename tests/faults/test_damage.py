@@ -44,7 +44,7 @@ def half(data: bytes) -> bytes:
         # from an older checkpoint
         (lambda step: shutil.copy(step.parent / "step_00000008" / SHARD, step), "has changed since it was saved"),
         # DCP reads every shard that lies in the folder
-        (lambda step: shutil.copy(step / SHARD, step / SHARD.replace("1", "3", 1)), "does not belong to it"),
+        (lambda step: shutil.copy(step / SHARD, step / SHARD.replace("1", "3", 1)), "is an unexpected file"),
         (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
         (rewrite("manifest.json", half), "manifest.json is damaged"),
         (rewrite("state.json", lambda data: data.replace(b'"step": 12', b'"step": 11')), "state.json has changed"),
@@ -59,7 +59,7 @@ def test_each_damage_is_found(run: Path, damage: Callable[[Path], object], says:
     assert list(problems(checkpoint)) == []
     damage(checkpoint)
     assert says in "; ".join(problems(checkpoint))
-    shares = [problem for rank in range(3) for problem in problems(checkpoint, share=(rank, 3))]
+    shares = [problem for rank in range(3) for problem in problems(checkpoint, shard=(rank, 3))]
     assert set(shares) == set(problems(checkpoint))
 
 
@@ -69,7 +69,7 @@ def test_checkpoints_whose_names_were_swapped_are_not_taken_for_each_other(run: 
     older.rename(run / "older")
     newer.rename(older)
     (run / "older").rename(newer)
-    own_name = "give the folder its own name back"
+    own_name = "rename the folder back"
     assert refusal(run)[:2] == [
         f"{newer}: state.json is of step 8: {own_name}",
         f"{older}: state.json is of step 12: {own_name}",
@@ -83,7 +83,7 @@ def test_the_newest_whole_one_is_taken_and_the_reason_said(launch: Launch, run: 
     """Tried without setting aside: the next save at that step fails."""
     rewrite(SHARD, flip_a_bit)(run / "checkpoints" / "step_00000012")
     again = launch("ddp", *TINY, "--checkpoint.keep_last=3", folder=run).succeeded()
-    assert f"passed over and set aside: {run}/checkpoints/step_00000012, {SHARD} has changed" in again.stdout
+    assert f"skipped and set aside: {run}/checkpoints/step_00000012, {SHARD} has changed" in again.stdout
     assert "after step 8, from" in again.stdout
     assert_same_run(again, whole("ddp", *ALL))
     assert checkpoints(run) == [8, 12, 14]
@@ -96,7 +96,7 @@ def test_with_none_whole_nothing_is_started_over(run: Path) -> None:
         rewrite(SHARD, half)(checkpoint)
     lines = refusal(run)
     assert len(lines) == 3
-    assert "no valid checkpoint to continue from" in lines[-1]
+    assert "no valid checkpoint to resume from" in lines[-1]
     assert checkpoints(run) == [8, 12]
 
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
     """Tried without comparing names and shapes."""
     wider = MnistCnn()
     wider.fc2 = torch.nn.Linear(128, 11)
-    message = r"another model: fc2.weight is \(10, 128\) in it and \(11, 128\) in this one, and 1 more differ"
+    message = r"another model: fc2.weight is \(10, 128\) in it and \(11, 128\) here, and 1 more differ"
     with pytest.raises(ValueError, match=message):
         load_tensors(run / "checkpoints" / "step_00000012", wider)
 

@@ -63,7 +63,7 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
         os.close(theirs)
         started.wait_until(lambda: b"output" in (folder / "status.json").read_bytes())
         status = assert_preempted(started.send(signal.SIGHUP).ended())
-    assert (status["reason"], status["output"]) == ("SIGHUP", "the reader of the output is gone: see metrics.jsonl")
+    assert (status["reason"], status["output"]) == ("SIGHUP", "nobody reads the output any more: see metrics.jsonl")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, "done"), (signal.SIGTERM, "preempted")])
@@ -202,7 +202,7 @@ def test_slow_batches_are_asked_after_one_by_one_and_quick_ones_together(monkeyp
         exchange.reset_mock()
         for _ in range(calls):
             clock.return_value += seconds
-            assert not stop.poll()
+            assert not stop.any_requested()
         return exchange.call_count
 
     assert 0 < exchanges(1000, 0.005) < 50

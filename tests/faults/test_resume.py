@@ -180,7 +180,7 @@ def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Who
     own = f"{folder}/checkpoints/step_00000012"
     launch("cpu", *TINY, "--max_steps=12", f"--resume={own}", folder=folder).succeeded()
     refused = launch("cpu", *TINY, "--max_steps=11", folder=folder)
-    assert refused.messages == [f"train.py: {own} has 12 steps already, but epochs=10 and max_steps=11 make 11"]
+    assert refused.messages == [f"train.py: {own} already has 12 steps, but epochs=10 and max_steps=11 make 11"]
     longer = launch("cpu", *TINY, folder=folder).succeeded()
     evaluated = evaluations(longer)
     assert [record["step"] for record in evaluated] == [8, 12, 14]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpoint import format
-from src.checkpoint.same_run import note_changes, require_same_data
+from src.checkpoint import files
+from src.checkpoint.compatibility import note_changes, require_same_data
 from src.config.config import config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
@@ -24,13 +24,13 @@ def test_a_record_that_was_cut_is_not_written_on(whole: Whole, tmp_path: Path) -
     record = folder / "metrics.jsonl"
     text = record.read_text()
     record.write_text(text[:100])
-    assert refusal(folder)[0].startswith(f"{record} has 100 bytes, and had ")
+    assert refusal(folder)[0].startswith(f"{record} has 100 bytes, but had ")
     assert record.read_text() == text[:100]
 
 
 def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
     """Where the steps asked for are more than those of the epochs, they are what the schedule spans."""
-    origin = format.read_state(whole("cpu", *ALL).folder / "checkpoints" / "step_00000012").origin
+    origin = files.read_state(whole("cpu", *ALL).folder / "checkpoints" / "step_00000012").origin
     for then, now, is_refused in (
         ({"max_steps": 1000}, {"max_steps": 950}, True),  # an epoch has 90 steps, so 10 of them 900
         ({"max_steps": 200}, {"max_steps": 100}, False),
@@ -42,7 +42,7 @@ def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
         before = config_from(origin.settings | then, TASKS)
         steps = before.schedule_steps(origin.examples)
         saved = dataclasses.replace(origin, settings=origin.settings | then, schedule_steps=steps)
-        refusal = pytest.raises(UserError, match="the learning rate's schedule then spans [89][0-9]+ steps, not ")
+        refusal = pytest.raises(UserError, match="the learning-rate schedule then spans [89][0-9]+ steps, not ")
         with refusal if is_refused else contextlib.nullcontext():
             note_changes(config_from(origin.settings | now, TASKS), Path("step_00000012"), saved)
 

@@ -152,7 +152,7 @@ FULL = "out of memory in the load, on a GPU of 84.9 GB, 84.9 of it outside torch
         ("single_gpu", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
         ("ddp", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
         ("ddp", {"NULL_GPU_COUNT": "1"}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
-        ("single_gpu", {"NULL_GPU_DRIVER": "12080"}, "the driver of the NVIDIA GPU knows CUDA 12.8, and this torch "),
+        ("single_gpu", {"NULL_GPU_DRIVER": "12080"}, "the driver of the NVIDIA GPU supports CUDA 12.8, but this "),
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_one_line(gpu: Launch, yaml: str, environment: dict[str, str], says: str) -> None:

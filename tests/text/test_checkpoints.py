@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint.same_run import changed_settings, require_same_data
+from src.checkpoint.compatibility import changed_settings, require_same_data
 from src.config.config import config_from
 from src.tasks import TASKS
 from src.tasks.text.text_classification import TextClassification

@@ -76,9 +76,9 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_an_upload_that_must_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mistakes("--push_to_hub=mine") == ["push_to_hub=mine: must be USER/NAME"]
     monkeypatch.delenv("HF_TOKEN")
-    assert mistakes("--push_to_hub=me/mine") == ["push_to_hub=me/mine: no credentials; `hf auth login` first"]
+    assert mistakes("--push_to_hub=me/mine") == ["push_to_hub=me/mine: no credentials; run `hf auth login`"]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    says = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or take push_to_hub out"
+    says = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or remove push_to_hub"
     assert mistakes("--push_to_hub=me/mine") == [says]
 
 

@@ -40,7 +40,7 @@ import hashlib, json
 import src.training.batches as batches
 unrecorded = batches.training_steps
 def training_steps(run, first, last=None):
-    size = run.config.micro_batch(run.world_size)
+    size = run.config.forward_batch_size(run.world_size)
     for step, micro_batches in enumerate(unrecorded(run, first, last), start=first + 1):
         found = {}
         for number, batch in enumerate(micro_batches):

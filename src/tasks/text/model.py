@@ -47,7 +47,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import align_special_tokens
 
 from src.config.errors import UserError, explained, refuse
-from src.config.groups import Share
+from src.config.groups import Fraction
 from src.config.settings import ResumeSafe, SafeReopens, Settings, nearest, read_yaml
 from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors
 from src.tasks.text.chats import ends_of_turn
@@ -73,7 +73,7 @@ class Lora(Settings):
     """Rank of the adapters; null: no adapters, all weights are trained."""
     alpha: PositiveInt = 16
     """Scale of what the adapters add to a layer's output: alpha / r."""
-    dropout: Share = 0.0
+    dropout: Fraction = 0.0
     """Dropout rate of the adapters' input."""
     target_modules: list[str] = []
     """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
@@ -354,7 +354,7 @@ class FineTuning(TextTask):
     fp32; code in it is never run."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
-    dropout: Share | None = None
+    dropout: Fraction | None = None
     """Sets all of the model's dropout rates; null: as its config has them."""
     lora: Lora = Lora()
     """Low-rank adapters."""
@@ -386,7 +386,10 @@ class FineTuning(TextTask):
         yield from super().validation_errors()
         if not self.lora.r and self.lora != Lora():
             yield "task.lora.r is not set: without it the other settings of task.lora do nothing"
-        if self.model and not Path(self.model).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.model):
+        is_name = re.fullmatch(
+            r"[\w.-]+(/[\w.-]+)?|\w+:.*", str(self.model)
+        )  # on the Hub, or of what is to be downloaded
+        if not is_name and not Path(str(self.model)).is_dir():
             yield f"task.model={self.model}: no such folder"
         if Path(str(self.model), "adapter_config.json").exists():
             hint = "name the model that they belong to, or one that they were merged into (task.lora.merge=true)"

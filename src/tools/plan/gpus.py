@@ -6,7 +6,7 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError, fie
 from ruamel.yaml.error import YAMLError
 
 from src.config.errors import UserError, explained
-from src.config.settings import complaint, nearest, read_yaml
+from src.config.settings import nearest, problem_text, read_yaml
 
 TABLE = Path(__file__).with_name("gpus.yaml")
 CONTEXT_GIB = 1.5
@@ -62,5 +62,5 @@ def find_gpu(name: str) -> Gpu:
     try:
         return Gpu.model_validate(table[key])
     except ValidationError as error:
-        lines = [f"{file}: {key}.{'.'.join(map(str, of['loc']))}: {complaint(of)}" for of in error.errors()]
+        lines = [f"{file}: {key}.{'.'.join(map(str, of['loc']))}: {problem_text(of)}" for of in error.errors()]
         raise UserError("\n".join(lines)) from error

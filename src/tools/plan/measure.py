@@ -221,7 +221,7 @@ class Trial:
     def measured(self, share: float) -> Measured:
         """Return what `measure` does."""
         run, data_size = self._run, self._run.data_size
-        own = run.config.micro_batch(data_size)
+        own = run.config.forward_batch_size(data_size)
         largest = self._largest(share)
         if largest:
             torch.cuda.set_per_process_memory_fraction((self._gpu.capacity - self._kept) / (NO_LIMIT << 30))
@@ -251,7 +251,7 @@ class Trial:
     def _largest(self, share: float) -> int:
         """Return the largest micro-batch that fits into this share of the memory, by its sum; 0 if none does."""
         data_size, config, there = self._run.data_size, self._run.config, len(self._run.train_set)
-        needed = config.micro_batch(data_size) * data_size  # what all processes pass through the model at once
+        needed = config.forward_batch_size(data_size) * data_size  # what all processes pass through the model at once
         if there < needed:
             raise UserError(
                 f"the training data have {there:,} examples, and micro-batches take {needed:,} at once: "

@@ -89,7 +89,7 @@ def recommendation(rows: list[Row], config: Config) -> str:
     if setup.gpus > setup.gpu.gpus_per_machine:
         command += "--machine_rank=… --main_process_ip=… "
     command += f"train.py {shlex.join(setup.arguments)}"
-    if row.measured.micro_batch != config.micro_batch(setup.gpus // setup.cp_size):
+    if row.measured.micro_batch != config.forward_batch_size(setup.gpus // setup.cp_size):
         command += f" --micro_batch_size={row.measured.micro_batch}"
     takes = [FORMATS[name](found[name]) for name in ("hours", "cost") if found[name]]
     takes.append(f"{setup.gpu.capacity / GB - found['GB']:.1f} GB to spare")

@@ -1,4 +1,4 @@
-"""Why a run must not write into its output folder: another run is there, or it cannot be written to."""
+"""Refuse and lock output folders: a run must not write into another run's folder, or one that is not writable."""
 
 import atexit
 import contextlib
@@ -10,52 +10,53 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.folder import list_checkpoints, read_json, saved_settings
-from src.checkpoint.same_run import LENGTH_SETTINGS, changed_settings
-from src.config import terminal
+from src.checkpoint.compatibility import LENGTH_SETTINGS, changed_settings
+from src.checkpoint.files import list_checkpoints, read_json, saved_settings
 from src.config.config import Config
 from src.config.errors import UserError
 from src.config.settings import nearest
+from src.config.terminal import say
 from src.distributed.process import SIGNALS
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
-"""The files of a run in its output folder, besides status.json, which even a run stopped at its start leaves."""
-ELSEWHERE = "choose another --run_name or --output_dir"
+"""Files of a run in its output folder, except status.json, which even a run preempted at its start leaves."""
+ANOTHER_PLACE = "choose another --run_name or --output_dir"
 PATIENCE_SECONDS = 40
-"""A little more than the seconds that a launcher gives its processes to end."""
+"""A little longer than a launcher gives its processes to end."""
 
 
 def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterator[str]:
-    """Yield why the run, or its check, must not write into its folder as it is now, one line each. `mirrored` are the
-    checkpoints in its mirror: as long as they are not known, the folder may lack anything."""
+    """Yield an error line for each reason why the run must not write into its output folder. `mirrored` are the
+    checkpoints in its mirror; None: not known yet, so the folder may lack anything."""
     folder = config.folder
     try:
         if any(len(os.fsencode(part)) > 255 for part in folder.parts):
-            yield f"output_dir={folder}: has a name of more than 255 bytes; {ELSEWHERE}"
+            yield f"output_dir={folder}: a name in it is longer than 255 bytes; {ANOTHER_PLACE}"
             return
-        is_known = mirrored is not None or not config.mirror
+        # a copy of the project may have no mirrors
+        is_known = mirrored is not None or not getattr(config.checkpoint, "mirror", None)
         if config.mode != "check" and is_known:
             yield from _run_errors(config, mirrored or [])
         yield from _write_errors(folder)
     except OSError as error:
-        yield f"output_dir={folder}: cannot look at {error.filename}, {error.strerror}; {ELSEWHERE}"
+        yield f"output_dir={folder}: cannot access {error.filename}, {error.strerror}; {ANOTHER_PLACE}"
 
 
 def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
-    """Yield what is wrong with the run that the folder, or its mirror, holds."""
+    """Yield what is wrong with the run in the folder, or in its mirror."""
     folder, saved = config.folder, saved_settings(config.folder)
     held = [name for name in RUN_FILES if _is_held(folder / name)]
     checkpoints = list_checkpoints(folder / "checkpoints") or mirrored
     if mirrored:
         held.append("checkpoint.mirror")
-    elsewhere = f"{ELSEWHERE}, or move that folder away"
-    lost = f"output_dir={folder}: its run saved checkpoints, but none are there: restore {folder / 'checkpoints'}"
-    holds, holds_run = f"output_dir={folder}: holds", f"a run already ({', '.join(held)})"
+    elsewhere = f"{ANOTHER_PLACE}, or move that folder away"
+    lost = f"output_dir={folder}: its run saved checkpoints, but none are left: restore {folder / 'checkpoints'}"
+    holds, a_run = f"output_dir={folder}: already holds", f"a run ({', '.join(held)})"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
         is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
         if is_branch and checkpoints:
-            return  # it continues from its own
+            return  # it resumes from its own
         if is_branch and _had_checkpoints(folder, saved):
             yield f"{lost}; or {elsewhere}"
         elif not (source / "manifest.json").is_file():
@@ -64,30 +65,30 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
         elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
             yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}"
     elif held and config.resume == "never":
-        yield f"{holds} {holds_run}; {elsewhere}"
+        yield f"{holds} {a_run}; {elsewhere}"
     elif held and not checkpoints:
         if "summary.json" in held or "model" in held or not saved:
-            yield f"{holds} {holds_run}, but no checkpoint of it; {elsewhere}"
+            yield f"{holds} {a_run}, but no checkpoint of it; {elsewhere}"
         elif changed_settings(config, saved).keys() - LENGTH_SETTINGS:
-            yield f"{holds} the beginning of a run with other settings; {elsewhere}"
+            yield f"{holds} the start of a run with other settings; {elsewhere}"
         elif _had_checkpoints(folder, saved):
             yield f"{lost}; or {elsewhere}"
 
 
 def _is_held(path: Path) -> bool:
-    """Return whether a run has written it. A folder made in advance, or a link to one on another disk, is empty."""
+    """Return whether a run has written this path, which may be an empty folder made in advance, or a link to one."""
     if path.name == "checkpoints":
         return any(path.glob("*step_*"))
     return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
 
 
 def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Return whether the run in a folder has saved a checkpoint of its own, which its status.json says."""
+    """Return whether the run in a folder has saved a checkpoint of its own, according to its status.json."""
     return read_json(folder / "status.json").get("checkpoint") not in (None, saved.get("resume"))
 
 
 def _write_errors(folder: Path) -> Iterator[str]:
-    """Yield a line for each place that cannot be written to."""
+    """Yield an error line for each path that is not writable."""
     parents, own = folder.absolute().parents, [folder / name for name in RUN_FILES]
     for path in (*parents, folder, *own, *folder.glob("checkpoints/step_*")):
         if path.is_symlink() and not path.exists():
@@ -97,7 +98,7 @@ def _write_errors(folder: Path) -> Iterator[str]:
     if not parent.is_dir():
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
         return
-    for path in (parent, *own):  # some may be another user's
+    for path in (parent, *own):  # some may belong to another user
         try:
             if path.is_dir():
                 tempfile.TemporaryFile(dir=path).close()
@@ -109,7 +110,7 @@ def _write_errors(folder: Path) -> Iterator[str]:
 
 
 def claim(folder: Path) -> None:
-    """Lock an output folder and, if they are on another disk, its checkpoints: two runs must not share those either."""
+    """Lock an output folder and its checkpoints, if those are on another disk: two runs must not share them either."""
     lock(folder)
     checkpoints = folder / "checkpoints"
     if checkpoints.is_symlink() and checkpoints.exists():
@@ -117,8 +118,8 @@ def claim(folder: Path) -> None:
 
 
 def lock(folder: Path) -> None:
-    """Wait until no other process on this machine writes this run; raise a UserError if one still does after
-    PATIENCE_SECONDS. The lock is held until this process ends."""
+    """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
+    after PATIENCE_SECONDS."""
     if not folder.exists():
         atexit.register(_delete_if_empty, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,17 +129,17 @@ def lock(folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if SIGNALS.name:  # status.json is the other process's
+            if SIGNALS.name:  # without a status.json, which belongs to the other process
                 SIGNALS.die()
             if second == 0:
-                terminal.say(f"{folder}: another process is still writing this run; waiting for it to end")
-        except OSError:  # this file system has no locks
+                say(f"{folder}: another process is still writing this run; waiting for it to end")
+        except OSError:  # a file system without locks
             return
         time.sleep(1)
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
 
 
 def _delete_if_empty(folder: Path) -> None:
-    """Remove the empty folder that a refused run would leave behind."""
+    """Delete the empty folder that a refused run would leave behind."""
     with contextlib.suppress(OSError):
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""What HF's Trainer, TRL and axolotl call settings, for those who write their names here."""
+"""Names of settings in HF's Trainer, TRL and axolotl, to point users to ours."""
 
 THEIRS = {
     "optim.lr": "learning_rate",
@@ -6,7 +6,7 @@ THEIRS = {
     "optim.weight_decay": "weight_decay",
     "optim.max_grad_norm": "max_grad_norm",
     "optim.schedule": "lr_scheduler_type lr_scheduler",
-    "optim.warmup_steps, below 1 a share of the schedule": "warmup_steps warmup_ratio",
+    "optim.warmup_steps, below 1 a fraction of the schedule": "warmup_steps warmup_ratio",
     "epochs": "num_train_epochs num_epochs",
     "micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size",
     "global_batch_size, which counts all micro-batches of all processes": "gradient_accumulation_steps",
@@ -22,16 +22,16 @@ THEIRS = {
     "resume": "resume_from_checkpoint",
     "trackers, a list": "report_to",  # room: trackers wandb
 }
-"""Their names by ours, of which the first word is a setting, or an argument of the launcher."""
+"""Their names by ours, whose first word is a setting or an argument of the launcher."""
 OURS = {name: ours for ours, names in THEIRS.items() for name in names.split()}
-"""Ours by each name of theirs."""
+"""Our name by each of theirs."""
 THEIRS_OF_TEXT = {  # room: text
     "task.model": "model_name_or_path base_model",
     "task.dataset": "dataset_name datasets train_file",
     "task.eval_fraction": "val_set_size",
     "task.sequence_length": "max_length max_seq_length sequence_len",
     "task.packing": "packing sample_packing",
-    "task.train_on_prompts, false if not set": "train_on_inputs assistant_only_loss completion_only_loss",
+    "task.train_on_prompts, false by default": "train_on_inputs assistant_only_loss completion_only_loss",
     "task.attention, best left at auto": "attn_implementation flash_attention",
     "task.lora.r, the rank of the adapters": "lora_r use_peft adapter",
     "task.lora.alpha": "lora_alpha",

@@ -1,4 +1,4 @@
-"""What makes a run another one than the checkpoint's: other settings, other data, a record that lacks a part."""
+"""Whether a run may resume from a checkpoint, or settings, data or metrics.jsonl make it a different run."""
 
 import contextlib
 import json
@@ -11,19 +11,19 @@ from typing import Any
 
 from src.config.config import Config
 from src.config.errors import UserError
-from src.config.settings import Change, fields, marked
+from src.config.settings import Change, marked, setting_fields
 from src.training.state import Origin, RunState
 
 LENGTH_SETTINGS = marked(Config, Change.LENGTH)
-"""Settings that say how long a run is."""
-OR_ACCEPT_CHANGES = "or continue anyway with --checkpoint.accept_changes=true"
+"""Settings that determine how long a run is."""
+OR_ACCEPT_CHANGES = "or resume anyway with --checkpoint.accept_changes=true"
 
 
 def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that make this a different run from the saved one, as (then, now) by name, including
-    max_steps and epochs, which say how long it is."""
+    """Return the (old, new) values, by name, of changed settings that make this a different run or, for epochs and
+    max_steps, a longer or shorter one."""
     now, changed = config.model_dump(mode="json"), {}
-    for name, _, marks in fields(type(config)):
+    for name, _, marks in setting_fields(type(config)):
         if Change.SAFE in marks:
             continue
         with contextlib.suppress(KeyError, TypeError):  # another version of the code did not have it
@@ -34,36 +34,36 @@ def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[A
 
 
 def note_changes(config: Config, checkpoint: Path, then: Origin) -> list[str]:
-    """Return a line that names the changed settings, or none; raise a UserError if some make it a different run, unless
-    that was accepted."""
+    """Return a line about changed settings, if there are any. Raise a UserError if they make this a different run,
+    unless that is accepted."""
     changed = changed_settings(config, then.settings)
     before, after = then.schedule_steps, config.schedule_steps(then.examples)
     is_shorter = after < before and not changed.keys().isdisjoint(LENGTH_SETTINGS)
     wrong = {name: pair for name, pair in changed.items() if is_shorter or name not in LENGTH_SETTINGS}
-    shorter = f" (the learning rate's schedule then spans {after} steps, not {before})" if is_shorter else ""
+    shorter = f" (the learning-rate schedule then spans {after} steps, not {before})" if is_shorter else ""
     if wrong and not config.checkpoint.accept_changes:
         advice = f"set them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
-        raise UserError(f"{checkpoint} is of a run with other settings: {differences(wrong)}{shorter}; {advice}")
-    return [f"changed since: {differences(changed)}{shorter}"] if changed else []
+        raise UserError(f"{checkpoint} is of a run with other settings: {_changes(wrong)}{shorter}; {advice}")
+    return [f"changed since: {_changes(changed)}{shorter}"] if changed else []
 
 
 def require_same_origin(checkpoint: Path, then: Origin, now: Origin, accepts_changes: bool) -> list[str]:
-    """Return a line that names the libraries, and the precision, that are not those of the checkpoint, or none.
+    """Return a line about changed library versions and precision, if there are any.
 
     Raises:
-        UserError: the frozen weights, or the data unless that was accepted, are not those that it was trained with.
+        UserError: the frozen weights have changed, or the data have and that is not accepted.
     """
     require_same_frozen(checkpoint, then.frozen_norm, now.frozen_norm)
     if not accepts_changes:
         require_same_data(checkpoint, then, now)
     pairs = {name: (then.versions.get(name), version) for name, version in now.versions.items()}
     pairs["precision"] = then.precision, now.precision
-    changes = differences(pairs)
-    return [f"changed since: {changes}: what follows differs by rounding"] if changes else []
+    changes = _changes(pairs)
+    return [f"changed since: {changes}: results will differ by rounding"] if changes else []
 
 
 def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
-    """Raise a UserError if the frozen parameters, by their norm, are not those that the checkpoint was trained with."""
+    """Raise a UserError if the norm of the frozen parameters has changed since the checkpoint was saved."""
     if not math.isclose(then, now, rel_tol=1e-6):
         raise UserError(
             f"{checkpoint} was trained with other frozen weights: their norm was {then:.8g} and is {now:.8g}; "
@@ -72,30 +72,30 @@ def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
 
 
 def require_same_data(checkpoint: Path, then: Origin, now: Origin) -> None:
-    """Raise a UserError if the data are not those that the checkpoint was trained on."""
+    """Raise a UserError if the checkpoint was trained on different data."""
     both = [{"examples to train on": of.examples, **of.data_state} for of in (then, now)]
-    # as they come back from a checkpoint, with a tuple as a list; and as text, NaN equals NaN
+    # in the form that a checkpoint returns: tuples as lists, and NaN as text, which equals itself
     known, facts = (json.loads(json.dumps(facts), parse_constant=str) for facts in both)
-    changes = differences({name: (known.get(name, value), value) for name, value in facts.items()})
+    changes = _changes({name: (known.get(name, value), value) for name, value in facts.items()})
     parts = zip(("to train on", "to evaluate on"), then.fingerprints, now.fingerprints, strict=False)
     changed = " and ".join(part for part, before, after in parts if before != after)
     if changes or changed:
         found = changes or f"other text, images or labels {changed}"
         advice = f"bring them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
-        raise UserError(f"{checkpoint} is of a run with other data: {found}: {advice}")
+        raise UserError(f"{checkpoint} was trained on different data: {found}: {advice}")
 
 
-def require_whole_record(config: Config, checkpoint: Path, state: RunState) -> None:
-    """Raise a UserError if metrics.jsonl, which the run would append to, lacks a part of what it wrote."""
-    record = config.folder / "metrics.jsonl"
-    size = record.stat().st_size if record.exists() else 0
+def require_whole_metrics(config: Config, checkpoint: Path, state: RunState) -> None:
+    """Raise a UserError if metrics.jsonl, which the run will append to, was longer when the checkpoint was saved."""
+    file = config.folder / "metrics.jsonl"
+    size = file.stat().st_size if file.exists() else 0
     if size < state.metrics_bytes and not config.checkpoint.accept_changes:
         raise UserError(
-            f"{record} has {size:,} bytes, and had {state.metrics_bytes:,} when {checkpoint} was saved: bring it back, "
+            f"{file} has {size:,} bytes, but had {state.metrics_bytes:,} when {checkpoint} was saved: restore it, "
             f"{OR_ACCEPT_CHANGES}"
         )
 
 
-def differences(pairs: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return the pairs of (then, now) that differ, by name, in one line; empty if none do."""
+def _changes(pairs: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return the (old, new) pairs that differ, by name, in one line; empty if none do."""
     return ", ".join(f"{name} {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in pairs.items() if a != b)

@@ -1,0 +1,166 @@
+"""The files of a run: read its output folder and its checkpoints, write files whole or not at all."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ruamel.yaml.error import YAMLError
+
+from src.config.config import Config
+from src.config.errors import UserError, naming
+from src.config.settings import read_yaml
+from src.training.progress import Progress
+from src.training.state import FORMAT_VERSION, Origin, RunState
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+INCOMPLETE = "tmp_"
+"""Prefix of names of files and folders that are being written or deleted. A crash leaves them behind."""
+NESTED: dict[str, Any] = {"progress": Progress, "origin": Origin}
+"""Parts of state.json that have fields of their own."""
+Json = dict[str, Any]
+"""A JSON object."""
+
+
+def is_number(value: Any) -> TypeGuard[float]:  # room: report sweep
+    """Return whether this is a finite number that fits into a float."""
+    return isinstance(value, int | float) and abs(value) < 1e308
+
+
+def json_object(content: str | bytes) -> Json:
+    """Return a JSON object; an empty one if the content is anything else."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_json(file: Path) -> Json:
+    """Return the JSON object in a file; an empty one if there is none."""
+    return json_object(file.read_bytes()) if file.exists() else {}
+
+
+def read_lines(file: Path) -> Iterator[Json]:  # room: report sweep
+    """Yield each record of metrics.jsonl, if the file exists. Yield an empty one for a damaged line, but none for a
+    last line that a kill cut short."""
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
+        for line in stream:
+            record = json_object(line)
+            if is_number(record.get("step")):
+                yield record
+            elif line.endswith(b"\n"):
+                yield {}
+
+
+def saved_settings(folder: Path) -> Json:
+    """Return the settings of the run in an output folder; an empty object if there are none."""
+    try:
+        saved = read_yaml((folder / "config.yaml").read_bytes())
+    except (OSError, UnicodeDecodeError, YAMLError):
+        return {}
+    return json_object(json.dumps(saved, default=str))
+
+
+def parent_checkpoint(config: Config) -> Path | None:
+    """Return the checkpoint that the run branches off from: the one in `resume`, or in the config.yaml of its first
+    start."""
+    resume = config.resume if config.resume not in ("auto", "never") else saved_settings(config.folder).get("resume")
+    return Path(str(resume)) if resume not in ("auto", "never", None) else None
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Return whether a folder of this name is a checkpoint, unlike a copy of one named step_00000500.bak."""
+    return re.fullmatch(r"step_\d{8,}", name) is not None
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints in a folder, whole or damaged, newest first."""
+    found = [path for path in checkpoints.glob("step_*") if is_checkpoint_name(path.name) and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """Return a checkpoint's state.json; raise a UserError if it has another format version, or other fields."""
+    content = json.loads((checkpoint / STATE).read_bytes())
+    version = content.get("format_version", "none")
+    known = {f.name for f in fields(RunState)}
+    found = {*content}
+    for part, kind in NESTED.items():
+        known |= {f"{part}.{f.name}" for f in fields(kind)}
+        found |= {f"{part}.{name}" for name in content.get(part, {})}
+    differing = sorted(known ^ found)
+    if version != FORMAT_VERSION or differing:
+        fault = f" with other fields ({', '.join(differing)})" if version == FORMAT_VERSION else ""
+        raise UserError(
+            f"{checkpoint} has format version {version}{fault}, but this code reads version {FORMAT_VERSION}: "
+            f"use the code that saved it, or begin a new run"
+        )
+    parts = {part: kind(**content[part]) for part, kind in NESTED.items()}
+    return RunState(**content | parts)
+
+
+def incomplete_path(path: Path) -> Path:
+    """Return where to write a file or folder until it is complete."""
+    return path.with_name(f"{INCOMPLETE}{path.name}")
+
+
+def make_readable(file: Path) -> None:
+    """Let those read the file who can read its folder: safetensors ignores the umask and lets only the owner read."""
+    file.chmod(file.stat().st_mode | file.parent.stat().st_mode & 0o666)
+
+
+def file_facts(file: Path) -> Json:
+    """Return a file's entry in the manifest: size in bytes and SHA-256."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write `content` as JSON, whole or not at all."""
+    write_text(file, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write the file whole or not at all, no matter when the process or the machine stops."""
+    incomplete = incomplete_path(file)
+    with naming(incomplete), incomplete.open("wb") as stream:
+        stream.write(text.encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+    incomplete.replace(file)
+
+
+def publish(incomplete: Path, files: Json, checkpoint: Path) -> None:
+    """Add the manifest, with these entries, to an otherwise complete folder, and rename the folder to `checkpoint`.
+    Raise an OSError if that exists."""
+    write_json(incomplete / MANIFEST, {"files": files})
+    sync(incomplete)
+    incomplete.rename(checkpoint)  # refuses to replace a folder that is not empty
+    sync(checkpoint.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def remove_incomplete(checkpoints: Path) -> None:
+    """Delete what crashes left behind."""
+    for path in checkpoints.glob(f"{INCOMPLETE}*"):
+        shutil.rmtree(path, ignore_errors=True)
