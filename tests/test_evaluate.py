@@ -46,7 +46,7 @@ def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert refused.stderr.splitlines() == [
         "evaluate: --bla: not understood; settings are written --name=value",
-        "evaluate: --seed=3: does not say which data to evaluate on, as other settings of the task do",
+        "evaluate: --seed=3: only settings of the task that choose the data can be changed here",
         "evaluate: --task.source=digts: must be 'mnist' or 'digits'",
         "evaluate: --task.sorce=digits: unknown setting, did you mean task.source?",
     ]
