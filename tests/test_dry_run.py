@@ -45,7 +45,7 @@ def test_a_dry_run_finds_and_loads_the_resume_point_and_touches_nothing(
     would."""
     folder = tmp_path / "run"
     shutil.copytree(whole("ddp", *ALL).folder, folder)
-    assert "finished: nothing to do" in launch("cpu", *TINY, "--dry-run", folder=folder).succeeded().stdout
+    assert "this run has finished" in launch("cpu", *TINY, "--dry-run", folder=folder).succeeded().stdout
     damaged = folder / "checkpoints" / "step_00000014"
     (damaged / "state.json").write_text("{}")
     (folder / "checkpoints" / "tmp_step_00000009").mkdir()

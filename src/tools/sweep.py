@@ -162,8 +162,8 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
     values: list[float] = []
     while True:
         code = process.poll()
-        records, name = read_lines(own / "metrics.jsonl"), sweep.metric.name
-        for value in [record[name] for record in records if record.get(name) is not None][len(values) :]:
+        entries, name = read_lines(own / "metrics.jsonl"), sweep.metric.name
+        for value in [entry[name] for entry in entries if entry.get(name) is not None][len(values) :]:
             values.append(value)
             trial.report(value, len(values))
         if code is not None:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 MOST_CURVES = len(COLORS)
 POINTS = 600
-"""Points per plot, over all its curves; each is the mean of neighbouring records."""
+"""Points per plot, over all its curves; each is the mean of neighbouring values."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",  # the same run gives the same page

@@ -83,8 +83,8 @@ def write_report(folders: list[Path], target: Path) -> None:
     Raises:
         UserError: a folder is not a run's, or a file is not as a run writes it.
     """
-    says = f"{', '.join(map(str, folders))}: files are not as a run writes them: "
-    with explained(says, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
+    what = f"{', '.join(map(str, folders))}: files are not as a run writes them: "
+    with explained(what, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
         runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.rank_key))
         facts = dict.fromkeys(name for run in runs for name in run.facts)
         table = [{name: run.facts.get(name) for name in facts} for run in runs]
