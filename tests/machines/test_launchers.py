@@ -53,7 +53,7 @@ def test_all_mistakes_in_the_words_are_named_at_once(starts: Tool, port: int) ->
     run = starts("--num_machines=2", "--num_processes=3")
     named = re.findall("machine.py: (.*?)[:=]", run.stderr)
     assert named == ["num_processes", "machine_rank", "main_process_ip is missing", "main_process_port is missing"]
-    assert starts(*two(port, rank=2)).stderr.startswith("machine.py: machine_rank=2 is none of 0 to 1")
+    assert starts(*two(port, rank=2)).stderr.startswith("machine.py: machine_rank=2 must be from 0 to 1")
     run = starts(*two(port, rank=1, config_file="no/such.yaml"))
     assert (run.exit_code, run.stderr.count("\n")) == (2, 1)
     assert run.stderr.startswith("machine.py: no/such.yaml: [Errno 2] No such file or directory")
