@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import recursively_apply, send_to_device
-from torch import Tensor
 
 from src.config.config import Config
 from src.config.terminal import bar
@@ -223,7 +222,7 @@ def _on_device(run: Run, steps: Steps) -> Steps:
     # a CPU needs no copy, and collating in the background would take cores from computing
     if run.device.type == "cpu":
         return steps
-    copied = map(partial(_copy, device=run.device), steps)
+    copied = map(partial(_copy_step, device=run.device), steps)
     if run.config.cuda_graphs:
         # a replay takes the host 0.17 ms (docs/gpu.md), less than a second thread waits for the interpreter
         return copied
@@ -231,7 +230,7 @@ def _on_device(run: Run, steps: Steps) -> Steps:
     return in_background(copied)
 
 
-def _copy(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+def _copy_step(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
     # Each thread has its own current device, initially the first GPU. The device of a single process has no index, and
     # torch refuses to set that.
     if device.index is not None:
@@ -242,15 +241,11 @@ def _copy(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
         if device.type == "cuda":
             # A copy from pageable memory blocks the host; one from pinned memory is only queued. The pinned allocator
             # does not reuse the memory before the copy is done.
-            data = recursively_apply(_pinned, data)
+            data = recursively_apply(lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor, data)
         # queued on the stream of the kernels, which need no event to wait for the data
         data = send_to_device(data, device, non_blocking=True)
         copied.append(batch._replace(data=data))
     return copied
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory() if tensor.is_cpu else tensor
 
 
 def in_background(items: Iterator[Any]) -> Iterator[Any]:
