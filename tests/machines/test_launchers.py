@@ -62,7 +62,7 @@ def test_all_mistakes_in_the_words_are_named_at_once(starts: Tool, port: int) ->
 
 def test_a_taken_port_is_named_on_the_main_machine(starts: Tool, port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
-        assert f"main_process_port={port} is taken" in starts(*two(port, rank=0)).stderr
+        assert f"main_process_port={port} is in use" in starts(*two(port, rank=0)).stderr
 
 
 def test_a_mesh_must_have_as_many_processes(starts: Tool, port: int, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_the_continuation_is_printed_and_ends_at_the_models_limit(
     ("template", "says", "begins", "goes_on"),
     [
         (None, "no chat template: each line is completed by itself", "<|endoftext|>the", "<|endoftext|>of"),
-        (TEMPLATE, "a chat", "[user]the[a]", "[user]the[assistant]ANSWER[user]of[a]"),
+        (TEMPLATE, "chat (", "[user]the[a]", "[user]the[assistant]ANSWER[user]of[a]"),
     ],
 )
 def test_a_chat_has_its_history_and_lines_have_none(
